@@ -1,0 +1,219 @@
+"""Forgetting attention: its definition, and the folded form that every attention kernel can run.
+
+The definition (Lin et al. 2025, arXiv 2503.02130, eq. 11) adds the decay `D_ij = c_i - c_j`, `c_t = sum_{l<=t} log f_l`,
+to the attention logits. A softmax row does not see what is added to the whole row, so `c_i` can be left out, and `-c_j`
+is a property of the key alone. It becomes a few more dimensions of the head:
+
+    q' = [q, 64, 64, 64, 0]     k' = [k, p1, p2, p3, 0]     v' = [v, 0]     p1 + p2 + p3 = -c_j / (64 * scale)
+
+so `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention, in linear memory, and any KV cache
+carries the decay along. Each part has eight significant bits, so it is exact in bfloat16, float16 and TF32, and the three
+together hold the 24 bits of a float32. The factor 64 keeps the parts inside float16's range up to `|c|` of 5e5.
+
+What the folded form cannot do: `c` is a float32, so at `|c| = 1e5` the decay is resolved to 0.008 in the exponent.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+GATE_PARTS = 3
+GATE_QUERY = 64.0
+# exp(-1000) is 0 in every dtype; a closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf.
+CLOSED_GATE = -1000.0
+
+
+def check_inputs(q, k, v, log_f, scale, attention_mask, cu_seqlens):
+    """Raise ValueError with what is wrong, what is needed and how to mend it; see `forgetting_attention`."""
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions; they must be (batch, heads, time, head_dim)."
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape != v.shape:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: k and v must have one shape, "
+            "(B, Hkv, Tk, D), and q the same B and D."
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must share one floating dtype.")
+    if len({x.device for x in (q, k, v, log_f)}) > 1:
+        raise ValueError(
+            f"q, k, v and log_f are on {q.device}, {k.device}, {v.device} and {log_f.device}; move them to one device."
+        )
+    batch, heads, q_length, head_dim = q.shape
+    kv_heads, kv_length = k.shape[1], k.shape[2]
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty; attention needs at least one position.")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads; Hkv must divide Hq.")
+    if q_length > kv_length:
+        raise ValueError(
+            f"there are {q_length} queries but {kv_length} keys; the queries are the last positions of the keys, so Tq "
+            "must not exceed Tk. Pass the cached keys together with the new ones."
+        )
+    if log_f.dtype != torch.float32:
+        raise ValueError(
+            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. "
+            "Cast before the log: F.logsigmoid(gate.float())."
+        )
+    if log_f.shape != (batch, heads, kv_length):
+        raise ValueError(
+            f"log_f is {tuple(log_f.shape)}; it must be (B, Hq, Tk) = {(batch, heads, kv_length)}, one gate per query "
+            "head and key position."
+        )
+    if not torch.compiler.is_compiling() and not (log_f <= 0).all():
+        raise ValueError(
+            "log_f holds a positive or NaN value; it is the log of a gate between 0 and 1, so it must be <= 0. "
+            "Use F.logsigmoid(gate.float())."
+        )
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}; it must be a positive number. The default is D ** -0.5.")
+    if attention_mask is not None and attention_mask.shape != (batch, kv_length):
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, Tk) = {(batch, kv_length)} with 1 for real "
+            "tokens, cached ones included."
+        )
+    if cu_seqlens is not None:
+        if batch != 1 or q_length != kv_length or attention_mask is not None:
+            raise ValueError(
+                "cu_seqlens describes documents packed into one row: it needs B = 1, Tq = Tk and no attention_mask, got "
+                f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
+            )
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0 or borders[-1] != kv_length or any(b <= a for a, b in zip(borders, borders[1:])):
+            raise ValueError(f"cu_seqlens is {borders}; it must rise from 0 to T = {kv_length} without empty documents.")
+
+
+def forgetting_attention_ref(q, k, v, log_f, *, scale=None, attention_mask=None, cu_seqlens=None):
+    """Softmax attention with a forget gate, written as its definition. Every backend must agree with it.
+
+    Arguments, result and errors are those of `forgetting_attention`; computed in float32, or float64 for float64 inputs.
+    Memory grows with Tq * Tk.
+
+    Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
+    """
+    check_inputs(q, k, v, log_f, scale, attention_mask, cu_seqlens)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    log_f = log_f.to(dtype).clamp(min=CLOSED_GATE)
+    key_positions = torch.arange(kv_length, device=q.device)
+    visible = key_positions <= key_positions[-q_length:, None]  # (Tq, Tk), causal
+    if attention_mask is not None:
+        real = attention_mask.bool()[:, None]  # (B, 1, Tk)
+        log_f = log_f.masked_fill(~real, 0.0)  # padding does not decay
+        visible = visible & real[..., None, :] & real[..., -q_length:, None]  # (B, 1, Tq, Tk)
+    if cu_seqlens is not None:
+        document = torch.bucketize(key_positions, cu_seqlens[1:], right=True)
+        visible = visible & (document == document[:, None])
+
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    c = log_f.cumsum(-1)  # (B, Hq, Tk)
+    logits = scale * q.to(dtype) @ k.mT + c[..., -q_length:, None] - c[..., None, :]  # (B, Hq, Tq, Tk)
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
+    return (weights @ v).to(q.dtype)
+
+
+def folded_width(head_dim, group, device):
+    """Head dimension after folding: room for the gate parts of the `group` query heads that share a key head."""
+    multiple = 4 if device.type == "cpu" else 8  # what GPU kernels need for aligned loads
+    return -(-(head_dim + GATE_PARTS * group) // multiple) * multiple
+
+
+def fold_queries(q, group):
+    """(B, Hq, Tq, D) -> (B, Hq, Tq, D'): a query reads only the gate parts that belong to its own head."""
+    width = folded_width(q.shape[-1], group, q.device)
+    own = torch.zeros(group, width - q.shape[-1], dtype=q.dtype, device=q.device)
+    for member in range(group):
+        own[member, GATE_PARTS * member : GATE_PARTS * (member + 1)] = GATE_QUERY
+    own = own.repeat(q.shape[1] // group, 1)[:, None]  # (Hq, 1, D' - D)
+    return torch.cat([q, own.expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
+
+
+def fold_keys(k, c, scale):
+    """Append the decay to the keys.
+
+    Args:
+        k: (B, Hkv, T, D).
+        c: running sum of log f, (B, Hq, T), fp32. Hkv divides Hq.
+        scale: the factor that the kernel will apply to q'.k'.
+
+    Returns:
+        (B, Hkv, T, D'). The gradient with respect to c is that of one part; the others only carry its rounding.
+    """
+    batch, kv_heads, length, head_dim = k.shape
+    group = c.shape[1] // kv_heads
+    x = (c / (-GATE_QUERY * scale)).view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
+    with torch.no_grad():
+        first = x.bfloat16().to(x.dtype)
+        second = (x - first).bfloat16().to(x.dtype)
+        third = x - first - second
+    parts = torch.stack([x + (first - x).detach(), second, third], dim=-1).flatten(3).to(k.dtype)
+    padding = folded_width(head_dim, group, k.device) - head_dim - GATE_PARTS * group
+    return torch.cat([k, F.pad(parts, (0, padding))], dim=-1)
+
+
+def unfold_decay(folded_keys, head_dim, group, scale):
+    """Inverse of `fold_keys` for c: (B, Hkv, T, D') -> (B, Hq, T) fp32."""
+    parts = folded_keys[..., head_dim : head_dim + GATE_PARTS * group].float()
+    x = parts.unflatten(-1, (group, GATE_PARTS)).sum(-1)  # (B, Hkv, T, G)
+    return (x * (-GATE_QUERY * scale)).transpose(2, 3).flatten(1, 2)
+
+
+def forgetting_attention(q, k, v, log_f, *, scale=None, attention_mask=None, cu_seqlens=None):
+    """Causal softmax attention whose keys fade by a forget gate, on any device, in memory linear in Tk when Tq = Tk.
+
+    Args:
+        q: queries, (B, Hq, Tq, D), any floating dtype. The Tq queries are the *last* Tq of the Tk positions.
+        k, v: keys and values, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
+        log_f: natural log of the forget gate per key, (B, Hq, Tk), fp32, <= 0. The gate of position t fades every key
+            before t, not t itself.
+        scale: factor on q.k before the decay is added. Default D ** -0.5.
+        attention_mask: (B, Tk), 1 = real token, 0 = padding on any side. Padding is never attended, does not decay, and
+            as a query gives 0.
+        cu_seqlens: (N + 1,) borders of N documents packed into one row (B = 1, Tq = Tk): neither attention nor decay
+            crosses a border.
+
+    Returns:
+        (B, Hq, Tq, D) in q.dtype.
+
+    Raises:
+        ValueError: a shape, dtype, device or value above does not hold.
+
+    Source: arXiv 2503.02130, eq. 11. `forgetting_attention_ref` is the definition.
+    """
+    check_inputs(q, k, v, log_f, scale, attention_mask, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    log_f = log_f.clamp(min=CLOSED_GATE)
+    if cu_seqlens is not None:
+        documents = cu_seqlens.diff().tolist()
+        rows = zip(*(x.split(documents, dim=2) for x in (q, k, v, log_f)))
+        return torch.cat([_folded_attention(*row, scale) for row in rows], dim=2)
+    return _folded_attention(q, k, v, log_f, scale, None if attention_mask is None else attention_mask.bool())
+
+
+def _folded_attention(q, k, v, log_f, scale, real=None):
+    head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if real is not None:
+        log_f = log_f.masked_fill(~real[:, None], 0.0)
+    keys = fold_keys(k, log_f.cumsum(-1), scale)
+    if real is not None:
+        # A padding key fades out in its own columns, so the kernel needs no (T, T) mask for it.
+        columns = torch.arange(keys.shape[-1], device=k.device) >= head_dim
+        keys = keys.masked_fill(~real[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
+    causal_mask = None
+    if q_length < kv_length:
+        causal_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(kv_length - q_length)
+    out = F.scaled_dot_product_attention(
+        fold_queries(q, group),
+        keys,
+        F.pad(v, (0, keys.shape[-1] - head_dim)),
+        attn_mask=causal_mask,
+        is_causal=causal_mask is None,
+        scale=scale,
+        enable_gqa=group > 1,
+    )[..., :head_dim]
+    if real is not None:
+        out = out.masked_fill(~real[:, None, -q_length:, None], 0.0)
+    return out

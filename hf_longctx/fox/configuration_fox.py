@@ -1,0 +1,165 @@
+"""Configuration of the Forgetting Transformer (FoX)."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+
+
+FORMAT_VERSION = 1
+FORGET_GATES = ("full", "bias_only", "fixed", "none")
+OUTPUT_GATES = ("sigmoid", "silu")
+
+
+@strict
+class FoxConfig(PreTrainedConfig):
+    """Configuration of a Forgetting Transformer (Lin et al. 2025, arXiv 2503.02130).
+
+    The defaults are FoX (LLaMA): a LLaMA block whose positional encoding is a forget gate. `FoxConfig.pro(...)` turns on
+    everything of FoX (Pro). Every switch of the paper's ablation is a field of its own.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, hidden_act, max_position_embeddings,
+        initializer_range, rms_norm_eps, use_cache, tie_word_embeddings, attention_dropout, pad_token_id, bos_token_id,
+        eos_token_id: as in `LlamaConfig`. `max_position_embeddings` is the training context; without RoPE it limits
+            nothing.
+        intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
+        num_key_value_heads: key and value heads; each serves num_attention_heads / num_key_value_heads query heads, each
+            of which keeps a forget gate of its own. Default num_attention_heads.
+        head_dim: default hidden_size / num_attention_heads.
+        forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
+            initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
+        decay_time_min, decay_time_max: initial decay times in tokens, log-spaced over the heads, so that head h forgets
+            by a factor e in T_h tokens (Appendix D). Required for "fixed", optional for "bias_only".
+        rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
+            None: no positional encoding, as in the paper.
+        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as the
+            released checkpoints do. `qk_norm_eps` is its epsilon.
+        output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
+        output_norm: RMSNorm per head on the attention output, before the output gate.
+        k_shift, v_shift: data-dependent token shift on keys and values (eq. 14).
+        format_version: layout of the saved folder.
+
+    Raises:
+        ValueError: a size does not divide, a gate is unknown, decay times contradict the gate, or the folder was saved by
+            a newer hf-longctx.
+    """
+
+    model_type = "fox"
+    keys_to_ignore_at_inference = ("past_key_values",)
+    default_theta = 500_000.0
+    base_model_tp_plan = {  # noqa: RUF012 - transformers' convention
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 16384
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    attention_dropout: float | int = 0.0
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    forget_gate: str = "full"
+    decay_time_min: float | int | None = None
+    decay_time_max: float | int | None = None
+    rope_parameters: dict | None = None
+    qk_norm: bool = False
+    qk_norm_shared: bool = False
+    qk_norm_eps: float = 1e-5
+    output_gate: str | None = None
+    output_norm: bool = False
+    k_shift: bool = False
+    v_shift: bool = False
+    layer_types: list[str] | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self, **kwargs):
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"this folder has FoX format version {self.format_version}, but the installed code reads up to version "
+                f"{FORMAT_VERSION}. Upgrade it: pip install -U hf-longctx (or load with trust_remote_code=True)."
+            )
+        self._check_heads()
+        self._check_gates()
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
+        # The token shift is a one-token convolution beside the attention: transformers caches both in a "hybrid" layer.
+        layer_type = "hybrid" if self.k_shift or self.v_shift else "full_attention"
+        expected_layer_types = [layer_type] * self.num_hidden_layers
+        if self.layer_types is None:
+            self.layer_types = expected_layer_types
+        elif self.layer_types != expected_layer_types:
+            raise ValueError(
+                f"layer_types is {self.layer_types}; with k_shift={self.k_shift} and v_shift={self.v_shift} every FoX "
+                f'layer is "{layer_type}". Leave layer_types out.'
+            )
+        without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
+        super().__post_init__(**kwargs)
+        if without_rope:
+            self.rope_parameters = None  # the base class fills in a default
+
+    def _check_heads(self):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; query heads share key heads in equal groups."
+            )
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                    f"{self.num_attention_heads}, so the head dimension is not an integer. Change one, or give head_dim."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.rope_parameters is not None and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of dimensions.")
+
+    def _check_gates(self):
+        if self.forget_gate not in FORGET_GATES:
+            raise ValueError(f"forget_gate={self.forget_gate!r} is unknown; it must be one of {FORGET_GATES}.")
+        if self.output_gate is not None and self.output_gate not in OUTPUT_GATES:
+            raise ValueError(f"output_gate={self.output_gate!r} is unknown; it must be None or one of {OUTPUT_GATES}.")
+        times = (self.decay_time_min, self.decay_time_max)
+        if times == (None, None):
+            if self.forget_gate == "fixed":
+                raise ValueError('forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).')
+            return
+        if self.forget_gate not in ("bias_only", "fixed"):
+            raise ValueError(
+                f"decay_time_min={times[0]} and decay_time_max={times[1]} set the initial bias of a data-independent "
+                f'gate ("bias_only" or "fixed"), but forget_gate is {self.forget_gate!r}. Leave them out.'
+            )
+        if None in times or not 0 < times[0] <= times[1]:
+            raise ValueError(
+                f"decay_time_min={times[0]} and decay_time_max={times[1]} must be two times in tokens with 0 < min <= max."
+            )
+
+    @classmethod
+    def pro(cls, **kwargs):
+        """FoX (Pro): output gate and norm, QK-norm, key and value shift (sec. 3, Figure 1). `kwargs` override."""
+        switches = {"qk_norm": True, "output_gate": "sigmoid", "output_norm": True, "k_shift": True, "v_shift": True}
+        return cls(**{**switches, **kwargs})
+
+
+__all__ = ["FoxConfig"]

@@ -1,0 +1,402 @@
+"""The Forgetting Transformer, FoX (Lin et al. 2025, arXiv 2503.02130).
+
+A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and token;
+it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and norm, and a
+token shift on keys and values. The gate is folded into the keys (see attention_fox.py), so every attention backend, cache
+and generation method of transformers works unchanged.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.integrations import use_kernel_forward_from_hub
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_fox import fold_keys, fold_queries, unfold_decay
+from .configuration_fox import FoxConfig
+
+
+# Backends that compute exactly softmax(scaling * q.k + mask) v. Others may drop what they do not know.
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+@use_kernel_forward_from_hub("RMSNorm")
+class FoxRMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.variance_epsilon).to(x.dtype) * self.weight
+
+    def extra_repr(self):
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+class FoxHeadRMSNorm(nn.Module):
+    """RMSNorm of each head by itself: (..., H, D) -> (..., H, D), weight (H * D) or, shared by the heads, (D)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.variance_epsilon).to(x.dtype)
+        return normed * self.weight.view(-1, x.shape[-1])
+
+    extra_repr = FoxRMSNorm.extra_repr
+
+
+def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.Tensor:
+    """Gate biases (H,) for log-spaced decay times T_h in tokens: -1 / log sigmoid(b_h) = T_h (Appendix D)."""
+    times = torch.linspace(math.log(time_min), math.log(time_max), num_heads, dtype=torch.float64).exp()
+    return -torch.expm1(1 / times).log().float()
+
+
+class FoxForgetGate(nn.Module):
+    """log f_t = log sigmoid(w.x_t + b) for each head: (B, T, hidden) -> (B, H, T), fp32.
+
+    Not an `nn.Linear`: quantizers and adapters that replace every linear layer must leave a gate alone, whose errors add
+    up over the whole context.
+    """
+
+    def __init__(self, config: FoxConfig):
+        super().__init__()
+        heads = config.num_attention_heads
+        self.kind = config.forget_gate
+        if self.kind == "full":
+            self.weight = nn.Parameter(torch.empty(heads, config.hidden_size))
+        if self.kind == "fixed":
+            self.register_buffer("bias", torch.empty(heads))
+        else:
+            self.bias = nn.Parameter(torch.empty(heads))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "full":
+            logits = F.linear(x, self.weight, self.bias)
+        else:
+            logits = self.bias.expand(*x.shape[:2], -1)
+        return F.logsigmoid(logits.float()).transpose(1, 2)
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns the attention weights.
+
+    The logits are float32 whatever the model's dtype: a folded key adds the decay to them, which reaches thousands.
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    with torch.autocast(query.device.type, enabled=False):
+        logits = query.float() @ key.float().mT * scaling  # (B, H, Tq, Tk)
+    if attention_mask is not None:
+        logits = logits + attention_mask
+    weights = logits.softmax(-1).to(value.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class FoxAttention(nn.Module):
+    """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
+
+    def __init__(self, config: FoxConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.f_proj = FoxForgetGate(config) if config.forget_gate != "none" else None
+        self.k_shift_proj = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.k_shift else None
+        self.v_shift_proj = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.v_shift else None
+        if config.qk_norm:
+            self.q_norm = FoxHeadRMSNorm(self.head_dim if config.qk_norm_shared else q_size, config.qk_norm_eps)
+            self.k_norm = FoxHeadRMSNorm(self.head_dim if config.qk_norm_shared else kv_size, config.qk_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+        self.o_norm = FoxHeadRMSNorm(q_size, config.rms_norm_eps) if config.output_norm else nn.Identity()
+        self.g_proj = nn.Linear(config.hidden_size, q_size, bias=False) if config.output_gate else None
+        self.g_act = ACT2FN[config.output_gate] if config.output_gate else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = hidden_states
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, H, D)
+        k, v = self.token_shift(x, k, v, padding_mask, position_ids, past_key_values)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k, v = self.fold_forget_gate(x, q, k, v, padding_mask, past_key_values)  # (B, H, T, D')
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+
+        if self.config._attn_implementation not in ATTENTION_BACKENDS:
+            raise ValueError(
+                f"attention implementation {self.config._attn_implementation!r} is not known to compute forgetting "
+                f"attention exactly; choose one of {ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
+            )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+
+        o = self.o_norm(o[..., : self.head_dim]).flatten(2)  # (B, T, H * D)
+        if self.g_proj is not None:
+            o = o * self.g_act(self.g_proj(x))
+        return self.o_proj(o), weights
+
+    def token_shift(self, x, k, v, padding_mask, position_ids, past_key_values):
+        """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
+
+        A document's first token (position 0), and the one after padding, have 0 for a predecessor.
+        """
+        if self.k_shift_proj is None and self.v_shift_proj is None:
+            return k, v
+        current = torch.cat([k, v], dim=2)  # (B, T, 2 Hkv, D)
+        if padding_mask is not None:
+            current = current * padding_mask[..., None, None].to(current.dtype)
+        seen = current
+        if past_key_values is not None:
+            # A convolution state of one token: what comes back begins with it, except in the first call.
+            seen = past_key_values.update_conv_state(current.flatten(2).mT, self.layer_idx, conv_kernel_size=1)
+            seen = seen.mT.unflatten(2, current.shape[2:])  # (B, T or 1 + T, 2 Hkv, D)
+        length = x.shape[1]
+        previous = F.pad(seen, (0, 0, 0, 0, 1, 0))[:, -length - 1 : -1]
+        previous = previous.masked_fill((position_ids == 0)[..., None, None], 0.0)
+        k_previous, v_previous = previous.chunk(2, dim=2)
+        if self.k_shift_proj is not None:
+            k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
+        if self.v_shift_proj is not None:
+            v = torch.lerp(v, v_previous, self.v_shift_proj(x).float().sigmoid()[..., None].to(v.dtype))
+        return k, v
+
+    def fold_forget_gate(self, x, q, k, v, padding_mask, past_key_values):
+        """Move the decay into the keys, continuing the running sum of log f where the cache left it."""
+        if self.f_proj is None:
+            return q, k, v
+        if torch.is_autocast_enabled(x.device.type):
+            # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
+            q, k, v = (y.to(torch.get_autocast_dtype(x.device.type)) for y in (q, k, v))
+        log_f = self.f_proj(x)  # (B, H, T)
+        if padding_mask is not None:
+            log_f = log_f * padding_mask[:, None].to(log_f.dtype)  # padding does not decay
+        c = log_f.cumsum(-1)
+        if past_key_values is not None:
+            c = c + self.decay_so_far(past_key_values, c)
+        k = fold_keys(k, c, self.scaling)
+        q = fold_queries(q, self.num_key_value_groups)
+        return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
+
+    def decay_so_far(self, past_key_values, c):
+        """c of the last cached token, (B, H, 1), read back from its key; 0 if the cache is empty."""
+        layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
+        if layer is None or not layer.is_initialized or layer.keys is None or layer.keys.numel() == 0:
+            return torch.zeros_like(c[..., :1])
+        length = layer.get_seq_length()
+        if isinstance(length, torch.Tensor):  # a static cache: slots not yet written are 0, and so is their decay
+            last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
+        else:
+            last = layer.keys[:, :, -1:]
+        return unfold_decay(last.to(c.device), self.head_dim, self.num_key_value_groups, self.scaling)
+
+
+class FoxMLP(nn.Module):
+    def __init__(self, config: FoxConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FoxDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: FoxConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = FoxAttention(config, layer_idx)
+        self.mlp = FoxMLP(config)
+        self.input_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class FoxPreTrainedModel(PreTrainedModel):
+    config: FoxConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FoxDecoderLayer"]  # noqa: RUF012 - these are transformers' conventions
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    # Serving engines take this as leave to replace the attention by a function of q, k and v of their own.
+    _supports_attention_backend = False
+    _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, FoxForgetGate):
+            if module.kind == "full":
+                init.normal_(module.weight, std=self.config.initializer_range)
+            if self.config.decay_time_min is None:
+                init.zeros_(module.bias)
+            else:
+                times = (self.config.decay_time_min, self.config.decay_time_max)
+                init.copy_(module.bias, decay_time_bias(len(module.bias), *times))
+
+
+class FoxModel(FoxPreTrainedModel):
+    """The decoder without a head: token ids or embeddings in, final hidden states out."""
+
+    def __init__(self, config: FoxConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config) if config.rope_parameters else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):  # `generate` with a static cache has made them already
+            mask_inputs = {
+                "config": self.config,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": attention_mask,
+                "past_key_values": past_key_values,
+                "position_ids": position_ids,
+            }
+            masks = {
+                "full_attention": create_causal_mask(**mask_inputs),
+                "linear_attention": create_recurrent_attention_mask(**mask_inputs),
+            }
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=masks["full_attention"],
+                padding_mask=masks.get("linear_attention"),
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
+    """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+
+    def __init__(self, config: FoxConfig):
+        super().__init__(config)
+        self.model = FoxModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["FoxForCausalLM", "FoxModel", "FoxPreTrainedModel"]
