@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
 

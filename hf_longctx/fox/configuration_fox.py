@@ -46,7 +46,7 @@ class FoxConfig(PreTrainedConfig):
     model_type = "fox"
     keys_to_ignore_at_inference = ("past_key_values",)
     default_theta = 500_000.0
-    base_model_tp_plan = {  # noqa: RUF012 - transformers' convention
+    base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
@@ -55,7 +55,7 @@ class FoxConfig(PreTrainedConfig):
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
-    base_model_pp_plan = {  # noqa: RUF012
+    base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
@@ -143,7 +143,9 @@ class FoxConfig(PreTrainedConfig):
         times = (self.decay_time_min, self.decay_time_max)
         if times == (None, None):
             if self.forget_gate == "fixed":
-                raise ValueError('forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).')
+                raise ValueError(
+                    'forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).'
+                )
             return
         if self.forget_gate not in ("bias_only", "fixed"):
             raise ValueError(

@@ -71,7 +71,9 @@ def official_config(config_dict: dict) -> FoxConfig:
     get = config_dict.get
     model_type = get("model_type", OFFICIAL_MODEL_TYPES[0])
     if model_type not in OFFICIAL_MODEL_TYPES:
-        raise ValueError(f"model_type is {model_type!r}; an official FoX checkpoint has one of {OFFICIAL_MODEL_TYPES}.")
+        raise ValueError(
+            f"model_type is {model_type!r}; an official FoX checkpoint has one of {OFFICIAL_MODEL_TYPES}."
+        )
     heads = get("num_heads", 32)
     if get("num_kv_heads") not in (None, heads):
         raise ValueError(f"num_kv_heads={get('num_kv_heads')}: the authors' implementation has no grouped heads.")

@@ -88,10 +88,7 @@ class FoxForgetGate(nn.Module):
             self.bias = nn.Parameter(torch.empty(heads))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "full":
-            logits = F.linear(x, self.weight, self.bias)
-        else:
-            logits = self.bias.expand(*x.shape[:2], -1)
+        logits = F.linear(x, self.weight, self.bias) if self.kind == "full" else self.bias.expand(*x.shape[:2], -1)
         return F.logsigmoid(logits.float()).transpose(1, 2)
 
 
@@ -130,8 +127,12 @@ class FoxAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
         self.f_proj = FoxForgetGate(config) if config.forget_gate != "none" else None
-        self.k_shift_proj = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.k_shift else None
-        self.v_shift_proj = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.v_shift else None
+        self.k_shift_proj = (
+            nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.k_shift else None
+        )
+        self.v_shift_proj = (
+            nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.v_shift else None
+        )
         if config.qk_norm:
             self.q_norm = FoxHeadRMSNorm(self.head_dim if config.qk_norm_shared else q_size, config.qk_norm_eps)
             self.k_norm = FoxHeadRMSNorm(self.head_dim if config.qk_norm_shared else kv_size, config.qk_norm_eps)
@@ -215,14 +216,19 @@ class FoxAttention(nn.Module):
         c = log_f.cumsum(-1)
         if past_key_values is not None:
             c = c + self.decay_so_far(past_key_values, c)
+        q = fold_queries(q, c, self.scaling, self.num_key_value_groups)
         k = fold_keys(k, c, self.scaling)
-        q = fold_queries(q, self.num_key_value_groups)
         return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
 
     def decay_so_far(self, past_key_values, c):
         """c of the last cached token, (B, H, 1), read back from its key; 0 if the cache is empty."""
         layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
-        if layer is None or not layer.is_initialized or layer.keys is None or layer.keys.numel() == 0:
+        if hasattr(layer, "_quantize"):
+            raise NotImplementedError(
+                "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be rounded "
+                "with them. Leave cache_implementation out, or use 'static' or 'offloaded'."
+            )
+        if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
         length = layer.get_seq_length()
         if isinstance(length, torch.Tensor):  # a static cache: slots not yet written are 0, and so is their decay
@@ -262,15 +268,15 @@ class FoxPreTrainedModel(PreTrainedModel):
     config: FoxConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["FoxDecoderLayer"]  # noqa: RUF012 - these are transformers' conventions
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _no_split_modules = ["FoxDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     # Serving engines take this as leave to replace the attention by a function of q, k and v of their own.
     _supports_attention_backend = False
-    _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -352,10 +358,10 @@ class FoxModel(FoxPreTrainedModel):
 class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
     """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
-    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FoxConfig):
         super().__init__(config)

@@ -1,5 +1,7 @@
 """The authors' numbers: model, decoding, generation, operator and initialisation (golden vectors, float32)."""
 
+import itertools
+
 import pytest
 import torch
 from golden_fox import check, load_cases, weights
@@ -37,7 +39,9 @@ def test_forward_and_gradients(golden, backend):
 def check_gradients(case, t, model):
     tolerance = next(c["tol"] for c in case["compare"] if c["key"] == "expected/grad/*")
     # Gradients convert like weights do.
-    expected = dict(fox.from_official({**weights(t), **weights(t, "expected/grad/")}, case["config"]).named_parameters())
+    expected = dict(
+        fox.from_official({**weights(t), **weights(t, "expected/grad/")}, case["config"]).named_parameters()
+    )
     changed = fox.from_official(weights(t), case["config"]).state_dict()
     compared = 0
     for name, parameter in model.named_parameters():
@@ -60,7 +64,7 @@ def test_decode(golden, backend, chunk):
         prefill, total = case["call"]["prefill_length"], ids.shape[1]
         cache, logits = None, []
         borders = list(range(0, prefill, chunk or prefill)) + list(range(prefill, total + 1))
-        for begin, end in zip(borders, borders[1:]):
+        for begin, end in itertools.pairwise(borders):
             visible = None if mask is None else mask[:, :end]
             out = model(ids[:, begin:end], attention_mask=visible, past_key_values=cache, use_cache=True)
             cache = out.past_key_values

@@ -1,0 +1,72 @@
+"""Registers our models with transformers' Auto classes, without the second or two that importing models takes.
+
+Registering a model needs its class, and that needs torch and most of transformers. So `import hf_longctx` only leaves a
+note on the import path: as soon as the Auto classes are imported, by whomever, our models are imported and registered.
+"""
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import PathFinder
+
+
+AUTO_CLASSES = "transformers.models.auto.configuration_auto"
+MODELS = ("hf_longctx.fox",)  # each registers itself when it is imported
+
+
+def register_with_auto_classes():
+    """Register now if the Auto classes are imported already, else as soon as they are."""
+    if AUTO_CLASSES in sys.modules:
+        _import_models()
+    else:
+        sys.meta_path.insert(0, _AfterAutoClasses())
+
+
+def _import_models():
+    for name in MODELS:
+        importlib.import_module(name)
+
+
+class _AfterAutoClasses(MetaPathFinder):
+    """Watches the imports of transformers' modules and acts when the outermost one that brought the Auto classes is done.
+
+    Not earlier: modules of transformers that our models need may still be half imported before that.
+    """
+
+    def __init__(self):
+        self.depth = 0
+
+    def find_spec(self, name, path=None, target=None):
+        if not name.startswith("transformers."):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Watched(spec.loader, self)
+        return spec
+
+    def finished(self):
+        if self.depth == 0 and AUTO_CLASSES in sys.modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _import_models()
+
+
+class _Watched(Loader):
+    """A module's own loader, telling its watcher when execution begins and ends."""
+
+    def __init__(self, loader, watcher):
+        self.loader, self.watcher = loader, watcher
+
+    def __getattr__(self, name):  # get_code, get_source, ...
+        return getattr(self.loader, name)
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.watcher.depth += 1
+        try:
+            self.loader.exec_module(module)
+        finally:
+            self.watcher.depth -= 1
+        self.watcher.finished()

@@ -1,0 +1,144 @@
+"""A small FoX that learns to remember: the model of the demo, trained on text in which passages come back.
+
+Plain text rarely rewards remembering; a passage that is repeated rewards it at every token. The data set mixes repeated
+passages of every length (one favoured length would teach a fixed offset instead of copying), repeated random tokens and
+plain text.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..fox import FoxConfig, FoxForCausalLM
+
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+# Of the blocks in a training row: repeated text, repeated random tokens; the rest is plain text.
+REPEATED_TEXT, REPEATED_RANDOM = 0.5, 0.25
+
+
+def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every text can be encoded, and no special token is added on its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+
+
+class RepeatedPassages(torch.utils.data.Dataset):
+    """Rows of `context` tokens made of blocks: [bos] S [bos] S with S of any length that fits, or [bos] and plain text.
+
+    Row i depends on `seed` and i alone, so a resumed training sees what it would have seen.
+    """
+
+    def __init__(self, tokens: list[int], context: int, vocab_size: int, rows: int, bos_token_id: int, seed: int):
+        if len(tokens) <= context:
+            raise ValueError(f"the text has {len(tokens)} tokens; rows of {context} tokens need more than that.")
+        self.tokens, self.context, self.vocab_size, self.rows = tokens, context, vocab_size, rows
+        self.bos_token_id, self.seed = bos_token_id, seed
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, row):
+        rng = random.Random(f"{self.seed}-{row}")
+        ids, labels = [], []
+        while len(ids) < self.context:
+            room = self.context - len(ids)
+            kind = rng.random()
+            repeated = kind < REPEATED_TEXT + REPEATED_RANDOM and room >= 32
+            length = rng.randint(8, room // 2 - 1) if repeated else room - 1
+            if repeated and kind >= REPEATED_TEXT:
+                passage = [rng.randrange(3, self.vocab_size) for _ in range(length)]
+                first_labels = [-100] * length  # noise cannot be predicted before it repeats
+            else:
+                begin = rng.randrange(len(self.tokens) - length)
+                passage = first_labels = self.tokens[begin : begin + length]
+            ids += [self.bos_token_id, *passage]
+            labels += [self.bos_token_id, *first_labels]
+            if repeated:
+                ids += [self.bos_token_id, *passage]
+                labels += [self.bos_token_id, *passage]
+        return {"input_ids": ids[: self.context], "labels": labels[: self.context]}
+
+
+def train_demo_model(
+    text: str,
+    output: str | Path,
+    *,
+    steps: int = 1500,
+    context: int = 768,
+    batch_size: int = 8,
+    vocab_size: int = 1024,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+) -> FoxForCausalLM:
+    """Train a small FoX (Pro) from scratch on `text` and save it with its tokenizer in `output`.
+
+    Checkpoints go to `output`/checkpoints; called again with the same arguments, it goes on from the last one.
+
+    Args:
+        text: training text; `context` tokens at least.
+        output: folder for the model, tokenizer and `trainer_state.json` (losses by step).
+        steps, batch_size, learning_rate: AdamW (0.9, 0.95) with warmup and cosine decay; rows per step on each device.
+        context: tokens of a training row; passages of up to half of it are repeated.
+
+    Returns:
+        The trained model, on the CPU.
+    """
+    output = Path(output)
+    tokenizer = train_tokenizer(text, vocab_size)
+    config = FoxConfig.pro(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(seed)
+    model = FoxForCausalLM(config)
+    arguments = TrainingArguments(
+        output_dir=str(output / "checkpoints"),
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(100, steps // 10),
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        logging_steps=max(1, steps // 100),
+        save_steps=max(1, steps // 10),
+        save_total_limit=1,
+        report_to="none",
+        seed=seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    tokens = tokenizer(text)["input_ids"]
+    rows = RepeatedPassages(tokens, context, len(tokenizer), steps * batch_size * 16, tokenizer.bos_token_id, seed)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_stack)
+    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
+    trainer.state.save_to_json(str(output / "trainer_state.json"))
+    model = model.cpu().eval()
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    return model
+
+
+def _stack(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}

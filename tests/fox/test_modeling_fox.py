@@ -1,0 +1,328 @@
+"""FoX behaves like a Llama: caches, generation, padding, packing, dtypes, training, saving."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox.modeling_fox import FoxForgetGate, decay_time_bias
+
+
+TINY = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+VARIANTS = {
+    "llama": lambda: FoxConfig(**TINY),
+    "pro": lambda: FoxConfig.pro(**TINY),
+    "pro with grouped heads and rope": lambda: FoxConfig.pro(**TINY, num_key_value_heads=2, rope_parameters=ROPE),
+    "only v shift, shared norm": lambda: FoxConfig(**TINY, v_shift=True, qk_norm=True, qk_norm_shared=True),
+    "bias only": lambda: FoxConfig(**TINY, forget_gate="bias_only", decay_time_min=2, decay_time_max=64),
+    "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64),
+    "no gate": lambda: FoxConfig(**TINY, forget_gate="none", rope_parameters=ROPE),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
+
+
+def make(variant, backend="sdpa", seed=0):
+    """A small model whose every parameter is far from its initial value."""
+    torch.manual_seed(seed)
+    model = FoxForCausalLM(VARIANTS[variant]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.set_attn_implementation(backend)
+    return model
+
+
+def tokens(batch=2, length=24, seed=1):
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, **kwargs):
+    return model(ids, **kwargs).logits
+
+
+@every_variant
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("chunks", [[1] * 24, [13, 1, 3, 7], [23, 1]], ids=str)
+def test_decoding_in_any_chunks_equals_one_forward(variant, backend, chunks):
+    model, ids = make(variant, backend), tokens()
+    cache, pieces = DynamicCache(config=model.config), []
+    for chunk in ids.split(chunks, dim=1):
+        pieces.append(logits(model, chunk, past_key_values=cache))
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits(model, ids, use_cache=False), atol=2e-5, rtol=1e-4)
+
+
+@every_variant
+def test_sdpa_equals_eager(variant):
+    ids = tokens()
+    torch.testing.assert_close(logits(make(variant), ids), logits(make(variant, "eager"), ids), atol=2e-5, rtol=1e-4)
+
+
+@both_blocks
+@pytest.mark.parametrize("padding", ["left", "right", "middle"])
+def test_padding_changes_nothing_on_real_tokens(variant, padding):
+    model, ids = make(variant), tokens(batch=2, length=12)
+    alone = logits(model, ids[:1])
+    at = {"left": 0, "right": 12, "middle": 7}[padding]
+    row = torch.cat([ids[0, :at], torch.zeros(4, dtype=torch.long), ids[0, at:]])
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, at : at + 4] = 0
+    batch = torch.stack([row, tokens(1, 16, seed=5)[0]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = logits(model, batch, attention_mask=mask, position_ids=positions)[0, mask[0].bool()]
+    if padding == "middle" and model.config.k_shift:
+        # The token after the gap has lost its predecessor: the shift starts there anew.
+        padded, alone = padded[:7], alone[:, :7]
+    torch.testing.assert_close(padded, alone[0], atol=2e-5, rtol=1e-4)
+
+
+@both_blocks
+def test_packed_documents_equal_separate_rows(variant):
+    model, lengths = make(variant), [5, 1, 9]
+    documents = [tokens(1, n, seed=n) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = logits(model, torch.cat(documents, dim=1), position_ids=positions, use_cache=False)
+    alone = torch.cat([logits(model, document) for document in documents], dim=1)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
+
+
+GENERATION = {
+    "greedy": dict(),
+    "beams": dict(num_beams=3),
+    "static cache": dict(cache_implementation="static", disable_compile=True),
+    "prompt lookup": dict(prompt_lookup_num_tokens=3),
+    "chunked prefill": dict(prefill_chunk_size=5),
+}
+
+
+@both_blocks
+@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+def test_generation_with_a_cache_equals_generation_without(variant, options):
+    model = make(variant)
+    batch = 1 if "prompt_lookup_num_tokens" in options else 3
+    settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    settings |= dict(return_dict_in_generate=True, output_logits=True)
+    plain = {name: value for name, value in options.items() if name == "num_beams"}
+    with_cache = model.generate(tokens(batch, 9), **settings, **options)
+    without = model.generate(tokens(batch, 9), **settings, **plain, use_cache=False)
+    assert torch.equal(with_cache.sequences, without.sequences)
+    for a, b in zip(with_cache.logits, without.logits):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
+
+
+@both_blocks
+def test_a_saved_cache_can_be_continued(variant):
+    model, ids = make(variant), tokens()
+    with torch.no_grad():
+        cache = model(ids[:, :10], use_cache=True).past_key_values
+    continued = logits(model, ids[:, 10:], past_key_values=copy.deepcopy(cache))
+    torch.testing.assert_close(continued, logits(model, ids)[:, 10:], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@both_blocks
+def test_half_precision_is_no_worse_than_a_llama_would_be(variant, dtype):
+    """The decay in the keys must cost nothing beyond the rounding that the dtype costs a model without a gate."""
+    ids, error = tokens(1, 200), {}
+    for kind in (variant, "no gate"):
+        exact = logits(make(kind), ids)
+        half = logits(make(kind).to(dtype), ids).float()
+        with torch.autocast("cpu", dtype=dtype):
+            autocast = logits(make(kind), ids).float()
+        error[kind] = max((x - exact).norm() / exact.norm() for x in (half, autocast))
+    assert error[variant] <= 3 * error["no gate"]
+
+
+def test_eager_returns_attention_weights_and_the_gate_fades_them():
+    model, ids = make("llama", "eager"), tokens(1, 12)
+    open_gates = copy.deepcopy(model)
+    for layer in open_gates.model.layers:
+        layer.self_attn.f_proj.weight.data.zero_()
+        layer.self_attn.f_proj.bias.data.fill_(50.0)
+    closing = copy.deepcopy(open_gates)
+    for layer in closing.model.layers:
+        layer.self_attn.f_proj.bias.data.fill_(-3.0)
+    with torch.no_grad():
+        far_open, far_closed = (
+            m(ids, output_attentions=True).attentions[0][0, :, -1, :4] for m in (open_gates, closing)
+        )
+        weights = model(ids, output_attentions=True).attentions
+    assert far_closed.max() < 1e-6 < far_open.max()
+    assert len(weights) == 2
+    assert weights[0].shape == (1, 4, 12, 12)
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(1, 4, 12))
+
+
+@every_variant
+def test_every_parameter_learns_and_checkpointing_changes_no_gradient(variant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make(variant).train()
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable()
+        ids = tokens()
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name])
+
+
+def test_loss_counts_tokens_over_accumulated_batches():
+    model, ids = make("llama"), tokens(4, 10)
+    whole = model(ids, labels=ids).loss
+    count = ids[:, 1:].numel()
+    parts = sum(model(half, labels=half, num_items_in_batch=count).loss for half in ids.split(2))
+    torch.testing.assert_close(whole, parts)
+
+
+def test_logits_to_keep():
+    model, ids = make("pro"), tokens()
+    full = logits(model, ids)
+    torch.testing.assert_close(logits(model, ids, logits_to_keep=3), full[:, -3:])
+    torch.testing.assert_close(logits(model, ids, logits_to_keep=torch.tensor([2, 5])), full[:, [2, 5]])
+
+
+def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
+    config = FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64)
+    scratch = FoxForCausalLM(config)
+    expected = decay_time_bias(4, 2, 64)
+    for module in scratch.modules():
+        if isinstance(module, FoxForgetGate):
+            torch.testing.assert_close(module.bias, expected)
+    full = FoxForCausalLM(FoxConfig(**TINY))
+    gate = full.model.layers[0].self_attn.f_proj
+    assert not gate.bias.any() and 0.01 < gate.weight.std() < 0.03
+    gate.bias.data.fill_(7.0)
+    full.save_pretrained(tmp_path)
+    loaded = FoxForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.model.layers[0].self_attn.f_proj.bias == 7.0).all()
+
+
+@every_variant
+def test_save_and_load(variant, tmp_path):
+    model, ids = make(variant), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is FoxForCausalLM
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert (loaded.config.rope_parameters is None) == (model.config.rope_parameters is None)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+REMOTE = """
+import importlib.abc, json, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hf_longctx", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder, again = sys.argv[1:]
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+ids = torch.arange(3, 20)[None]
+with torch.no_grad():
+    logits = model(ids).logits
+model.save_pretrained(again)
+new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+print(json.dumps({"type": config.model_type, "logits": logits[0, -1].tolist(), "new": new[0].tolist()}))
+"""
+
+
+@pytest.mark.slow
+@both_blocks
+def test_remote_code_without_the_package_and_without_triton(variant, tmp_path):
+    model = make(variant)
+    first, second = tmp_path / "first", tmp_path / "second"
+    model.save_pretrained(first)
+    for source, target in ((first, second), (second, tmp_path / "third")):  # what it saves can be loaded like it
+        run = subprocess.run(
+            [sys.executable, "-c", REMOTE, str(source), str(target)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={
+                "HF_MODULES_CACHE": str(tmp_path / "modules"),
+                "HF_HUB_OFFLINE": "1",
+                "PATH": "",
+                "HOME": str(tmp_path),
+            },
+        )
+        assert run.returncode == 0, run.stderr
+        got = json.loads(run.stdout.splitlines()[-1])
+        ids = torch.arange(3, 20)[None]
+        assert got["type"] == "fox"
+        assert got["logits"] == logits(model, ids)[0, -1].tolist()
+        assert got["new"] == model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)[0].tolist()
+
+
+BAD_CONFIGS = {
+    "hidden size and heads": (dict(hidden_size=30), "not a multiple of num_attention_heads"),
+    "heads and key heads": (dict(num_key_value_heads=3), "not a multiple of num_key_value_heads"),
+    "unknown gate": (dict(forget_gate="sigmoid"), "must be one of"),
+    "unknown output gate": (dict(output_gate="tanh"), "must be None or one of"),
+    "fixed without times": (dict(forget_gate="fixed"), "needs decay_time_min"),
+    "times for a learned gate": (dict(decay_time_min=2, decay_time_max=8), "data-independent"),
+    "times upside down": (dict(forget_gate="fixed", decay_time_min=8, decay_time_max=2), "0 < min <= max"),
+    "odd head with rope": (dict(hidden_size=36, rope_parameters=ROPE), "head_dim=9 is odd"),
+    "layer types": (dict(layer_types=["full_attention", "sliding_attention"]), "Leave layer_types out"),
+    "newer format": (dict(format_version=99), "format version 99"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+def test_bad_configuration(changes, message):
+    with pytest.raises(ValueError, match=message):
+        FoxConfig(**{**TINY, **changes})
+
+
+def test_a_folder_of_a_newer_format_is_refused(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 2}))
+    with pytest.raises(ValueError, match="format version 2.*Upgrade"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    FoxConfig(**TINY).save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_backend_that_would_ignore_the_gate_is_refused():
+    model = make("llama")
+    model.config._attn_implementation = "some_engine"
+    with pytest.raises(ValueError, match="not known to compute forgetting attention"):
+        model(tokens())
+
+
+def test_a_quantized_cache_is_refused():
+    class Rounded(DynamicLayer):
+        def _quantize(self, tensor):
+            return tensor
+
+    with pytest.raises(NotImplementedError, match="quantized cache"):
+        make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
