@@ -25,10 +25,14 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.versions import require_version
 
 from .attention_fox import fold_keys, fold_queries, unfold_decay
 from .configuration_fox import FoxConfig
 
+
+# Before, `create_recurrent_attention_mask` loses the padding of a prompt that is read in chunks: wrong numbers, no error.
+require_version("transformers>=5.15.0", "FoX needs it for padded prompts: pip install -U transformers")
 
 # Backends that compute exactly softmax(scaling * q.k + mask) v. Others may drop what they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")

@@ -302,7 +302,7 @@ def test_a_folder_of_a_newer_format_is_refused(tmp_path):
     make("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 2}))
-    with pytest.raises(ValueError, match="format version 2.*Upgrade"):
+    with pytest.raises(ValueError, match=r"format version 2.*Upgrade"):
         AutoConfig.from_pretrained(tmp_path)
 
 

@@ -1,0 +1,188 @@
+"""The command line: hf-longctx curve | generate | train-demo."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import __version__
+
+
+def curve(args):
+    """Measure how far a causal language model remembers: its forgetting curve (Liu et al. 2024).
+
+    Writes OUTPUT.json and OUTPUT.png and prints the fine length (copying above 99 %) and the coarse length (copying at
+    least 1 % better than guessing from the language). An interrupted run keeps the lengths it has measured.
+    """
+    from .corpus import load_text
+    from .metrics import forgetting_curve, linear_lengths, log_lengths
+
+    model, tokenizer = _load(args)
+    tokens = _tokenize(tokenizer, load_text(args.text), args.text)
+    longest = args.max_length or _default_max_length(model, len(tokens))
+    grid = log_lengths if args.log_lengths else linear_lengths
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    train_length = args.train_length or getattr(model.config, "max_position_embeddings", None)
+
+    def write(result):
+        result.save(output.with_name(output.name + ".json"))
+        result.plot(output.with_name(output.name + ".png"), train_length=train_length)
+        print(result.summary())
+        print(f"wrote {output}.png and {output}.json")
+
+    try:
+        result = forgetting_curve(
+            model,
+            tokens,
+            lengths=grid(longest, args.points),
+            repeats=args.repeats,
+            seed=args.seed,
+            bos_token_id=args.bos_token_id if args.bos_token_id is not None else tokenizer.bos_token_id,
+            eos_token_id=args.eos_token_id if args.eos_token_id is not None else tokenizer.eos_token_id,
+            data_type=args.data_type,
+            progress=True,
+        )
+    except BaseException as error:
+        if getattr(error, "curve", None) is not None and error.curve.points:
+            write(error.curve)
+        raise
+    write(result)
+
+
+def generate(args):
+    """Continue a prompt, printing tokens as they come."""
+    import torch
+    from transformers import TextStreamer
+
+    model, tokenizer = _load(args)
+    if not args.prompt.strip():
+        raise ValueError("the prompt is empty; give the text to continue in quotes.")
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
+    sampling = dict(do_sample=True, temperature=args.temperature) if args.temperature > 0 else dict(do_sample=False)
+    torch.manual_seed(args.seed)
+    model.generate(
+        **inputs,
+        **sampling,
+        max_new_tokens=args.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=TextStreamer(tokenizer, clean_up_tokenization_spaces=False),
+    )
+
+
+def train_demo(args):
+    """Train the small FoX (Pro) of the demo from scratch; run again after an interruption, it goes on."""
+    from .corpus import load_text, stdlib_text
+
+    try:
+        from .training.copying import train_demo_model
+    except ImportError as error:
+        raise ImportError(f"training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
+    text = stdlib_text("train") if args.text is None else load_text(args.text)
+    train_demo_model(text, args.output, steps=args.steps, context=args.context, seed=args.seed)
+    print(f"wrote the model and its training log to {args.output}")
+
+
+def _load(args):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if args.device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        args.device = "cpu" if accelerator is None else accelerator.type
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+    )
+    return model.to(args.device).eval(), tokenizer
+
+
+def _tokenize(tokenizer, text, source):
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(set(tokens)) < 2:
+        raise ValueError(
+            f"the tokenizer turns {source or 'the text'} into {len(tokens)} tokens with {len(set(tokens))} distinct ids; "
+            "it does not seem to know this language."
+        )
+    return tokens
+
+
+def _default_max_length(model, corpus_tokens):
+    """Half of the context that the model claims, as far as the corpus reaches."""
+    claimed = getattr(model.config, "max_position_embeddings", None)
+    longest = corpus_tokens // 3 if claimed is None else min((claimed - 3) // 2, corpus_tokens // 3)
+    print(f"measuring up to {longest} tokens (choose another end with --max-length)", file=sys.stderr)
+    return longest
+
+
+def parser():
+    """The argument parser; its sub-commands' help texts are the docstrings of the functions above."""
+    top = argparse.ArgumentParser(
+        prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
+    )
+    top.add_argument("--version", action="version", version=f"hf-longctx {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(function, name, **kwargs):
+        summary = function.__doc__.splitlines()[0]
+        p = commands.add_parser(name, help=summary, description=function.__doc__, **kwargs)
+        p.formatter_class = argparse.RawDescriptionHelpFormatter
+        p.set_defaults(run=function)
+        return p
+
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model")
+    model.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    model.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
+    model.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
+
+    p = command(curve, "curve", parents=[model])
+    p.add_argument(
+        "--text", metavar="SOURCE", help="text file, folder of *.txt or dataset name (default: English from CPython)"
+    )
+    p.add_argument(
+        "--max-length", type=int, metavar="TOKENS", help="longest passage (default: half the claimed context)"
+    )
+    p.add_argument("--points", type=int, default=16, metavar="N", help="lengths to measure (default: %(default)s)")
+    p.add_argument("--log-lengths", action="store_true", help="space the lengths logarithmically")
+    p.add_argument("--repeats", type=int, default=10, metavar="N", help="passages per length (default: %(default)s)")
+    p.add_argument("--data-type", choices=("order", "random"), default="order", help="running text or random tokens")
+    p.add_argument("--bos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
+    p.add_argument("--eos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
+    p.add_argument("--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture")
+    p.add_argument(
+        "--output", default="forgetting_curve", metavar="PATH", help="without ending (default: %(default)s)"
+    )
+
+    p = command(generate, "generate", parents=[model])
+    p.add_argument("prompt", metavar="PROMPT")
+    p.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+
+    p = command(train_demo, "train-demo")
+    p.add_argument("output", metavar="FOLDER")
+    p.add_argument("--text", metavar="SOURCE", help="as for `curve` (default: English from CPython)")
+    p.add_argument("--steps", type=int, default=1800, metavar="N", help="default: %(default)s")
+    p.add_argument(
+        "--context", type=int, default=768, metavar="TOKENS", help="training context (default: %(default)s)"
+    )
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    return top
+
+
+def main(argv=None) -> int:
+    """Run a command; an expected error is one line on stderr and exit status 1."""
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+        print(f"hf-longctx: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("hf-longctx: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
