@@ -28,7 +28,8 @@ class FoxConfig(PreTrainedConfig):
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
         decay_time_min, decay_time_max: initial decay times in tokens, log-spaced over the heads, so that head h forgets
-            by a factor e in T_h tokens (Appendix D). Required for "fixed", optional for "bias_only".
+            by a factor e in T_h tokens (Appendix D). Required for "fixed". Without them a learned gate starts half
+            open, forgetting that much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as the
@@ -147,10 +148,10 @@ class FoxConfig(PreTrainedConfig):
                     'forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).'
                 )
             return
-        if self.forget_gate not in ("bias_only", "fixed"):
+        if self.forget_gate == "none":
             raise ValueError(
-                f"decay_time_min={times[0]} and decay_time_max={times[1]} set the initial bias of a data-independent "
-                f'gate ("bias_only" or "fixed"), but forget_gate is {self.forget_gate!r}. Leave them out.'
+                f"decay_time_min={times[0]} and decay_time_max={times[1]} set the initial bias of the forget gate, but "
+                'forget_gate is "none". Leave them out.'
             )
         if None in times or not 0 < times[0] <= times[1]:
             raise ValueError(

@@ -1,8 +1,8 @@
 """A small FoX that learns to remember: the model of the demo, trained on text in which passages come back.
 
-Plain text rarely rewards remembering; a passage that is repeated rewards it at every token. The data set mixes repeated
-passages of every length (one favoured length would teach a fixed offset instead of copying), repeated random tokens and
-plain text.
+Plain text rarely rewards remembering; a passage that is repeated rewards it at every token. Passages have every length
+(one favoured length would teach a fixed offset instead of copying), and most are shuffled snippets or random tokens: a
+small corpus is soon known by heart, and then a repetition of it teaches nothing.
 """
 
 import random
@@ -17,8 +17,8 @@ from ..fox import FoxConfig, FoxForCausalLM
 
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-# Of the blocks in a training row: repeated text, repeated random tokens; the rest is plain text.
-REPEATED_TEXT, REPEATED_RANDOM = 0.5, 0.25
+# What the blocks of a training row are.
+BLOCKS = {"plain text": 0.2, "repeated text": 0.2, "repeated snippets": 0.3, "repeated random tokens": 0.3}
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -52,23 +52,30 @@ class RepeatedPassages(torch.utils.data.Dataset):
     def __getitem__(self, row):
         rng = random.Random(f"{self.seed}-{row}")
         ids, labels = [], []
-        while len(ids) < self.context:
-            room = self.context - len(ids)
-            kind = rng.random()
-            repeated = kind < REPEATED_TEXT + REPEATED_RANDOM and room >= 32
-            length = rng.randint(8, room // 2 - 1) if repeated else room - 1
-            if repeated and kind >= REPEATED_TEXT:
-                passage = [rng.randrange(3, self.vocab_size) for _ in range(length)]
-                first_labels = [-100] * length  # noise cannot be predicted before it repeats
+        while (room := self.context - len(ids)) > 0:
+            (kind,) = rng.choices(list(BLOCKS), BLOCKS.values())
+            if kind == "plain text" or room < 32:
+                passage = [self.bos_token_id, *self.text(rng, room)]
+                ids += passage
+                labels += passage
+                continue
+            length = rng.randint(8, room // 2 - 1)
+            if kind == "repeated text":
+                passage = self.text(rng, length)
+            elif kind == "repeated snippets":
+                snippets = (self.text(rng, rng.randint(1, 6)) for _ in range(length))
+                passage = [token for snippet in snippets for token in snippet][:length]
             else:
-                begin = rng.randrange(len(self.tokens) - length)
-                passage = first_labels = self.tokens[begin : begin + length]
-            ids += [self.bos_token_id, *passage]
-            labels += [self.bos_token_id, *first_labels]
-            if repeated:
-                ids += [self.bos_token_id, *passage]
-                labels += [self.bos_token_id, *passage]
+                passage = [rng.randrange(self.vocab_size) for _ in range(length)]
+            passage = [self.bos_token_id, *passage]
+            ids += passage * 2
+            # What is shuffled or random can only be predicted when it comes back.
+            labels += (passage if kind == "repeated text" else [-100] * len(passage)) + passage
         return {"input_ids": ids[: self.context], "labels": labels[: self.context]}
+
+    def text(self, rng, length):
+        begin = rng.randrange(len(self.tokens) - length)
+        return self.tokens[begin : begin + length]
 
 
 def train_demo_model(
@@ -103,6 +110,8 @@ def train_demo_model(
         intermediate_size=448,
         num_hidden_layers=4,
         num_attention_heads=6,
+        decay_time_min=8,
+        decay_time_max=2048,
         max_position_embeddings=context,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,

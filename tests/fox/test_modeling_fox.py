@@ -284,7 +284,7 @@ BAD_CONFIGS = {
     "unknown gate": (dict(forget_gate="sigmoid"), "must be one of"),
     "unknown output gate": (dict(output_gate="tanh"), "must be None or one of"),
     "fixed without times": (dict(forget_gate="fixed"), "needs decay_time_min"),
-    "times for a learned gate": (dict(decay_time_min=2, decay_time_max=8), "data-independent"),
+    "times without a gate": (dict(forget_gate="none", decay_time_min=2, decay_time_max=8), 'forget_gate is "none"'),
     "times upside down": (dict(forget_gate="fixed", decay_time_min=8, decay_time_max=2), "0 < min <= max"),
     "odd head with rope": (dict(hidden_size=36, rope_parameters=ROPE), "head_dim=9 is odd"),
     "layer types": (dict(layer_types=["full_attention", "sliding_attention"]), "Leave layer_types out"),

@@ -1,0 +1,81 @@
+"""What scripts/demo runs once its environment stands; `python scripts/demo.py [TEXT]` in any environment of yours."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx import cli
+
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINT = ROOT / "model_cards" / "fox-demo"
+OUTPUT = ROOT / "demo_output"
+PROMPT = "The following sections describe the standard way to"
+# A process that cannot import hf_longctx: everything the model needs must lie in its folder.
+STRANGER = """
+import sys; sys.modules["hf_longctx"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+with torch.no_grad():
+    print(model(torch.arange(3, 35)[None]).logits.double().sum().item())
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", nargs="?", help="text file, folder of *.txt or dataset name")
+    args = parser.parse_args()
+    began = time.perf_counter()
+
+    print(f"1. Load {CHECKPOINT.relative_to(ROOT)} with AutoModelForCausalLM", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    print(f"   {type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters")
+
+    folder = OUTPUT / "fox"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"2. Save it with its code to {folder.relative_to(ROOT)} and load it where hf_longctx cannot be imported")
+    with torch.no_grad():
+        ours = model(torch.arange(3, 35)[None]).logits.double().sum().item()
+    environment = {**os.environ, "HF_MODULES_CACHE": str(OUTPUT / "modules")}
+    theirs = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(folder)], capture_output=True, text=True, env=environment, cwd=OUTPUT
+    )
+    if theirs.returncode or float(theirs.stdout) != ours:
+        sys.exit(f"the saved model differs: {theirs.stdout} instead of {ours}\n{theirs.stderr}")
+    print("   same logits, with trust_remote_code=True", flush=True)
+
+    print("3. Continue a prompt")
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    new = model.generate(**ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    text = tokenizer.decode(new[0], skip_special_tokens=True)
+    print("   " + text.replace("\n", "\n   "), flush=True)
+
+    print("4. Measure its forgetting curve")
+    output = OUTPUT / "forgetting_curve"
+    command = ["curve", str(folder), "--output", str(output), "--max-length", "1000", "--points", "16"]
+    if args.text is not None:
+        command += ["--text", args.text]
+    status = cli.main(command)
+    if status:
+        sys.exit(status)
+    lengths = json.loads(output.with_suffix(".json").read_text())["memory_lengths"]
+    print(f"\nGenerated:      {text!r}")
+    print(f"Fine length:    {lengths['fine_max']['length']} tokens (copied with more than 99 % accuracy)")
+    print(f"Coarse length:  {lengths['coarse_max']['length']} tokens (copied better than guessed by at least 1 %)")
+    print(f"Picture:        {output}.png")
+    print(f"Numbers:        {output}.json")
+    print(f"Took {time.perf_counter() - began:.0f} s on {torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    main()
