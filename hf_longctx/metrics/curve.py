@@ -45,8 +45,8 @@ def linear_lengths(max_length: int, n: int) -> list[int]:
 def log_lengths(max_length: int, n: int) -> list[int]:
     """At most `n` geometrically spaced lengths from 8 to `max_length` tokens, truncated, without duplicates.
 
-    >>> log_lengths(128, 5)
-    [8, 16, 32, 64, 128]
+    >>> log_lengths(700, 4)
+    [8, 35, 157, 700]
     """
     return _grid(np.geomspace, max_length, n)
 
