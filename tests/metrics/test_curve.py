@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -150,7 +151,8 @@ def test_corpus_too_short():
     corpus = np.arange(29)
     with pytest.raises(ValueError, match=r"29 tokens; length 10 needs 30.*longest possible length is 9:"):
         core.order_samples(corpus, [5, 10], 1, 0)
-    assert next(core.order_samples(corpus, [9], 1, 0))[0].begin in (0, 1, 2)
+    (samples,) = core.order_samples(corpus, [9], 50, 0)
+    assert {sample.begin for sample in samples} == {0, 1, 2}
     with pytest.raises(ValueError, match=r"irrelevant_tokens has 5 ids.*longest possible length is 5:"):
         core.order_samples(np.arange(100), [6], 1, 0, irrelevant=np.arange(5))
 
@@ -351,6 +353,40 @@ def test_plot_says_what_was_found(tmp_path):
     words = svg_texts(tmp_path, open_ended, train_length=64, title="A title")
     for expected in ("A title", "fine length: &gt;18 tokens", "amnesia: not reached", "64 tokens not reached"):
         assert expected in words
+
+
+@pytest.mark.parametrize(
+    "points, edges",
+    [
+        ([(8, 4, 0), (16, 8, 0), (32, 8, 0), (64, 0, 0)], [5, 16, 32, 70]),
+        ([(8, 4, 0), (16, 8, 0), (32, 8, 0)], [5, 16, 70, 70]),
+        ([(8, 4, 0), (16, 8, 0)], [5, 70, 70, 70]),
+        ([(8, 2, 0), (16, 4, 4)], [5, 5, 8, 70]),
+        ([(8, 1, 2), (16, 4, 4)], [5, 5, 5, 70]),
+        ([(8, 4, 4), (16, 4, 4)], [5, 8, 8, 70]),  # fine, though the text could be guessed
+    ],
+    ids=["all-three", "coarse-open", "fine-open", "no-fine", "nothing", "no-coarse"],
+)
+def test_plot_areas(points, edges):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    from hf_longctx.metrics.plots import shade_areas
+
+    axes = figure.add_subplot()
+    shade_areas(axes, ForgettingCurve([CurvePoint(n, [c], [b]) for n, c, b in points]), left=5, right=70)
+    areas = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]
+    assert areas == list(pairwise(edges))
+
+
+def test_plot_spread_stays_within_accuracies():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    from hf_longctx.metrics.plots import draw_accuracy
+
+    axes = figure.add_subplot()
+    draw_accuracy(axes, [8, 16, 32], [(0.9, 0.2), (0.5, 0.2), (0.1, 0.2)], "k", "o", "copy")
+    assert list(axes.get_lines()[0].get_ydata()) == [0.9, 0.5, 0.1]
+    ribbon = axes.collections[0].get_paths()[0].vertices
+    spread = {n: sorted({round(float(y), 9) for x, y in ribbon if x == n}) for n in (8, 16, 32)}
+    assert spread == {8: [0.7, 1.0], 16: [0.3, 0.7], 32: [0.0, 0.3]}
 
 
 def test_plot_leaves_the_display_alone(tmp_path):

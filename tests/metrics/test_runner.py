@@ -387,6 +387,14 @@ def test_special_tokens(config, generation, given, expected):
     assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls} == {(expected[0], *expected)}
 
 
+def test_special_tokens_of_a_multimodal_model():
+    """Its configuration keeps that of the language model inside."""
+    model = RemoteCode(tiny_llama())
+    model.config = SimpleNamespace(get_text_config=lambda: model.inner.config)
+    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1)
+    assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (1, 2)
+
+
 def test_no_special_tokens():
     model = tiny_llama(bos_token_id=None, eos_token_id=None)
     with pytest.raises(ValueError, match=r"neither a BOS nor an EOS token.*bos_token_id=\.\.\."):
@@ -472,15 +480,15 @@ def test_position_tables_of_other_kinds():
 
 
 def test_beyond_the_position_table():
-    model = tiny_gpt2(n_positions=24)
+    model = tiny_gpt2(n_positions=23)
     with pytest.raises(
-        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 24.*is 10;"
+        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10;"
     ) as caught:
         forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
     error = caught.value
-    assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (24, 10, True)
+    assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (23, 10, True)
     assert error.curve == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3)
-    assert error.curve.points
+    assert [p.length for p in error.curve.points] == [2, 10]
 
 
 def test_nothing_fits_into_the_position_table():
