@@ -1,0 +1,585 @@
+"""Running models over the forgetting curve: recorded curves, which logits are computed, limits, failures."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_longctx.metrics import curve as core
+from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit, predict
+
+GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
+TINY = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
+
+slow = pytest.mark.slow
+
+
+def tiny_llama(**options):
+    torch.manual_seed(0)
+    config = TINY | {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | options))
+
+
+def tiny_gpt2(n_positions=24):
+    torch.manual_seed(0)
+    config = {"vocab_size": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": n_positions}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=1, eos_token_id=2)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(golden):
+    return golden / "forgetting_curve"
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The small trained Llama of the recorded curves."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(folder):
+    return np.load(folder / "tokens.npy")
+
+
+@pytest.fixture(scope="module")
+def recorded(folder):
+    runs = json.loads((folder / "results.json").read_text())
+    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
+    return {run["name"]: run for run in runs}
+
+
+def settings_of(run):
+    grid = GRIDS[run["granularity_type"]](run["test_max_length"], run["granularity"])
+    options = {"repeats": run["repeats"], "seed": run["seed"], "data_type": run["data_type"]}
+    return {"lengths": grid[: len(run["rows"])], **options}
+
+
+def assert_reproduces(curve, run, tolerance):
+    """Equal samples, and counts that differ by at most `tolerance` tokens in the whole run."""
+    assert [p.length for p in curve.points] == [row["length"] for row in run["rows"]]
+    difference = 0
+    for point, row in zip(curve.points, run["rows"]):
+        if run["data_type"] == "order":
+            assert list(point.begin_locs) == row["begin_locs"]
+        difference += np.abs(np.subtract(point.copy_correct, row["copy_correct"])).sum()
+        difference += np.abs(np.subtract(point.lm_correct, row["lm_correct"])).sum()
+    assert difference <= tolerance
+    found = {name: {"length": int(x), "open_ended": x.open_ended} for name, x in curve.memory_lengths.items()}
+    assert found == run["derived"]
+
+
+# -- recorded curves. README_metrics.md of the golden data allows 5 tokens a run in float32
+
+
+@pytest.mark.filterwarnings("ignore:lengths above 254")  # several of them go beyond what the model claims
+@pytest.mark.parametrize(
+    "name",
+    [
+        "order_linear4_r2_s5",
+        "order_log9_r3_s4",
+        pytest.param("order_linear8_r5_s3", marks=slow),
+        pytest.param("order_log12_r10_s1", marks=slow),
+        pytest.param("random_linear12_r10_s2", marks=slow),
+        pytest.param("order_linear16_r10_s0", marks=slow),
+        pytest.param("order_linear12_r10_s6_past_the_end", marks=slow),
+    ],
+)
+def test_recorded_curve(trained, tokens, recorded, name):
+    run = recorded[name]
+    curve = forgetting_curve(trained, None if run["data_type"] == "random" else tokens, **settings_of(run))
+    assert_reproduces(curve, run, tolerance=5)
+    assert curve.settings.get("id_range") == run.get("id_range")
+
+
+@pytest.mark.filterwarnings("ignore:lengths above 254")
+def test_recorded_curve_on_a_short_corpus(trained, tokens, recorded):
+    """The reference program stops there without a word; we name the longest possible length."""
+    run = recorded["short_corpus"]
+    options = settings_of(run)
+    assert_reproduces(forgetting_curve(trained, tokens[:1200], **options), run, tolerance=5)
+    options["lengths"] = core.linear_lengths(700, 8)
+    with pytest.raises(ValueError, match=r"1200 tokens; length 700 needs 2100.*longest possible length is 400"):
+        forgetting_curve(trained, tokens[:1200], **options)
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:lengths above 254")
+def test_recorded_curve_with_irrelevant_text(trained, tokens, recorded):
+    run = recorded["irrelevant_text"]
+    curve = forgetting_curve(trained, tokens, irrelevant_tokens=tokens[:2000], **settings_of(run))
+    assert_reproduces(curve, run, tolerance=5)
+
+
+def test_recorded_ids_beyond_the_vocabulary(trained, recorded):
+    """The reference program writes an empty result."""
+    config = recorded["random_ids_beyond_vocab"]["config"]
+    lengths = core.linear_lengths(config["test_max_length"], config["granularity"])
+    with pytest.raises(ValueError, match=r"id_range=\(10, 31999\) must lie within the model's ids, 0 .. 1023"):
+        forgetting_curve(trained, None, lengths=lengths, repeats=3, data_type="random", id_range=(10, 31999))
+
+
+class Oracle(nn.Module):
+    """Copies what followed the last k ids when they occurred before, if that was at most `window` positions ago."""
+
+    def __init__(self, window, k, vocab_size):
+        super().__init__()
+        self.window, self.k = window, k
+        self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=2)
+
+    def forward(self, input_ids, logits_to_keep):
+        ids = input_ids[0].tolist()
+        guess, ended = [0] * len(ids), {}
+        for end in range(self.k - 1, len(ids)):
+            gram = tuple(ids[end - self.k + 1 : end + 1])
+            before = ended.get(gram)
+            if before is not None and end - before <= self.window:
+                guess[end] = ids[before + 1]
+            ended[gram] = end
+        kept = torch.tensor(guess)[logits_to_keep]
+        return (
+            torch.zeros(1, len(kept), self.config.vocab_size, dtype=torch.uint8).scatter_(2, kept[None, :, None], 1),
+        )
+
+
+@pytest.mark.parametrize("name", ["oracle_order_w600_k2", "oracle_order_w1500_k3", "oracle_random_w1024_k2"])
+def test_recorded_oracle(tokens, recorded, name):
+    """No arithmetic, hence no tolerance: this checks inputs, scored positions and counts."""
+    run = recorded[name]
+    vocab_size = 1024 if run["id_range"] is None else run["id_range"][1] + 1
+    oracle = Oracle(**run["oracle"], vocab_size=vocab_size)
+    assert_reproduces(forgetting_curve(oracle, tokens, **settings_of(run)), run, tolerance=0)
+
+
+# -- what the model is asked
+
+
+def record_calls(model):
+    """Inputs of every forward pass of the model, and how many rows its head projects."""
+    calls = []
+
+    def before(_, args, options):
+        ids = args[0] if args else options.pop("input_ids")
+        calls.append({"ids": ids[0].tolist(), "training": model.training, **options})
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: calls[-1].update(rows=args[0].shape[1]))
+    return calls
+
+
+@pytest.mark.parametrize("irrelevant", [None, CORPUS[:9]], ids=["own-end", "given"])
+def test_counts_are_those_of_the_definition(irrelevant):
+    """Against the whole logits of a plain forward pass, with samples from the same seed."""
+    model = tiny_llama(vocab_size=8).eval()
+    corpus = CORPUS % 8
+    lengths = [1, 2, 5, 8]
+    irrelevant = None if irrelevant is None else irrelevant % 8
+    curve = forgetting_curve(model, corpus, lengths=lengths, repeats=12, seed=3, irrelevant_tokens=irrelevant)
+    total = 0
+    for point, samples in zip(curve.points, core.order_samples(corpus, lengths, 12, 3, irrelevant)):
+        n, scored = point.length, -(-point.length // 2)
+        for sample, copy, lm in zip(samples, point.copy_correct, point.lm_correct):
+            assert sample.irrelevant.tolist() == (corpus if irrelevant is None else irrelevant)[-n:].tolist()
+            for prefix, count in ((sample.target, copy), (sample.irrelevant, lm)):
+                ids = torch.tensor([1, *prefix, 1, *sample.target, 2])
+                with torch.no_grad():
+                    guesses = model(ids[None]).logits[0].argmax(-1)
+                assert count == sum(guesses[t - 1] == ids[t] for t in range(2 * n + 2 - scored, 2 * n + 2))
+                total += count
+    assert total > 10
+
+
+@pytest.mark.parametrize("positions", [range(0, 20), range(0, 1), range(5, 9), range(19, 20)], ids=str)
+def test_predictions_are_those_of_all_logits(positions):
+    model, ids = tiny_llama().eval(), CORPUS[:20]
+    with torch.no_grad():
+        everywhere = model(torch.tensor(ids)[None]).logits[0].argmax(-1).numpy()
+    assert len(set(everywhere)) > 5
+    for same in (model, RemoteCode(model)):
+        assert np.array_equal(predict(same, ids, positions), everywhere[positions.start : positions.stop])
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
+def test_only_scored_logits_are_computed(build):
+    model = build()
+    calls = record_calls(model)
+    forgetting_curve(model, CORPUS, lengths=[7, 8], repeats=2)
+    assert [len(call["ids"]) for call in calls] == [17] * 4 + [19] * 4
+    assert [call["rows"] for call in calls] == [4] * 8
+    assert all(call["use_cache"] is False for call in calls)
+    assert all(call["ids"][0] == call["ids"][len(call["ids"]) // 2] == 1 and call["ids"][-1] == 2 for call in calls)
+
+
+class Wrapper(nn.Module):
+    """Hands everything on, as PEFT does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, *args, **options):
+        return self.inner(*args, **options)
+
+
+def test_only_scored_logits_are_computed_behind_a_wrapper():
+    model = tiny_llama()
+    plain = forgetting_curve(model, CORPUS, lengths=[8], repeats=2)
+    calls = record_calls(model)
+    assert forgetting_curve(Wrapper(model), CORPUS, lengths=[8], repeats=2).points == plain.points
+    assert [call["rows"] for call in calls] == [4] * 4
+
+
+def test_offloaded_model(tmp_path):
+    """Spread over devices, where an index of rows cannot travel: two more rows are computed, the counts are equal."""
+    pytest.importorskip("accelerate")
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    spread = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map={
+            "model.embed_tokens": "disk",
+            "model.layers": "cpu",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "disk",
+        },
+        offload_folder=tmp_path / "offload",
+    )
+    assert next(spread.parameters()).device.type == "meta"
+    calls = record_calls(spread)
+    curve = forgetting_curve(spread, CORPUS, lengths=[7, 20], repeats=3)
+    assert curve.points == forgetting_curve(model, CORPUS, lengths=[7, 20], repeats=3).points
+    assert {call["rows"] for call in calls} == {4 + 2, 10 + 2}
+
+
+class RemoteCode(nn.Module):
+    """A model that knows no logits_to_keep; `returned` cuts what it gives back."""
+
+    def __init__(self, inner, returned=slice(None)):
+        super().__init__()
+        self.inner, self.config, self.returned = inner, inner.config, returned
+
+    def forward(self, idx):
+        return (self.inner(idx).logits[:, self.returned],)
+
+
+class RemoteCodeWithOptions(RemoteCode):
+    def forward(self, idx, **ignored):
+        return SimpleNamespace(logits=super().forward(idx)[0])
+
+
+@pytest.mark.parametrize("wrapper", [RemoteCode, RemoteCodeWithOptions])
+def test_model_without_logits_to_keep(wrapper):
+    model = tiny_llama()
+    expected = forgetting_curve(model, CORPUS, lengths=[1, 7, 20], repeats=3)
+    assert forgetting_curve(wrapper(model), CORPUS, lengths=[1, 7, 20], repeats=3).points == expected.points
+
+
+def test_model_with_other_logits():
+    with pytest.raises(ValueError, match="returned logits for 5 positions; 4 were asked for, and the input has 19"):
+        forgetting_curve(RemoteCode(tiny_llama(), slice(-5, None)), CORPUS, lengths=[8])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_runs_in_eval_mode_and_restores_training(fails):
+    model = tiny_llama(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    calls = record_calls(model)
+    if fails:
+        model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forgetting_curve(model, CORPUS, lengths=[8])
+    else:
+        forgetting_curve(model, CORPUS, lengths=[8])
+    assert not any(call["training"] for call in calls)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_keeps_dtype():
+    model = tiny_llama().to(torch.bfloat16)
+    seen = []
+    model.lm_head.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    curve = forgetting_curve(model, CORPUS, lengths=[8])
+    assert set(seen) == {torch.bfloat16}
+    assert curve.settings["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "convert", [list, lambda x: x.astype(np.uint16), torch.tensor], ids=["list", "uint16", "tensor"]
+)
+def test_tokens_of_any_kind(convert):
+    model = tiny_llama()
+    options = {"lengths": [8, 9], "repeats": 2, "irrelevant_tokens": convert(CORPUS[:20])}
+    expected = forgetting_curve(model, CORPUS, **options | {"irrelevant_tokens": CORPUS[:20]})
+    assert forgetting_curve(model, convert(CORPUS), **options) == expected
+
+
+def test_settings_and_seed():
+    model = tiny_llama()
+    curve = forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2, seed=5)
+    assert curve.settings == {
+        "model": "LlamaForCausalLM",
+        "dtype": "float32",
+        "data_type": "order",
+        "seed": 5,
+        "repeats": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "corpus_tokens": 200,
+    }
+    assert core.ForgettingCurve.from_json(curve.to_json()) == curve
+    other = forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2, seed=6)
+    assert [p.begin_locs for p in other.points] != [p.begin_locs for p in curve.points]
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_few_repeats(repeats):
+    (point,) = forgetting_curve(tiny_llama(), CORPUS, lengths=[8], repeats=repeats).points
+    assert (point.repeats, 0 <= point.p_value <= 1) == (repeats, True)
+
+
+def test_random_data():
+    model = tiny_llama()
+    calls = record_calls(model)
+    curve = forgetting_curve(model, None, lengths=[30], repeats=3, data_type="random", eos_token_id=12)
+    assert curve.points[0].begin_locs is None
+    assert curve.settings["id_range"] == [10, 31]
+    drawn = {i for call in calls for i in call["ids"][1:31] + call["ids"][32:-1]}
+    assert drawn == set(range(10, 32)) - {12}
+
+
+def test_progress_bar(capsys):
+    forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2, progress=True)
+    assert "100%" in capsys.readouterr().err
+    forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2)
+    assert capsys.readouterr().err == ""
+
+
+# -- special tokens
+
+
+@pytest.mark.parametrize(
+    "config, generation, given, expected",
+    [
+        ({"bos_token_id": 3, "eos_token_id": 4}, {}, {}, (3, 4)),
+        ({"bos_token_id": 3, "eos_token_id": 4}, {}, {"bos_token_id": 0, "eos_token_id": 5}, (0, 5)),
+        ({"bos_token_id": None, "eos_token_id": [4, 6]}, {}, {}, (4, 4)),
+        ({"bos_token_id": 3, "eos_token_id": None}, {}, {}, (3, 3)),
+        ({"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, {}, (7, 8)),
+        ({"bos_token_id": None, "eos_token_id": None}, {}, {"bos_token_id": 7}, (7, 7)),
+    ],
+    ids=["config", "given", "no-bos", "no-eos", "generation-config", "given-alone"],
+)
+def test_special_tokens(config, generation, given, expected):
+    model = tiny_llama(**config)
+    model.generation_config = transformers.GenerationConfig(**generation)
+    calls = record_calls(model)
+    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1, **given)
+    assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == expected
+    assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls} == {(expected[0], *expected)}
+
+
+def test_special_tokens_of_a_multimodal_model():
+    """Its configuration keeps that of the language model inside."""
+    model = RemoteCode(tiny_llama())
+    model.config = SimpleNamespace(get_text_config=lambda: model.inner.config)
+    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1)
+    assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (1, 2)
+
+
+def test_no_special_tokens():
+    model = tiny_llama(bos_token_id=None, eos_token_id=None)
+    with pytest.raises(ValueError, match=r"neither a BOS nor an EOS token.*bos_token_id=\.\.\."):
+        forgetting_curve(model, CORPUS, lengths=[8])
+
+
+# -- position limits
+
+
+def build(name, **config):
+    """A tiny model of any architecture, on random weights."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, vocab_size=32, bos_token_id=1, eos_token_id=2, **config)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2}
+BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "is_decoder": True}
+LLAMA = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    "name, config, limit",
+    [
+        ("gpt2", GPT2 | {"n_positions": 12}, 12),
+        ("openai-gpt", GPT2 | {"n_positions": 12}, 12),
+        ("gpt_bigcode", GPT2 | {"n_positions": 12}, 12),
+        ("gptj", GPT2 | {"n_positions": 12, "rotary_dim": 2}, 12),
+        ("codegen", GPT2 | {"n_head": 4, "n_embd": 16, "n_positions": 12, "n_ctx": 12, "rotary_dim": 2}, 12),
+        ("ctrl", GPT2 | {"n_positions": 12, "dff": 8}, 12),
+        (
+            "gpt_neo",
+            {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
+            | {"max_position_embeddings": 12},
+            12,
+        ),
+        ("opt", LLAMA | {"ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 12}, 12),
+        ("biogpt", LLAMA | {"max_position_embeddings": 12}, 12),
+        ("bert", BERT | {"max_position_embeddings": 12}, 12),
+        ("roberta", BERT | {"max_position_embeddings": 12, "pad_token_id": 1}, 10),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_position_table_is_found(name, config, limit):
+    """And is the true limit: one token more cannot be read."""
+    model = build(name, **config)
+    assert position_limit(model) == limit
+    ids = torch.full((1, limit + 1), 5)
+    with torch.no_grad():
+        model(ids[:, :limit])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(ids)
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("llama", LLAMA | {"max_position_embeddings": 12}),
+        ("gpt_neox", LLAMA | {"max_position_embeddings": 12}),
+        ("bloom", GPT2),
+        ("xglm", {"d_model": 8, "num_layers": 1, "attention_heads": 2, "ffn_dim": 8, "max_position_embeddings": 12}),
+        ("mamba", {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_position_table(name, config):
+    model = build(name, **config)
+    assert position_limit(model) is None
+    with torch.no_grad():
+        model(torch.full((1, 20), 5))
+
+
+def test_position_tables_of_other_kinds():
+    """A bare learned parameter counts; the table of an image encoder, relative positions and masks do not."""
+    model = nn.Module()
+    model.vision_tower = nn.Module()
+    model.vision_tower.position_embedding = nn.Embedding(3, 4)
+    model.relative_position_embedding = nn.Embedding(3, 4)
+    model.register_buffer("position_ids", torch.arange(5)[None])
+    assert position_limit(model) is None
+    model.pos_emb = nn.Parameter(torch.zeros(1, 7, 4))
+    assert position_limit(model) == 7
+
+
+def test_beyond_the_position_table():
+    model = tiny_gpt2(n_positions=23)
+    with pytest.raises(
+        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10;"
+    ) as caught:
+        forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
+    error = caught.value
+    assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (23, 10, True)
+    assert error.curve == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3)
+    assert [p.length for p in error.curve.points] == [2, 10]
+
+
+def test_nothing_fits_into_the_position_table():
+    with pytest.raises(PositionLimitError) as caught:
+        forgetting_curve(tiny_gpt2(n_positions=24), CORPUS, lengths=[11], repeats=3)
+    assert caught.value.curve.points == ()
+
+
+def test_beyond_the_claim_of_a_rotary_model():
+    model = tiny_llama(max_position_embeddings=19)
+    with pytest.warns(UserWarning, match="lengths above 8 need more than the 19 positions") as caught:
+        curve = forgetting_curve(model, CORPUS, lengths=[8, 9, 20], repeats=2)
+    assert len(caught) == 1
+    assert len(curve.points) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forgetting_curve(model, CORPUS, lengths=[8], repeats=2)
+
+
+# -- failures
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt(), OSError("disk")])
+def test_a_failure_keeps_what_was_measured(error):
+    model = tiny_llama()
+    expected = forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2)
+
+    def fail(_, args):
+        if args[0].shape[1] == 2 * 10 + 3:
+            raise error
+
+    model.model.embed_tokens.register_forward_pre_hook(fail)
+    with pytest.raises(type(error)) as caught:
+        forgetting_curve(model, CORPUS, lengths=[8, 9, 10, 11], repeats=2)
+    assert caught.value is error
+    assert error.curve == expected
+    if hasattr(error, "__notes__"):
+        assert error.__notes__ == ["2 of 4 lengths had been measured: they are in this error's .curve."]
+
+
+@pytest.mark.parametrize("call, message", [(6, "repeat 1, copy"), (7, "repeat 1, LM")])
+def test_nan_logits(call, message):
+    """Length 9 of repeat 1: forward passes 6 and 7 of the run. The scored logits are those of positions 14 to 18."""
+    model = tiny_llama()
+    calls = record_calls(model)
+
+    def spoil(_, args, logits):
+        if len(calls) == call + 1:
+            logits = logits.clone()
+            logits[0, 3, 5] = torch.nan
+        return logits
+
+    model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(
+        ValueError, match=f"length 9, {message} input: the logits at position 17 of 21 are NaN"
+    ) as caught:
+        forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2)
+    assert [p.length for p in caught.value.curve.points] == [8]
+
+
+class NeverRun(nn.Module):
+    config = SimpleNamespace(vocab_size=32, bos_token_id=1, eos_token_id=2)
+
+    def forward(self, input_ids):
+        raise AssertionError("the model ran before the arguments were checked")
+
+
+@pytest.mark.parametrize(
+    "tokens, options, message",
+    [
+        ([], {}, "tokens is empty"),
+        ("text", {}, "flat sequence of token ids"),
+        (None, {}, "flat sequence of token ids"),
+        ([5] * 99 + [32], {}, r"tokens\[99\] is 32"),
+        (CORPUS, {"lengths": [67]}, "longest possible length is 66"),
+        (CORPUS, {"lengths": [0, 8]}, "lengths must be"),
+        (CORPUS, {"lengths": [9, 8]}, "lengths must be"),
+        (CORPUS, {"lengths": [8, 8]}, "lengths must be"),
+        (CORPUS, {"repeats": 0}, "repeats must be at least 1, got 0"),
+        (CORPUS, {"bos_token_id": 32}, "bos_token_id is 32"),
+        (CORPUS, {"eos_token_id": -1}, "eos_token_id is -1"),
+        (CORPUS, {"data_type": "shuffled"}, "data_type must be one of .*'shuffled'"),
+        (CORPUS, {"irrelevant_tokens": []}, "irrelevant_tokens is empty"),
+        (CORPUS, {"irrelevant_tokens": [5] * 7}, "irrelevant_tokens has 7 ids"),
+        (CORPUS, {"irrelevant_tokens": [40] * 9}, r"irrelevant_tokens\[0\] is 40"),
+        (CORPUS, {"id_range": (10, 20)}, 'id_range is for data_type="random"'),
+        (None, {"data_type": "random", "id_range": (10, 32)}, r"id_range=\(10, 32\)"),
+        (None, {"data_type": "random", "id_range": (1, 2)}, "no choice"),
+        (None, {"data_type": "random", "irrelevant_tokens": CORPUS}, "drop irrelevant_tokens"),
+    ],
+)
+def test_bad_arguments(tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        forgetting_curve(NeverRun(), tokens, **{"lengths": [8], **options})
