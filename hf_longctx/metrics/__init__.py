@@ -5,6 +5,7 @@ Names are imported on first use, so that the metric you want is all you load.
 
 import importlib
 
+
 _HOME = {
     "CurvePoint": "curve",
     "ForgettingCurve": "curve",

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtr
 
+
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
 SHORTEST = 8  # first length of the two standard grids
 DATA_TYPES = ("order", "random")

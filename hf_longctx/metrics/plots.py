@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+
 try:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -12,6 +13,7 @@ except ImportError as error:
     raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
 
 from .curve import ForgettingCurve
+
 
 COPY, LM, INK, QUIET = "#b8500a", "#1f5fa6", "#1f2933", "#5f6b76"
 FINE, COARSE, AMNESIA = "#cdeacf", "#d9e6f7", "#f9dedb"  # green, blue and red as in figure 1 of the paper

@@ -14,6 +14,7 @@ import pytest
 from hf_longctx.metrics import curve as core
 from hf_longctx.metrics.curve import CurvePoint, ForgettingCurve, MemoryLength
 
+
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
 
 

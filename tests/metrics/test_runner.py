@@ -13,6 +13,7 @@ from torch import nn
 from hf_longctx.metrics import curve as core
 from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit, predict
 
+
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
 TINY = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
