@@ -1,6 +1,7 @@
 """The command line: hf-longctx curve | generate | train-demo."""
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def parser():
 
     def command(function, name, **kwargs):
         summary = function.__doc__.splitlines()[0]
-        p = commands.add_parser(name, help=summary, description=function.__doc__, **kwargs)
+        p = commands.add_parser(name, help=summary, description=inspect.cleandoc(function.__doc__), **kwargs)
         p.formatter_class = argparse.RawDescriptionHelpFormatter
         p.set_defaults(run=function)
         return p

@@ -1,0 +1,117 @@
+"""The commands, on a small model with random weights."""
+
+import json
+import re
+import shutil
+
+import pytest
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from hf_longctx import cli
+from hf_longctx.corpus import load_text, stdlib_text
+
+
+pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that `train-demo` made in two steps."""
+    path = tmp_path_factory.mktemp("model")
+    assert cli.main(["train-demo", str(path), "--steps", "2", "--context", "64"]) == 0
+    return path
+
+
+def test_train_demo_leaves_a_model_and_its_log(folder):
+    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_fox.py"} <= {
+        p.name for p in folder.iterdir()
+    }
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2]
+
+
+def test_curve_writes_picture_and_numbers(folder, tmp_path, capsys):
+    output = tmp_path / "new folder" / "curve"
+    options = ["--max-length", "30", "--points", "3", "--repeats", "2", "--output", str(output)]
+    assert cli.main(["curve", str(folder), *options]) == 0
+    result = json.loads((output.parent / "curve.json").read_text())
+    assert [p["length"] for p in result["points"]] == [8, 19, 30]
+    assert (output.parent / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "fine length" in capsys.readouterr().out
+
+
+def test_generate_continues_the_prompt(folder, capsys):
+    assert cli.main(["generate", str(folder), "The import statement", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("The import statement")
+
+
+def test_a_short_corpus_is_named_with_its_longest_length(folder, tmp_path, capsys):
+    text = tmp_path / "short.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    tokens = len(AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"])
+    assert cli.main(["curve", str(folder), "--text", str(text), "--max-length", "500"]) == 1
+    assert str(tokens // 3) in capsys.readouterr().err
+
+
+def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
+    limited = tmp_path / "gpt2"
+    config = GPT2Config(
+        vocab_size=1024, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    GPT2LMHeadModel(config).save_pretrained(limited)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(limited)
+    options = ["--max-length", "40", "--points", "3", "--repeats", "2", "--output", str(tmp_path / "curve")]
+    assert cli.main(["curve", str(limited), *options]) == 1
+    assert "longest measurable length is 30" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "curve.json").read_text())
+    assert [p["length"] for p in kept["points"]] == [8, 24]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["curve", "{tmp}"], r"config\.json"),
+        (["curve", "{bare}"], r"model\.safetensors"),
+        (["generate", "{folder}", "  "], "prompt is empty"),
+        (["curve", "{folder}", "--text", "{tmp}"], r"no \*.txt file"),
+        (["curve", "{folder}", "--text", "{tmp}/nowhere.txt"], "nowhere.txt is no file or folder"),
+    ],
+    ids=["no model", "no weights", "empty prompt", "folder without texts", "no such text"],
+)
+def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, capsys, arguments, message):
+    bare = tmp_path_factory.mktemp("without weights")
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, bare)
+    names = dict(folder=folder, tmp=tmp_path, bare=bare)
+    assert cli.main([a.format(**names) for a in arguments]) == 1
+    _, _, error = capsys.readouterr().err.rpartition("hf-longctx: error: ")
+    assert re.search(message.format(**names), error)
+
+
+def test_help_reads_well(capsys):
+    for command in ([], ["curve"], ["generate"], ["train-demo"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, "--help"])
+        assert stop.value.code == 0
+        assert "None" not in capsys.readouterr().out
+
+
+def test_texts(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    assert load_text(str(tmp_path)) == "first\n\nsecond"
+    assert load_text(str(tmp_path / "b.txt")) == "second"
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="holds no text"):
+        load_text(str(tmp_path / "empty.txt"))
+    with pytest.raises(ValueError, match="train"):
+        stdlib_text("test")
+
+
+def test_the_held_out_text_is_not_trained_on():
+    train = stdlib_text("train")
+    paragraphs = [p.strip() for p in stdlib_text("held_out").split("\n\n") if len(p) > 200]
+    assert len(paragraphs) > 50
+    assert not any(p in train for p in paragraphs)
