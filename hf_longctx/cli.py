@@ -90,10 +90,16 @@ def _load(args):
     if args.device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         args.device = "cpu" if accelerator is None else accelerator.type
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(
+            f"{args.model} holds a model but no tokenizer that can be loaded ({str(error).splitlines()[0]}). "
+            f"Put one there: tokenizer.save_pretrained({args.model!r})."
+        ) from error
     return model.to(args.device).eval(), tokenizer
 
 
