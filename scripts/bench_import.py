@@ -13,7 +13,7 @@ import sys
 def cumulative_ms(code, module):
     """Time of importing `module`, with all that it imports, as `python -X importtime` tells it."""
     run = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
-    line = next(line for line in run.stderr.splitlines() if re.search(rf"\| {module}$", line))
+    line = next(line for line in run.stderr.splitlines() if re.search(rf"\|\s+{module}$", line))
     return int(line.split("|")[1]) / 1000
 
 
