@@ -4,24 +4,46 @@
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where hf-longctx is not installed.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from .attention_fox import forgetting_attention, forgetting_attention_ref
 from .configuration_fox import FoxConfig
 from .convert_fox import from_official
-from .modeling_fox import FoxForCausalLM, FoxModel, FoxPreTrainedModel
+from .modeling_fox import (
+    FoxForCausalLM,
+    FoxForQuestionAnswering,
+    FoxForSequenceClassification,
+    FoxForTokenClassification,
+    FoxModel,
+    FoxPreTrainedModel,
+)
 
 
 AutoConfig.register("fox", FoxConfig)
-AutoModel.register(FoxConfig, FoxModel)
-AutoModelForCausalLM.register(FoxConfig, FoxForCausalLM)
 FoxConfig.register_for_auto_class()
-FoxModel.register_for_auto_class("AutoModel")
-FoxForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+for auto_class, model_class in {
+    AutoModel: FoxModel,
+    AutoModelForCausalLM: FoxForCausalLM,
+    AutoModelForQuestionAnswering: FoxForQuestionAnswering,
+    AutoModelForSequenceClassification: FoxForSequenceClassification,
+    AutoModelForTokenClassification: FoxForTokenClassification,
+}.items():
+    auto_class.register(FoxConfig, model_class)
+    model_class.register_for_auto_class(auto_class.__name__)
 
 __all__ = [
     "FoxConfig",
     "FoxForCausalLM",
+    "FoxForQuestionAnswering",
+    "FoxForSequenceClassification",
+    "FoxForTokenClassification",
     "FoxModel",
     "FoxPreTrainedModel",
     "forgetting_attention",

@@ -131,23 +131,25 @@ def folded_width(head_dim, group, device):
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
-def fold_queries(q, c, scale, group):
+def fold_queries(q, c, scale, gates_per_key):
     """Append to the queries what reads the decay from the keys.
 
     Args:
         q: (B, Hq, T, D).
-        c: running sum of log f at the queries, (B, Hq, T), fp32. It takes part in the gradient only.
+        c: running sum of log f at the queries, (B, Hq, T), or (B, Hkv, T) if the query heads of a key head share a gate;
+            fp32. It takes part in the gradient only.
         scale: the factor that the kernel will apply to q'.k'.
-        group: query heads per key head.
+        gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 
     Returns:
         (B, Hq, T, D'). A query reads only the gate parts that belong to its own head.
     """
     batch, heads, length, head_dim = q.shape
-    own = torch.eye(group, dtype=q.dtype, device=q.device).repeat(heads // group, 1) * GATE_QUERY  # (Hq, G)
-    own = own.repeat_interleave(GATE_PARTS, dim=1)[:, None].expand(batch, -1, length, -1)
+    own = torch.eye(gates_per_key, dtype=q.dtype, device=q.device).repeat(heads // gates_per_key, 1) * GATE_QUERY
+    own = own.repeat_interleave(GATE_PARTS, dim=1)[:, None].expand(batch, -1, length, -1)  # (B, Hq, T, 3 G)
+    c = c.repeat_interleave(heads // c.shape[1], dim=1)
     zero = ((c - c.detach()) / (GATE_QUERY * scale)).unsqueeze(-1).to(q.dtype)
-    padding = folded_width(head_dim, group, q.device) - head_dim - GATE_PARTS * group - 1
+    padding = folded_width(head_dim, gates_per_key, q.device) - head_dim - GATE_PARTS * gates_per_key - 1
     return torch.cat([q, own, F.pad(zero, (0, padding))], dim=-1)
 
 
@@ -156,7 +158,7 @@ def fold_keys(k, c, scale):
 
     Args:
         k: (B, Hkv, T, D).
-        c: running sum of log f, (B, Hq, T), fp32. Hkv divides Hq.
+        c: running sum of log f, (B, H, T), fp32; Hkv divides H.
         scale: the factor that the kernel will apply to q'.k'.
 
     Returns:

@@ -23,7 +23,7 @@ class FoxConfig(PreTrainedConfig):
             nothing.
         intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
         num_key_value_heads: key and value heads; each serves num_attention_heads / num_key_value_heads query heads, each
-            of which keeps a forget gate of its own. Default num_attention_heads.
+            of which has a forget gate of its own, unless `forget_gate_per_kv_head`. Default num_attention_heads.
         head_dim: default hidden_size / num_attention_heads.
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
@@ -37,6 +37,7 @@ class FoxConfig(PreTrainedConfig):
         output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift, v_shift: data-dependent token shift on keys and values (eq. 14).
+        sliding_window: a token attends to the last `sliding_window` tokens, itself included. Default None: to all.
         format_version: layout of the saved folder.
 
     Raises:
@@ -80,6 +81,7 @@ class FoxConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     forget_gate: str = "full"
+    forget_gate_per_kv_head: bool = False
     decay_time_min: float | int | None = None
     decay_time_max: float | int | None = None
     rope_parameters: dict | None = None
@@ -90,6 +92,7 @@ class FoxConfig(PreTrainedConfig):
     output_norm: bool = False
     k_shift: bool = False
     v_shift: bool = False
+    sliding_window: int | None = None
     layer_types: list[str] | None = None
     format_version: int = FORMAT_VERSION
 
@@ -104,14 +107,18 @@ class FoxConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
         # The token shift is a one-token convolution beside the attention: transformers caches both in a "hybrid" layer.
-        layer_type = "hybrid" if self.k_shift or self.v_shift else "full_attention"
+        shifted = self.k_shift or self.v_shift
+        if self.sliding_window is None:
+            layer_type = "hybrid" if shifted else "full_attention"
+        else:
+            layer_type = "hybrid_sliding" if shifted else "sliding_attention"
         expected_layer_types = [layer_type] * self.num_hidden_layers
         if self.layer_types is None:
             self.layer_types = expected_layer_types
         elif self.layer_types != expected_layer_types:
             raise ValueError(
-                f"layer_types is {self.layer_types}; with k_shift={self.k_shift} and v_shift={self.v_shift} every FoX "
-                f'layer is "{layer_type}". Leave layer_types out.'
+                f"layer_types is {self.layer_types}; with k_shift={self.k_shift}, v_shift={self.v_shift} and "
+                f'sliding_window={self.sliding_window} every FoX layer is "{layer_type}". Leave layer_types out.'
             )
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
@@ -133,6 +140,8 @@ class FoxConfig(PreTrainedConfig):
                     f"{self.num_attention_heads}, so the head dimension is not an integer. Change one, or give head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.sliding_window is not None and self.sliding_window < 2:
+            raise ValueError(f"sliding_window={self.sliding_window}; it must be None or at least 2 tokens.")
         if self.rope_parameters is not None and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of dimensions.")
 

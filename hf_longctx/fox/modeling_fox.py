@@ -16,8 +16,17 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations import use_kernel_forward_from_hub
-from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -74,7 +83,7 @@ def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.T
 
 
 class FoxForgetGate(nn.Module):
-    """log f_t = log sigmoid(w.x_t + b) for each head: (B, T, hidden) -> (B, H, T), fp32.
+    """log f_t = log sigmoid(w.x_t + b) for each gate: (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
     Not an `nn.Linear`: quantizers and adapters that replace every linear layer must leave a gate alone, whose errors add
     up over the whole context.
@@ -82,7 +91,7 @@ class FoxForgetGate(nn.Module):
 
     def __init__(self, config: FoxConfig):
         super().__init__()
-        heads = config.num_attention_heads
+        heads = config.num_key_value_heads if config.forget_gate_per_kv_head else config.num_attention_heads
         self.kind = config.forget_gate
         if self.kind == "full":
             self.weight = nn.Parameter(torch.empty(heads, config.hidden_size))
@@ -121,6 +130,8 @@ class FoxAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.gates_per_key = 1 if config.forget_gate_per_kv_head else self.num_key_value_groups
+        self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
 
@@ -175,7 +186,17 @@ class FoxAttention(nn.Module):
             )
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
-        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        o, weights = attend(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=dropout,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
 
         o = self.o_norm(o[..., : self.head_dim]).flatten(2)  # (B, T, H * D)
         if self.g_proj is not None:
@@ -185,27 +206,39 @@ class FoxAttention(nn.Module):
     def token_shift(self, x, k, v, padding_mask, position_ids, past_key_values):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
 
-        A document's first token (position 0), and the one after padding, have 0 for a predecessor.
+        The predecessor is the last real token, in the cache or in this call; a document's first token (position 0) has 0.
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
-        current = torch.cat([k, v], dim=2)  # (B, T, 2 Hkv, D)
-        if padding_mask is not None:
-            current = current * padding_mask[..., None, None].to(current.dtype)
-        seen = current
-        if past_key_values is not None:
-            # A convolution state of one token: what comes back begins with it, except in the first call.
-            seen = past_key_values.update_conv_state(current.flatten(2).mT, self.layer_idx, conv_kernel_size=1)
-            seen = seen.mT.unflatten(2, current.shape[2:])  # (B, T or 1 + T, 2 Hkv, D)
-        length = x.shape[1]
-        previous = F.pad(seen, (0, 0, 0, 0, 1, 0))[:, -length - 1 : -1]
-        previous = previous.masked_fill((position_ids == 0)[..., None, None], 0.0)
-        k_previous, v_previous = previous.chunk(2, dim=2)
+        current = torch.cat([k, v], dim=2).flatten(2)  # (B, T, 2 Hkv D)
+        seen = torch.cat([self.token_before(past_key_values, current), current], dim=1)  # (B, 1 + T, 2 Hkv D)
+        if padding_mask is not None:  # a padded position repeats the last real one
+            last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * padding_mask.bool()
+            last_real = F.pad(last_real.cummax(1).values, (1, 0))  # (B, 1 + T)
+            seen = seen.gather(1, last_real[..., None].expand_as(seen))
+        if past_key_values is not None:  # kept as the state of a convolution that reaches back one token
+            past_key_values.update_conv_state(seen[:, 1:].mT, self.layer_idx, conv_kernel_size=1)
+        previous = seen[:, :-1].masked_fill((position_ids == 0)[..., None], 0.0)
+        k_previous, v_previous = previous.unflatten(2, (-1, self.head_dim)).chunk(2, dim=2)
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
         if self.v_shift_proj is not None:
             v = torch.lerp(v, v_previous, self.v_shift_proj(x).float().sigmoid()[..., None].to(v.dtype))
         return k, v
+
+    def token_before(self, past_key_values, current):
+        """Keys and values of the last token of the cache before mixing, (B, 1, 2 Hkv D); 0 if it is empty."""
+        if past_key_values is None:
+            return torch.zeros_like(current[:, :1])
+        layers = past_key_values.layers
+        if self.layer_idx >= len(layers) or not hasattr(layers[self.layer_idx], "conv_states"):
+            raise ValueError(
+                f"this {type(past_key_values).__name__} has no place for the token shift; make it for this model: "
+                "DynamicCache(config=model.config)."
+            )
+        if not past_key_values.has_previous_state(self.layer_idx):
+            return torch.zeros_like(current[:, :1])
+        return layers[self.layer_idx].conv_states[0][..., -1:].mT.to(current)
 
     def fold_forget_gate(self, x, q, k, v, padding_mask, past_key_values):
         """Move the decay into the keys, continuing the running sum of log f where the cache left it."""
@@ -214,13 +247,13 @@ class FoxAttention(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
             q, k, v = (y.to(torch.get_autocast_dtype(x.device.type)) for y in (q, k, v))
-        log_f = self.f_proj(x)  # (B, H, T)
+        log_f = self.f_proj(x)  # (B, H, T), or (B, Hkv, T)
         if padding_mask is not None:
             log_f = log_f * padding_mask[:, None].to(log_f.dtype)  # padding does not decay
         c = log_f.cumsum(-1)
         if past_key_values is not None:
             c = c + self.decay_so_far(past_key_values, c)
-        q = fold_queries(q, c, self.scaling, self.num_key_value_groups)
+        q = fold_queries(q, c, self.scaling, self.gates_per_key)
         k = fold_keys(k, c, self.scaling)
         return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
 
@@ -234,12 +267,18 @@ class FoxAttention(nn.Module):
             )
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
-        length = layer.get_seq_length()
-        if isinstance(length, torch.Tensor):  # a static cache: slots not yet written are 0, and so is their decay
-            last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
-        else:
+        if not hasattr(
+            layer, "max_cache_len"
+        ):  # a growing cache ends with its last token, a static one with free slots
             last = layer.keys[:, :, -1:]
-        return unfold_decay(last.to(c.device), self.head_dim, self.num_key_value_groups, self.scaling)
+        elif isinstance(length := layer.get_seq_length(), torch.Tensor):
+            last = layer.keys.index_select(
+                2, (length - 1).clamp(min=0).view(1)
+            )  # a free slot is 0, and so is its decay
+        else:
+            length = min(length, layer.max_cache_len)
+            last = layer.keys[:, :, length - 1 : length]
+        return unfold_decay(last.to(c.device), self.head_dim, self.gates_per_key, self.scaling)
 
 
 class FoxMLP(nn.Module):
@@ -281,6 +320,16 @@ class FoxPreTrainedModel(PreTrainedModel):
     # Serving engines take this as leave to replace the attention by a function of q, k and v of their own.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
+        """What every layer needs of a (B, past + T) mask: who sees whom, and which of the T tokens are padding."""
+        shared = dict(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+        create_mask = create_sliding_window_causal_mask if config.sliding_window else create_causal_mask
+        return {
+            "attention": create_mask(**shared, past_key_values=past_key_values, position_ids=position_ids),
+            "padding": create_recurrent_attention_mask(**shared),  # None where nothing is padded
+        }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -331,17 +380,13 @@ class FoxModel(FoxPreTrainedModel):
 
         masks = attention_mask
         if not isinstance(masks, dict):  # `generate` with a static cache has made them already
-            mask_inputs = {
-                "config": self.config,
-                "inputs_embeds": inputs_embeds,
-                "attention_mask": attention_mask,
-                "past_key_values": past_key_values,
-                "position_ids": position_ids,
-            }
-            masks = {
-                "full_attention": create_causal_mask(**mask_inputs),
-                "linear_attention": create_recurrent_attention_mask(**mask_inputs),
-            }
+            masks = self.create_masks_for_generate(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
@@ -349,8 +394,8 @@ class FoxModel(FoxPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=masks["full_attention"],
-                padding_mask=masks.get("linear_attention"),
+                attention_mask=masks["attention"],
+                padding_mask=masks["padding"],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
@@ -409,4 +454,25 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
         )
 
 
-__all__ = ["FoxForCausalLM", "FoxModel", "FoxPreTrainedModel"]
+class FoxForSequenceClassification(GenericForSequenceClassification, FoxPreTrainedModel):
+    """FoX with a linear head on the last real token of each row."""
+
+
+class FoxForTokenClassification(GenericForTokenClassification, FoxPreTrainedModel):
+    """FoX with a linear head on every token."""
+
+
+class FoxForQuestionAnswering(GenericForQuestionAnswering, FoxPreTrainedModel):
+    """FoX with heads for the start and the end of an answer."""
+
+    base_model_prefix = "transformer"  # what the generic class calls its backbone
+
+
+__all__ = [
+    "FoxForCausalLM",
+    "FoxForQuestionAnswering",
+    "FoxForSequenceClassification",
+    "FoxForTokenClassification",
+    "FoxModel",
+    "FoxPreTrainedModel",
+]
