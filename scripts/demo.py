@@ -32,6 +32,7 @@ with torch.no_grad():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", nargs="?", help="text file, folder of *.txt or dataset name")
+    parser.add_argument("--max-length", type=int, default=1600, metavar="TOKENS", help="default: %(default)s")
     args = parser.parse_args()
     began = time.perf_counter()
 
@@ -62,7 +63,7 @@ def main():
 
     print("4. Measure its forgetting curve")
     output = OUTPUT / "forgetting_curve"
-    command = ["curve", str(folder), "--output", str(output), "--max-length", "1000", "--points", "16"]
+    command = ["curve", str(folder), "--output", str(output), "--max-length", str(args.max_length)]
     if args.text is not None:
         command += ["--text", args.text]
     status = cli.main(command)

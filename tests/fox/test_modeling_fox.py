@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -202,6 +203,24 @@ def test_logits_to_keep():
     torch.testing.assert_close(logits(model, ids, logits_to_keep=torch.tensor([2, 5])), full[:, [2, 5]])
 
 
+@pytest.mark.parametrize(
+    "auto_class, shape",
+    [
+        (transformers.AutoModelForSequenceClassification, (2, 3)),
+        (transformers.AutoModelForTokenClassification, (2, 24, 3)),
+        (transformers.AutoModelForQuestionAnswering, (2, 24)),
+    ],
+)
+def test_other_heads(auto_class, shape, tmp_path):
+    model = auto_class.from_config(FoxConfig.pro(**TINY, num_labels=3)).eval()
+    model.save_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path)
+    with torch.no_grad():
+        out, again = (tuple(m(tokens()).values()) for m in (model, loaded))
+    assert out[0].shape == shape
+    assert torch.equal(out[0], again[0])
+
+
 def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
     config = FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64)
     scratch = FoxForCausalLM(config)
@@ -240,6 +259,7 @@ class Absent(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Absent())
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 folder, again = sys.argv[1:]
