@@ -1,7 +1,6 @@
 """What scripts/demo runs once its environment stands; `python scripts/demo.py [TEXT]` in any environment of yours."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -12,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import cli
+from hf_longctx.corpus import load_text
+from hf_longctx.metrics import ForgettingCurve
 
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "model_cards" / "fox-demo"
-OUTPUT = ROOT / "demo_output"
 PROMPT = "The following sections describe the standard way to"
 # A process that cannot import hf_longctx: everything the model needs must lie in its folder.
 STRANGER = """
@@ -33,6 +33,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", nargs="?", help="text file, folder of *.txt or dataset name")
     parser.add_argument("--max-length", type=int, default=1600, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=ROOT / "demo_output", metavar="FOLDER")
     args = parser.parse_args()
     began = time.perf_counter()
 
@@ -41,15 +42,15 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     print(f"   {type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters")
 
-    folder = OUTPUT / "fox"
+    folder = args.output.resolve() / "fox"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"2. Save it with its code to {folder.relative_to(ROOT)} and load it where hf_longctx cannot be imported")
+    print(f"2. Save it with its code to {folder} and load it where hf_longctx cannot be imported")
     with torch.no_grad():
         ours = model(torch.arange(3, 35)[None]).logits.double().sum().item()
-    environment = {**os.environ, "HF_MODULES_CACHE": str(OUTPUT / "modules")}
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder.with_name("modules"))}
     theirs = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(folder)], capture_output=True, text=True, env=environment, cwd=OUTPUT
+        [sys.executable, "-c", STRANGER, str(folder)], capture_output=True, text=True, env=environment, cwd=folder
     )
     if theirs.returncode or float(theirs.stdout) != ours:
         sys.exit(f"the saved model differs: {theirs.stdout} instead of {ours}\n{theirs.stderr}")
@@ -62,17 +63,18 @@ def main():
     print("   " + text.replace("\n", "\n   "), flush=True)
 
     print("4. Measure its forgetting curve")
-    output = OUTPUT / "forgetting_curve"
-    command = ["curve", str(folder), "--output", str(output), "--max-length", str(args.max_length)]
+    output = folder.with_name("forgetting_curve")
+    tokens = len(tokenizer(load_text(args.text), verbose=False)["input_ids"])
+    command = ["curve", str(folder), "--output", str(output), "--max-length", str(min(args.max_length, tokens // 3))]
     if args.text is not None:
         command += ["--text", args.text]
     status = cli.main(command)
     if status:
         sys.exit(status)
-    lengths = json.loads(output.with_suffix(".json").read_text())["memory_lengths"]
+    curve = ForgettingCurve.from_json(output.with_suffix(".json").read_text())
     print(f"\nGenerated:      {text!r}")
-    print(f"Fine length:    {lengths['fine_max']['length']} tokens (copied with more than 99 % accuracy)")
-    print(f"Coarse length:  {lengths['coarse_max']['length']} tokens (copied better than guessed by at least 1 %)")
+    print(f"Fine length:    {curve.fine_length} tokens (copied with more than 99 % accuracy)")
+    print(f"Coarse length:  {curve.coarse_length} tokens (copied at least 1 % better than guessed)")
     print(f"Picture:        {output}.png")
     print(f"Numbers:        {output}.json")
     print(f"Took {time.perf_counter() - began:.0f} s on {torch.get_num_threads()} threads")

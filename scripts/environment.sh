@@ -13,7 +13,7 @@ if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 
 fi
 
 export PIP_CONSTRAINT="$PWD/scripts/constraints.txt" PIP_BUILD_CONSTRAINT="$PWD/scripts/constraints.txt"
-export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Whatever this depends on: when it changes, what is installed is brought up to date.
 wanted=$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cksum)
 
