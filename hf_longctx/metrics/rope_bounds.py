@@ -260,7 +260,7 @@ def rope_base_bound(
             settled_base takes most of the time; `rope_base_table` does without.
 
     Returns:
-        RopeBaseBound. `base` is right to the last digit of a float64.
+        RopeBaseBound. `base` is right to a unit in the last place of a float64.
 
     Raises:
         ValueError: an argument is out of its range; head_dim 2 is, because no base helps where B_m = cos(m).
@@ -378,6 +378,7 @@ class _DecayFamily:
                 return found, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
 
     def _negative(self, value, starts, u, length):
+        """Those of the rows' distances m <= length whose B_m, evaluated once more by cosines, is below rounding."""
         row, column = np.nonzero(value < 0)
         m = starts[row] + column
         m = m[m <= length]

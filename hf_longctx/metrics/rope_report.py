@@ -11,6 +11,7 @@ rotate count as frequency 0, which is Theorem 1 with those dimensions kept; the 
 import copy
 import json
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -108,9 +109,10 @@ class RopeLayers:
         if self.rotary_dim < self.head_dim:
             lines.append(f"                    {_up_to(self.rotary_only_bound)} over the rotating dimensions alone")
         if self.minimum_base is not None:
-            lines.append(f"  minimum base      {self.minimum_base:.7g}; of two digits {self.two_digit_base:g}")
+            plain = "" if self.rope_type == "default" else ", without scaling"
+            lines.append(f"  minimum base      {self.minimum_base:.7g}; of two digits {self.two_digit_base:g}{plain}")
         if self.heads:
-            average = _up_to(self.max_distance if self.weighted_bound is None else self.weighted_bound)
+            average = "as far as needed" if self.weighted_bound is None else _up_to(self.weighted_bound)
             lines.append(
                 f"  by q, k variance  {self.heads_holding} of {self.heads} heads hold; their average {average}"
             )
@@ -173,10 +175,11 @@ def rope_report(
         NotImplementedError: the rope type is unknown, or q and k of this model cannot be measured.
     """
     model = model_or_config if hasattr(model_or_config, "config") else None
-    config = _with_rope_parameters(model_or_config if model is None else model.config)
+    given = model_or_config if model is None else model.config
+    config = _with_rope_parameters(given)
     claimed_by = "max_position_embeddings" if context_length is None else "given"
     claimed = _need(config, claimed_by) if context_length is None else context_length
-    if not isinstance(claimed, int) or claimed < 2:
+    if not isinstance(claimed, Integral) or claimed < 2:
         raise ValueError(f"The context to check is {claimed!r} ({claimed_by}); it must be an integer, 2 or more.")
     if input_ids is not None and model is None:
         raise ValueError("input_ids came with a config; measuring queries and keys needs the model itself.")
@@ -193,12 +196,13 @@ def rope_report(
         rope = _frequencies(config, kind, base, layers, claimed)
         if rope.type in LENGTH_DEPENDENT:
             notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
-        elif model is not None:
+        elif model is not None and not getattr(config, "layer_rope_theta", None):
             rope = _as_held(rope, model, kind, notes)
         groups.append(_bound(rope, kind, layers, reach, spread, minimum_base))
     if not any(group.rope_type for group in groups):
         raise ValueError(f"{_no_rope(config)}: none of its layers is an attention layer with RoPE.")
-    return RopeReport(type(model_or_config).__name__, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
+    name = given.name_or_path or type(model_or_config).__name__
+    return RopeReport(name, int(claimed), claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
 
 # --- reading the config ---------------------------------------------------------------------------------------------
@@ -344,6 +348,7 @@ def _need(config, name):
 def _need_base(parameters):
     if parameters.get("rope_theta") is None:
         raise ValueError(f"The config names no base: rope_theta is missing in {parameters}; no default is assumed.")
+    rope_inv_freq(parameters["rope_theta"], 2)  # refuses a base that cannot be one, whatever the scaling
     return parameters["rope_theta"]
 
 
@@ -384,6 +389,10 @@ def _bound(rope, kind, layers, reach, spread, minimum_base):
 
 def _weighted_bound(rope, layers, reach, spread):
     """Eq. 19 for every head of the layers, and for the average of them."""
+    if not layers or not spread.keys() >= set(layers):
+        raise NotImplementedError(
+            f"Queries and keys were measured in layers {sorted(spread)}, not in all of {layers}."
+        )
     rotated = 2 * len(rope.inv_freq)
     weights = []
     for i in layers:

@@ -191,6 +191,16 @@ def test_golden_decay(data):
         assert value == pytest.approx(float(row["B"]), abs=4e-16 * row["m"] + 1e-13), row
 
 
+@pytest.mark.parametrize("method, counts", [(1, (0, 0)), (2, (97, 2554))])
+def test_violations_of_table_4(method, counts):
+    """The paper's two ways from 4k to 32k, with 1k = 1024."""
+    theta = rope_inv_freq(5e6, 128)
+    if method == 2:
+        theta = np.where(np.arange(64) < 44, rope_inv_freq(1e4 * 8 ** (128 / 88), 128), rope_inv_freq(1e4, 128) / 8)
+    negative = rope_decay(range(30 * 1024 + 1), inv_freq=theta) < 0
+    assert (negative[: 15 * 1024 + 1].sum(), negative.sum()) == counts
+
+
 def test_golden_context_bounds(data):
     for row in data["L_theta"]:
         assert rope_context_bound(base=row["base"], head_dim=row["head_dim"]) == row["L_theta"], row
@@ -253,9 +263,9 @@ def test_golden_windows(data):
 
 
 @pytest.mark.slow
-def test_golden_windows_up_to_a_million(data):
+def test_golden_windows_up_to_128k(data):
     for row in data["admissible_windows"]["rows"]:
-        if row["L"] > 16_000:
+        if 16_000 < row["L"] <= 131_072:
             check_window(row)
 
 

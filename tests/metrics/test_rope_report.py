@@ -369,7 +369,7 @@ def no_base():
         (lambda: rope_report(llama({"rope_type": "axial", "rope_theta": 10.0})), NotImplementedError, "'axial'.*yarn"),
         (lambda: rope_report(llama({**rope("default"), "partial_rotary_factor": 0.7})), ValueError, "head_dim is 11"),
         (lambda: rope_report(llama(rope("default", 1.0))), ValueError, "base is 1.0"),
-        (lambda: rope_report(llama(rope("default", float("nan")))), ValueError, "base is nan"),
+        (lambda: rope_report(llama(rope("linear", float("nan")))), ValueError, "base is nan"),
         (lambda: measure_qk_spread(tiny_model("Llama"), torch.ones(1, 1, dtype=int)), ValueError, r"\(1, 1\)"),
         (lambda: measure_qk_spread(tiny_model("Llama"), torch.ones(5, dtype=int)), ValueError, r"\(5,\)"),
     ],
