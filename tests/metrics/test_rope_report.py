@@ -1,0 +1,397 @@
+"""The report against the golden settings, against transformers' own rotary modules, and against what models do."""
+
+import importlib
+import json
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from hf_longctx.metrics.rope_bounds import rope_base_bound, rope_context_bound, rope_inv_freq
+from hf_longctx.metrics.rope_measure import measure_qk_spread
+from hf_longctx.metrics.rope_report import rope_report
+
+TINY = {
+    **{"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512},
+    **{"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "num_hidden_layers": 2,
+}
+ROPES = {
+    "default": {},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "longrope": {
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [1.0 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": 128,
+        "factor": 4.0,
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "proportional": {"partial_rotary_factor": 0.75, "factor": 2.0},
+}
+
+
+def rope(name, theta=300.0):
+    return {"rope_type": name, "rope_theta": theta, **ROPES[name]}
+
+
+def llama(rope_parameters=None, **kwargs):
+    return tf.LlamaConfig(**{**TINY, **kwargs}, rope_parameters=rope_parameters or rope("default"))
+
+
+def only(report):
+    (group,) = report.groups
+    return group
+
+
+# --- what is computed ---
+
+
+def test_golden_models(golden):
+    for row in json.loads((golden / "rope_bounds.json").read_text())["models"]["rows"]:
+        config = llama(
+            dict(row["rope_parameters"]), head_dim=row["head_dim"], max_position_embeddings=row["claimed_context"]
+        )
+        if row["rotary_dim"] + row["non_rotary_dims"] != row["head_dim"]:  # DeepSeek: the rope part of a wider head
+            config.qk_head_dim = row["rotary_dim"] + row["non_rotary_dims"]
+        group = only(rope_report(config, minimum_base=False))
+        assert group.rotary_dim == row["rotary_dim"], row["name"]
+        assert group.rotary_only_bound == row["L_theta_rotary_only"], row["name"]
+        assert group.context_bound == row["L_theta_with_non_rotary"], row["name"]
+        assert group.max_distance == row["claimed_context"] - 1
+        if not row["non_rotary_dims"]:
+            # some sit so near to 0 that the float32 of transformers' yarn decides: one in 108, one in 17 248
+            assert group.negative_distances == pytest.approx(row["n_negative_below_claimed"], abs=1), row["name"]
+            assert group.verdict == ("violated" if row["n_negative_below_claimed"] else "holds"), row["name"]
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_the_model_computes_with(name):
+    """Glm takes a partial rotary factor for every type; its buffer after a forward at full length is the truth."""
+    config = tf.GlmConfig(**TINY, head_dim=16, rope_parameters={"partial_rotary_factor": 1.0, **rope(name)})
+    model = tf.GlmModel(config)
+    model.rotary_emb(torch.zeros(1), torch.arange(512)[None])
+    held = model.rotary_emb.inv_freq.double().numpy()
+    padded = np.append(held, np.zeros(8 - len(held)))
+    for source in (config, model):
+        report = rope_report(source, minimum_base=False)
+        group = only(report)
+        assert group.rope_type == ("default" if name == "partial" else name)
+        assert group.rotary_dim == 2 * np.count_nonzero(held)
+        assert group.context_bound == rope_context_bound(inv_freq=padded)
+        assert group.rotary_only_bound == rope_context_bound(inv_freq=held[held > 0])
+        assert bool(report.notes) == (name in ("dynamic", "longrope"))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_length_dependent_types_follow_the_context(name):
+    config = llama(rope(name), max_position_embeddings=128)
+    bounds = [only(rope_report(config, context_length=n, minimum_base=False)).context_bound for n in (100, 2000)]
+    assert bounds[0] < bounds[1]
+
+
+def test_minimum_base_is_eq_18():
+    group = only(rope_report(llama()))
+    bound = rope_base_bound(511, 16)
+    assert group.minimum_base == pytest.approx(bound.base, rel=1e-15)
+    assert group.two_digit_base == bound.two_digit_base
+    partial = only(rope_report(llama({**rope("default"), "partial_rotary_factor": 0.75})))
+    assert partial.minimum_base == pytest.approx(rope_base_bound(511, 12, non_rotary_dims=4).base, rel=1e-15)
+    good = only(rope_report(llama({"rope_type": "default", "rope_theta": group.two_digit_base})))
+    assert (group.verdict, good.verdict) == ("violated", "holds")
+
+
+def test_minimum_base_is_left_out_where_it_says_nothing():
+    for name in ("partial", "proportional"):
+        group = only(rope_report(tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope(name))))
+        assert group.minimum_base is None and group.two_digit_base is None
+    assert only(rope_report(llama(), minimum_base=False)).minimum_base is None
+
+
+# --- what is read ---
+
+
+def test_old_spelling_equals_new():
+    new = rope_report(llama(rope("linear")), minimum_base=False)
+    for scaling in ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}):
+        old = tf.LlamaConfig(**TINY, rope_theta=300.0, rope_scaling=scaling)
+        assert rope_report(old, minimum_base=False) == new
+
+    class RemoteConfig(tf.PreTrainedConfig):
+        """As code on the Hub writes it: attributes of transformers 4, no rope_parameters."""
+
+        model_type = "remote"
+
+    remote = RemoteConfig(**TINY)
+    remote.rope_theta = 300.0
+    assert only(rope_report(remote, minimum_base=False)) == only(rope_report(llama(), minimum_base=False))
+
+
+def test_layer_types_have_their_own_base_and_reach():
+    config = tf.Gemma3TextConfig(
+        **{**TINY, "num_hidden_layers": 3},
+        head_dim=16,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"sliding_attention": rope("default", 50.0), "full_attention": rope("linear", 900.0)},
+    )
+    sliding, full = rope_report(config, minimum_base=False).groups
+    assert (sliding.layer_type, sliding.layers, sliding.base, sliding.max_distance) == (
+        "sliding_attention",
+        2,
+        50.0,
+        31,
+    )
+    assert (full.layer_type, full.layers, full.base, full.max_distance) == ("full_attention", 1, 900.0, 511)
+    assert sliding.context_bound == rope_context_bound(base=50.0, head_dim=16)
+    assert full.context_bound == rope_context_bound(inv_freq=rope_inv_freq(900.0, 16) / 4)
+    model = tf.Gemma3TextModel(config)
+    assert rope_report(model, minimum_base=False).groups == (sliding, full)
+    whole = tf.Gemma3Config(text_config=config.to_dict(), vision_config={"num_hidden_layers": 1})
+    assert rope_report(whole, minimum_base=False).groups == (sliding, full)
+
+
+def test_layers_of_their_own_size():
+    """Gemma 4's full attention has wider heads and turns a quarter of them."""
+    sliding, full = rope_report(tf.Gemma4TextConfig(), minimum_base=False).groups
+    assert (sliding.head_dim, sliding.rotary_dim, full.head_dim, full.rotary_dim) == (256, 256, 512, 128)
+    assert (sliding.max_distance, full.max_distance) == (511, 131071)
+
+
+def test_sliding_window_on_every_layer():
+    config = tf.MistralConfig(**TINY, sliding_window=64, rope_parameters=rope("default"))
+    assert only(rope_report(config, minimum_base=False)).max_distance == 63
+    config.sliding_window = None
+    assert only(rope_report(config, minimum_base=False)).max_distance == 511
+
+
+def test_labels_that_are_not_layer_types():
+    report = rope_report(tf.DeepseekV4Config(), minimum_base=False)
+    assert [(group.layer_type, group.layers, group.base) for group in report.groups] == [
+        ("main", None, 10_000.0),
+        ("compress", None, 160_000.0),
+    ]
+
+
+def test_base_fixed_in_code():
+    from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+
+    config = tf.GPTJConfig(n_embd=64, n_layer=1, n_head=2, rotary_dim=24, n_positions=512)
+    report = rope_report(config, minimum_base=False)
+    group = only(report)
+    assert (group.head_dim, group.rotary_dim, group.base) == (32, 24, 10_000.0)
+    assert "code" in report.notes[0]
+    sines = create_sinusoidal_positions(2, 24)[1, :12]
+    np.testing.assert_allclose(sines, np.sin(rope_inv_freq(group.base, group.rotary_dim)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, kwargs",
+    [
+        ("Llama", {}),
+        ("Cohere2", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("Exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
+        ("SmolLM3", {"no_rope_layers": [1, 0]}),
+        ("SmolLM3", {"no_rope_layers": [1, 1]}),
+        (
+            "Afmoe",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_dense_layers": 2},
+        ),
+    ],
+)
+def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
+    model = getattr(tf, f"{name}Model")(getattr(tf, f"{name}Config")(**TINY, **kwargs)).eval()
+    module = importlib.import_module(type(model).__module__)
+    with mock.patch.object(module, "apply_rotary_pos_emb", wraps=module.apply_rotary_pos_emb) as rotate:
+        model(input_ids=torch.arange(3, 9)[None])
+    groups = rope_report(model, minimum_base=False).groups
+    assert sum(group.layers for group in groups if group.rope_type) == rotate.call_count
+    assert sum(group.layers for group in groups) == 2
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (tf.GPT2Config(), "neither rope_parameters nor rope_theta"),
+        (tf.MambaConfig(), "neither rope_parameters nor rope_theta"),
+        (tf.FalconConfig(alibi=True), "alibi is True"),
+        (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
+        (tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]), "none of its layers"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, tf.PreTrainedConfig) else value.split()[0],
+)
+def test_models_without_rope_say_so(config, reason):
+    with pytest.raises(ValueError, match=f"no rotary position embedding.*{reason}"):
+        rope_report(config)
+
+
+def test_config_is_left_alone():
+    config = llama(rope("yarn"))
+    before = config.to_json_string()
+    rope_report(config, context_length=99, minimum_base=False)
+    assert config.to_json_string() == before
+
+
+def test_frequencies_spoilt_by_a_cast_are_noticed():
+    model = tf.LlamaModel(llama()).to(torch.bfloat16)
+    report = rope_report(model, minimum_base=False)
+    assert "not those of its config" in report.notes[0]
+    assert only(report).context_bound == rope_context_bound(inv_freq=model.rotary_emb.inv_freq.double().numpy())
+
+
+# --- measured queries and keys ---
+
+
+def text(model, length=40):
+    return torch.randint(3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def tiny_model(name, **kwargs):
+    torch.manual_seed(0)
+    model = getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**TINY, **kwargs)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+MEASURABLE = {"Llama": {}, "Qwen3": {"head_dim": 16}, "Olmo2": {}, "Cohere": {}, "Glm": {"head_dim": 16}}
+
+
+@pytest.mark.parametrize("name", MEASURABLE)
+def test_spread_is_that_of_what_is_rotated(name):
+    """The queries and keys that reach apply_rotary_pos_emb, and the components it mixes."""
+    model = tiny_model(name, **MEASURABLE[name])
+    module = importlib.import_module(type(model).__module__)
+    rotate = module.apply_rotary_pos_emb
+    with mock.patch.object(module, "apply_rotary_pos_emb", wraps=rotate) as spy:
+        spread = measure_qk_spread(model, text(model))
+    assert sorted(spread) == [0, 1] and spy.call_count == 2
+    for layer, call in enumerate(spy.call_args_list):
+        q, k, cos, sin = call.args[:4]  # (B, H, T, D)
+        q_std, k_std = (x.detach().double().transpose(0, 1).flatten(1, 2).std(1, correction=0).numpy() for x in (q, k))
+        np.testing.assert_allclose(spread[layer].q_std, q_std, rtol=1e-5)
+        np.testing.assert_allclose(spread[layer].k_std, k_std.repeat(2, axis=0), rtol=1e-5)
+        one = torch.zeros_like(q)
+        one[..., 0] = 1
+        mixed = rotate(one, one, cos, sin)[0][0, 0, 5].nonzero().flatten().tolist()
+        assert mixed == [0, 1 if spread[layer].interleaved else cos.shape[-1] // 2]
+
+
+@pytest.mark.parametrize("name", MEASURABLE)
+def test_weighted_bound_of_every_head(name):
+    model = tiny_model(name, **MEASURABLE[name])
+    ids = text(model)
+    group = only(rope_report(model, input_ids=ids, minimum_base=False))
+    theta = rope_inv_freq(group.base, group.rotary_dim)
+    holding, average = 0, 0
+    m = np.arange(group.max_distance + 1)
+    for q_std, k_std, interleaved in measure_qk_spread(model, ids).values():
+        for q, k in zip(q_std, k_std):
+            decay, scale = 0, (q * k).sum()
+            for i, frequency in enumerate(theta):
+                pair = [2 * i, 2 * i + 1] if interleaved else [i, i + group.rotary_dim // 2]
+                decay = decay + (q[pair] * k[pair]).sum() * np.cos(m * frequency)
+            decay = decay + (q * k)[group.rotary_dim :].sum()
+            holding += decay.min() >= 0
+            average = average + decay / scale
+    negative = np.flatnonzero(average < 0)
+    assert (group.heads, group.heads_holding) == (8, holding)
+    assert group.weighted_bound == (negative[0] - 1 if len(negative) else None)
+    assert f"{holding} of 8 heads" in str(group)
+
+
+def test_hooks_are_removed():
+    model = tiny_model("Llama")
+    measure_qk_spread(model, text(model))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Phi3", "Phi"])
+def test_other_attention_is_refused_by_name(name):
+    model = tiny_model(name, **({"qk_layernorm": True} if name == "Phi" else {}))
+    with pytest.raises(NotImplementedError, match=f"{name}(Attention|ForCausalLM) has"):
+        rope_report(model, input_ids=text(model))
+
+
+# --- results and errors ---
+
+
+def test_report_reads_well():
+    report = rope_report(llama({**rope("default"), "partial_rotary_factor": 0.75}))
+    plain = json.loads(report.to_json(indent=1))
+    assert plain == report.to_dict()
+    assert plain["holds"] is False and plain["groups"][0]["verdict"] == "violated"
+    words = str(report)
+    for part in (
+        "LlamaConfig at 512 tokens (max_position_embeddings)",
+        "full_attention (2 layers): violated",
+        "base 300, 12 of 16 dimensions",
+        f"m = {report.groups[0].context_bound} (",
+        report.caveat,
+    ):
+        assert part in words
+
+
+def test_half_at_rest_is_explained():
+    assert "half of the dimensions or more do not rotate" in str(rope_report(llama({**rope("partial")})))
+
+
+class NoLength(tf.PreTrainedConfig):
+    model_type = "no_length"
+
+
+def no_base():
+    config = llama()
+    config.rope_parameters = {"rope_type": "linear", "factor": 2.0}
+    return config
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: rope_report("llama"), ValueError, "got a str"),
+        (lambda: rope_report(llama(), context_length=1), ValueError, "is 1 .given"),
+        (lambda: rope_report(llama(), context_length=10.5), ValueError, "10.5 .given"),
+        (lambda: rope_report(llama(), input_ids=torch.ones(1, 4)), ValueError, "needs the model"),
+        (lambda: rope_report(NoLength(rope_theta=1e4)), ValueError, "no max_position_embeddings.*context_length"),
+        (lambda: rope_report(NoLength(rope_theta=1e4), context_length=9), ValueError, "no num_hidden_layers"),
+        (lambda: rope_report(no_base()), ValueError, "rope_theta is missing"),
+        (lambda: rope_report(llama({"rope_type": "axial", "rope_theta": 10.0})), NotImplementedError, "'axial'.*yarn"),
+        (lambda: rope_report(llama({**rope("default"), "partial_rotary_factor": 0.7})), ValueError, "head_dim is 11"),
+        (lambda: rope_report(llama(rope("default", 1.0))), ValueError, "base is 1.0"),
+        (lambda: rope_report(llama(rope("linear", float("nan")))), ValueError, "base is nan"),
+        (lambda: measure_qk_spread(tiny_model("Llama"), torch.ones(1, 1, dtype=int)), ValueError, r"\(1, 1\)"),
+        (lambda: measure_qk_spread(tiny_model("Llama"), torch.ones(5, dtype=int)), ValueError, r"\(5,\)"),
+    ],
+)
+def test_bad_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_incomplete_parameters_are_refused():
+    config = llama(rope("yarn"))
+    del config.rope_parameters["factor"]
+    with pytest.raises(ValueError, match=r"type 'yarn' are not complete.*factor"):
+        rope_report(config)
+    config = llama(rope("longrope"))
+    config.rope_parameters["long_factor"] = [1.0, 2.0]
+    with pytest.raises(ValueError, match="type 'longrope' are not complete"):
+        rope_report(config)
+
+
+def test_missing_entry_for_a_layer_type():
+    config = tf.Gemma3TextConfig(**TINY, layer_types=["sliding_attention", "full_attention"])
+    del config.rope_parameters["full_attention"]
+    with pytest.raises(ValueError, match="no entry for layer type 'full_attention'"):
+        rope_report(config)
