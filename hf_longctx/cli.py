@@ -1,4 +1,4 @@
-"""The command line: hf-longctx curve | generate | train-demo."""
+"""The command line: hf-longctx curve | rope | generate | train-demo."""
 
 import argparse
 import inspect
@@ -48,6 +48,20 @@ def curve(args):
             write(error.curve)
         raise
     write(result)
+
+
+def rope(args):
+    """Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
+
+    Reads the configuration only. A screening number: many good models violate the bound at their claimed length.
+    """
+    from transformers import AutoConfig
+
+    from .metrics import rope_report
+
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    report = rope_report(config, context_length=args.context_length)
+    print(report.to_json(indent=1) if args.json else report)
 
 
 def generate(args):
@@ -160,6 +174,12 @@ def parser():
     p.add_argument(
         "--output", default="forgetting_curve", metavar="PATH", help="without ending (default: %(default)s)"
     )
+
+    p = command(rope, "rope")
+    p.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or of its config.json")
+    p.add_argument("--context-length", type=int, metavar="TOKENS", help="default: the context that the model claims")
+    p.add_argument("--json", action="store_true", help="print JSON instead of text")
+    p.add_argument("--trust-remote-code", action="store_true", help="run configuration code that comes with the model")
 
     p = command(generate, "generate", parents=[model])
     p.add_argument("prompt", metavar="PROMPT")

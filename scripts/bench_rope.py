@@ -16,6 +16,7 @@ import numpy as np
 
 from hf_longctx.metrics.rope_bounds import rope_base_scan, rope_base_table, rope_decay, rope_inv_freq
 
+
 # The paper's 1k to 1M, with 1k read as 1000 and as 1024.
 LENGTHS = sorted([*(1000 * 2**i for i in range(10)), 1_000_000, *(1024 * 2**i for i in range(11))])
 

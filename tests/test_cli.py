@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from hf_longctx import cli
 from hf_longctx.corpus import load_text, stdlib_text
@@ -41,6 +41,14 @@ def test_curve_writes_picture_and_numbers(folder, tmp_path, capsys):
     assert "fine length" in capsys.readouterr().out
 
 
+def test_rope_tells_the_verdict(tmp_path, capsys):
+    LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
+    assert cli.main(["rope", str(tmp_path)]) == 0
+    assert "10000" in capsys.readouterr().out
+    assert cli.main(["rope", str(tmp_path), "--json", "--context-length", "1000"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
 def test_generate_continues_the_prompt(folder, capsys):
     assert cli.main(["generate", str(folder), "The import statement", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("The import statement")
@@ -74,10 +82,11 @@ def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
         (["curve", "{tmp}"], r"config\.json"),
         (["curve", "{bare}"], r"model\.safetensors"),
         (["generate", "{folder}", "  "], "prompt is empty"),
+        (["rope", "{folder}"], "RoPE"),
         (["curve", "{folder}", "--text", "{tmp}"], r"no \*.txt file"),
         (["curve", "{folder}", "--text", "{tmp}/nowhere.txt"], "nowhere.txt is no file or folder"),
     ],
-    ids=["no model", "no weights", "empty prompt", "folder without texts", "no such text"],
+    ids=["no model", "no weights", "empty prompt", "no RoPE", "folder without texts", "no such text"],
 )
 def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, capsys, arguments, message):
     bare = tmp_path_factory.mktemp("without weights")
@@ -91,7 +100,7 @@ def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, cap
 
 
 def test_help_reads_well(capsys):
-    for command in ([], ["curve"], ["generate"], ["train-demo"]):
+    for command in ([], ["curve"], ["rope"], ["generate"], ["train-demo"]):
         with pytest.raises(SystemExit) as stop:
             cli.main([*command, "--help"])
         assert stop.value.code == 0

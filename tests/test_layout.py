@@ -21,7 +21,7 @@ ALLOWED = {
 # Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
 BUNDLES = {"fox": ["configuration_fox", "modeling_fox", "attention_fox"]}
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "triton", *sys.stdlib_module_names}
-NUMPY_CORES = ["curve"]
+NUMPY_CORES = ["curve", "rope_bounds"]
 
 
 def imports(path):

@@ -1,6 +1,7 @@
 """How far a language model really remembers.
 
-Names are imported on first use, so that the metric you want is all you load.
+Names are imported on first use, so that the metric you want is all you load. No module has the name of a function: once
+imported, it would take the function's place.
 """
 
 import importlib
@@ -14,6 +15,19 @@ _HOME = {
     "log_lengths": "curve",
     "PositionLimitError": "runner",
     "forgetting_curve": "runner",
+    "RopeBaseBound": "rope_bounds",
+    "rope_base_bound": "rope_bounds",
+    "rope_base_scan": "rope_bounds",
+    "rope_base_table": "rope_bounds",
+    "rope_context_bound": "rope_bounds",
+    "rope_decay": "rope_bounds",
+    "rope_inv_freq": "rope_bounds",
+    "rope_variance_weights": "rope_bounds",
+    "RopeLayers": "rope_verdict",
+    "RopeReport": "rope_verdict",
+    "rope_report": "rope_verdict",
+    "QKSpread": "rope_measure",
+    "measure_qk_spread": "rope_measure",
 }
 
 __all__ = sorted(_HOME)

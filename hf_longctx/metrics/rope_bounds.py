@@ -29,6 +29,7 @@ from numbers import Integral, Real
 
 import numpy as np
 
+
 __all__ = [
     "RopeBaseBound",
     "rope_base_bound",

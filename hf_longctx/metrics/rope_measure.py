@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+
 __all__ = ["QKSpread", "measure_qk_spread"]
 
 

@@ -11,7 +11,8 @@ import transformers as tf
 
 from hf_longctx.metrics.rope_bounds import rope_base_bound, rope_context_bound, rope_inv_freq
 from hf_longctx.metrics.rope_measure import measure_qk_spread
-from hf_longctx.metrics.rope_report import rope_report
+from hf_longctx.metrics.rope_verdict import rope_report
+
 
 TINY = {
     **{"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512},

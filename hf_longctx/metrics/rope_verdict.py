@@ -26,6 +26,7 @@ from .rope_bounds import (
 )
 from .rope_measure import measure_qk_spread
 
+
 __all__ = ["RopeLayers", "RopeReport", "rope_report"]
 
 CAVEAT = (
