@@ -195,6 +195,7 @@ class FoxAttention(nn.Module):
             scaling=self.scaling,
             dropout=dropout,
             sliding_window=self.sliding_window,
+            position_ids=position_ids,  # from which FlashAttention tells packed documents
             **kwargs,
         )
 
@@ -267,15 +268,11 @@ class FoxAttention(nn.Module):
             )
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
-        if not hasattr(
-            layer, "max_cache_len"
-        ):  # a growing cache ends with its last token, a static one with free slots
+        if not hasattr(layer, "max_cache_len"):  # a growing cache ends with its last token
             last = layer.keys[:, :, -1:]
-        elif isinstance(length := layer.get_seq_length(), torch.Tensor):
-            last = layer.keys.index_select(
-                2, (length - 1).clamp(min=0).view(1)
-            )  # a free slot is 0, and so is its decay
-        else:
+        elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # a free slot is 0, and so is its decay
+            last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
+        else:  # a static window
             length = min(length, layer.max_cache_len)
             last = layer.keys[:, :, length - 1 : length]
         return unfold_decay(last.to(c.device), self.head_dim, self.gates_per_key, self.scaling)
@@ -408,9 +405,6 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
     """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FoxConfig):
         super().__init__(config)
