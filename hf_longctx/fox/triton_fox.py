@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One Tile per kernel. Pruning works in blocks of the forward tile; `decode.BM` is a cap."""
+    """One Tile per kernel. Pruning works in blocks of the forward tile."""
 
     forward: Tile
     dq: Tile
@@ -64,34 +64,62 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
-# TILES[capability, bytes per element][smallest power of two >= head size]
-TILES: dict[tuple[int, int], dict[int, Tiles]] = {}
-_16BIT_90 = {
-    16: Tiles(Tile(128, 128, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
-    32: Tiles(Tile(128, 128, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)),
-    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 64, 4, 2)),
+# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: no spills in the
+# unmasked loops, at least 16 rows of the score block per warp, shared memory within the device's limit.
+TILES: dict[tuple[int, int], dict[int, Tiles]] = {
+    (80, 2): {
+        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
+    },
+    (86, 2): {  # 8.6, 8.9: 99 KiB of shared memory per block
+        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3)),
+        256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 2)),
+    },
+    (90, 2): {
+        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3)),
+    },
+    # fp32 products are three tf32 products each (`dot`): twice the bytes, three times the work
+    (80, 4): {
+        16: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
+        32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
+        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 2)),
+        128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 2)),
+        256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),
+    },
+    # the interpreter: several blocks even in a small test
+    (0, 2): dict.fromkeys(
+        (16, 32, 64, 128, 256), Tiles(Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
+    ),
 }
-TILES[90, 2] = TILES[100, 2] = TILES[80, 2] = _16BIT_90
-TILES[80, 4] = TILES[90, 4] = TILES[100, 4] = {
-    16: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)),
-    32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)),
-    64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 2)),
-    128: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
-    256: Tiles(Tile(64, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
-}
-_SMALL = Tiles(Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(16, 32, 1, 1), Tile(16, 16, 1, 1))
-TILES[0, 2] = TILES[0, 4] = dict.fromkeys(
-    (16, 32, 64, 128, 256), _SMALL
-)  # the interpreter: several blocks in a small test
+TILES[100, 2] = TILES[90, 2]
+TILES[0, 4] = TILES[0, 2]
+
+
+def nearest_tiles(capability: int, itemsize: int, head_dim: int) -> Tiles:
+    """The row of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
+    known = [c for c, size in TILES if size == itemsize and c <= (86 if capability >= 120 else capability)]
+    return TILES[max(known), itemsize][padded(head_dim)]
 
 
 def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The row of `TILES` for a device: its own capability or the nearest one below it."""
+    """The tile sizes of a launch; the CPU is the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    known = [c for c, size in TILES if c <= 10 * major + minor and size == dtype.itemsize]
-    return TILES[max(known), dtype.itemsize][max(16, 1 << (head_dim - 1).bit_length())]
+    return nearest_tiles(10 * major + minor, dtype.itemsize, head_dim)
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that holds a head; dot products need 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 # Kernels. p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index. Rows are counted by their position among the
@@ -116,13 +144,16 @@ def narrow(b_x, dtype: tl.constexpr):
 
 
 @jit
-def load_rows(p_x, i_row, i_stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, CHECK: tl.constexpr):
-    """Rows i_row ... of a (T, D) matrix as [BT, BD]; with CHECK, rows from i_stop on are not touched and read as 0."""
+def load_rows(
+    p_x, i_row, begin, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are not touched and read as 0."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     # The row's address is one 64-bit scalar; offsets inside the block fit 32 bits and do not change along a loop.
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
-    if CHECK:
-        b_x = tl.load(p_block, mask=(i_row + o_t < i_stop)[:, None] & (o_d < D)[None, :], other=0.0)
+    if MASKED:
+        m_t = (i_row + o_t >= begin) & (i_row + o_t < stop)
+        b_x = tl.load(p_block, mask=m_t[:, None] & (o_d < D)[None, :], other=0.0)
     elif D < BD:
         b_x = tl.load(p_block, mask=(o_d < D)[None, :], other=0.0)
     else:
@@ -131,11 +162,11 @@ def load_rows(p_x, i_row, i_stop, stride, D: tl.constexpr, BT: tl.constexpr, BD:
 
 
 @jit
-def store_rows(p_x, b_x, i_row, i_stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Writes an fp32 block to rows i_row ... i_stop of a (T, D) matrix."""
+def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Writes the rows below stop of an fp32 block to rows i_row ... of a (T, D) matrix."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
-    m_block = (i_row + o_t < i_stop)[:, None] & (o_d < D)[None, :]
+    m_block = (i_row + o_t < stop)[:, None] & (o_d < D)[None, :]
     tl.store(p_block, narrow(b_x, p_x.dtype.element_ty), mask=m_block)
 
 
@@ -147,9 +178,9 @@ def decay(c_i, e_i, c_j, e_j):
 
 @jit
 def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
-    """The keys that queries i_row ... i_row + BM see: [begin, full) some rows, [full, diagonal) all, [diagonal, end) some.
+    """The keys [begin, end) that queries i_row ... i_row + BM see, and first_i, [BM].
 
-    The first two spans are multiples of BN long, unless the range ends inside the first. Also returns first_i, [BM].
+    Blocks of BN keys in [full, diagonal) are seen by every row and need no mask.
     """
     o_i = i_row + tl.arange(0, BM)
     if BOUNDED:
@@ -157,32 +188,34 @@ def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: t
         m_i = (b_first <= o_i) & (o_i < Tk)  # rows that see anything at all
         begin = tl.min(tl.where(m_i, b_first, Tk), 0)
         end = tl.max(tl.where(m_i, o_i + 1, 0), 0)
-        full = tl.minimum(begin + tl.cdiv(tl.maximum(tl.max(b_first, 0) - begin, 0), BN) * BN, end)
+        full = tl.cdiv(tl.minimum(tl.max(b_first, 0), end), BN) * BN
     else:
         b_first = tl.zeros([BM], tl.int32)
         begin, full = 0, 0
         end = tl.minimum(i_row + BM, Tk)
-    diagonal = full + tl.maximum(tl.minimum(i_row + 1, end) - full, 0) // BN * BN
+    diagonal = tl.maximum(full, tl.minimum(i_row + 1, end) // BN * BN)
     return b_first, begin, full, diagonal, end
 
 
 @jit
 def forward_span(
-    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, begin, stop, s_kt, s_vt, scale2,
+    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row, i_from, i_to, begin, end,
+    s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [begin, stop); b_m and b_l are the running maximum and sum of the full logits."""
+    """Online softmax over key blocks i_from ... i_to; b_m and b_l are the running maximum and sum of the full logits."""
     o_i = i_row + tl.arange(0, BM)
-    b_row = decay(b_ci, b_ei, c_ref, e_ref)  # [BM]
-    for i_k in range(begin, stop, BN):
+    b_fade = decay(b_ci, b_ei, c_row, e_row)  # [BM], from the block's first row
+    for i_k in range(i_from, i_to, BN):
         o_j = i_k + tl.arange(0, BN)
-        b_k = load_rows(p_k, i_k, stop, s_kt, D, BN, BD, MASKED)  # [BN, BD]
-        b_s = dot(b_q, tl.trans(b_k)) * scale2  # [BM, BN]
+        b_k = load_rows(p_k, i_k, begin, end, s_kt, D, BN, BD, MASKED)  # [BN, BD]
         if MASKED:
-            b_cj = tl.load(p_c + o_j, mask=o_j < stop, other=0.0)  # [BN]
-            b_ej = tl.load(p_e + o_j, mask=o_j < stop, other=0.0)
+            m_j = (o_j >= begin) & (o_j < end)
+            b_cj = tl.load(p_c + o_j, mask=m_j, other=0.0)  # [BN]
+            b_ej = tl.load(p_e + o_j, mask=m_j, other=0.0)  # [BN]
+            b_s = dot(b_q, tl.trans(b_k)) * scale2  # [BM, BN]
             b_s += decay(b_ci[:, None], b_ei[:, None], b_cj[None, :], b_ej[None, :])
-            m_s = (o_j[None, :] <= o_i[:, None]) & (o_j < stop)[None, :]
+            m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
             if BOUNDED:
                 m_s = m_s & (o_j[None, :] >= b_first[:, None])
             b_s = tl.where(m_s, b_s, float("-inf"))
@@ -190,14 +223,17 @@ def forward_span(
             b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)  # rows that have seen no key yet
             b_alpha = tl.exp2(b_m - b_shift)
         else:
-            # Every key is older than every row, so the decay is a sum of two terms of one sign, (c_i - c_ref) and
-            # (c_ref - c_j), and the row's term joins the maximum instead of the [BM, BN] block.
-            b_s += decay(c_ref, e_ref, tl.load(p_c + o_j), tl.load(p_e + o_j))[None, :]
+            # Every key is older than every row, so the decay is a sum of terms of one sign: key to the end of its block
+            # (p_d), to the first row (a scalar), to row i. The last two join the maximum, not the [BM, BN] block.
+            c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
+            b_d = tl.load(p_d + o_j)  # [BN]
+            b_row = b_fade + decay(c_row, e_row, c_end, e_end)
+            b_s = dot(b_q, tl.trans(b_k)) * scale2 + b_d[None, :]  # [BM, BN]
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1) + b_row)
             b_shift = b_m_new - b_row
             b_alpha = tl.exp2(b_m - b_m_new)
         b_p = tl.exp2(b_s - b_shift[:, None])
-        b_v = load_rows(p_v, i_k, stop, s_vt, D, BN, BD, MASKED)  # [BN, BD]
+        b_v = load_rows(p_v, i_k, begin, end, s_vt, D, BN, BD, MASKED)  # [BN, BD]
         b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_o = b_o * b_alpha[:, None] + dot(narrow(b_p, b_v.dtype), b_v)
         b_m = b_m_new
@@ -206,7 +242,7 @@ def forward_span(
 
 @jit_any_length
 def forward_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_first, p_o, p_lse,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
@@ -223,29 +259,30 @@ def forward_kernel(
     p_v += i_b * s_vb + i_h // G * s_vh
     p_c += (i_b * Hq + i_h) * Tk
     p_e += (i_b * Hq + i_h) * Tk
+    p_d += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
         p_first += i_b * s_fb + i_h * s_fh - past
     b_first, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
 
     o_i = i_row + tl.arange(0, BM)
-    b_q = load_rows(p_q, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
+    b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
-    c_ref, e_ref = tl.load(p_c + i_row), tl.load(p_e + i_row)
+    c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
     scale2 = scale * LOG2E
     b_o = tl.zeros([BM, BD], tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     if BOUNDED:
         b_o, b_l, b_m = forward_span(
-            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, begin, full, s_kt, s_vt,
-            scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+            begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_o, b_l, b_m = forward_span(
-        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, full, diagonal, s_kt, s_vt,
-        scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
+        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        full, diagonal, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
     b_o, b_l, b_m = forward_span(
-        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, diagonal, end, s_kt, s_vt,
-        scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
     tl.store(p_lse + o_i, (b_m + tl.log2(b_l)) / LOG2E, mask=o_i < Tk)
@@ -253,30 +290,33 @@ def forward_kernel(
 
 @jit
 def dq_span(
-    b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, begin, stop,
-    s_kt, s_vt, scale2,
+    b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+    i_from, i_to, begin, end, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS k and the row sums of dS over the keys [begin, stop)."""
+    """Adds dS k and the row sums of dS over key blocks i_from ... i_to. The decay is split as in `forward_span`."""
     o_i = i_row + tl.arange(0, BM)
-    b_row = decay(b_ci, b_ei, c_ref, e_ref) - b_lse  # [BM]
-    for i_k in range(begin, stop, BN):
+    b_fade = decay(b_ci, b_ei, c_row, e_row) - b_lse  # [BM]
+    for i_k in range(i_from, i_to, BN):
         o_j = i_k + tl.arange(0, BN)
-        b_k = load_rows(p_k, i_k, stop, s_kt, D, BN, BD, MASKED)  # [BN, BD]
-        b_v = load_rows(p_v, i_k, stop, s_vt, D, BN, BD, MASKED)  # [BN, BD]
-        b_s = dot(b_q, tl.trans(b_k)) * scale2  # [BM, BN]
-        b_dp = dot(b_do, tl.trans(b_v))  # [BM, BN]
+        b_k = load_rows(p_k, i_k, begin, end, s_kt, D, BN, BD, MASKED)  # [BN, BD]
+        b_v = load_rows(p_v, i_k, begin, end, s_vt, D, BN, BD, MASKED)  # [BN, BD]
         if MASKED:
-            b_cj = tl.load(p_c + o_j, mask=o_j < stop, other=0.0)  # [BN]
-            b_ej = tl.load(p_e + o_j, mask=o_j < stop, other=0.0)
+            m_j = (o_j >= begin) & (o_j < end)
+            b_cj = tl.load(p_c + o_j, mask=m_j, other=0.0)  # [BN]
+            b_ej = tl.load(p_e + o_j, mask=m_j, other=0.0)  # [BN]
+            b_s = dot(b_q, tl.trans(b_k)) * scale2  # [BM, BN]
             b_s += decay(b_ci[:, None], b_ei[:, None], b_cj[None, :], b_ej[None, :]) - b_lse[:, None]
-            m_s = (o_j[None, :] <= o_i[:, None]) & (o_j < stop)[None, :]
+            m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
             if BOUNDED:
                 m_s = m_s & (o_j[None, :] >= b_first[:, None])
-            b_ds = tl.where(m_s, tl.exp2(b_s) * (b_dp - b_delta[:, None]), 0.0)
+            b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
         else:
-            b_s += decay(c_ref, e_ref, tl.load(p_c + o_j), tl.load(p_e + o_j))[None, :] + b_row[:, None]
-            b_ds = tl.exp2(b_s) * (b_dp - b_delta[:, None])
+            c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
+            b_d = tl.load(p_d + o_j)  # [BN]
+            b_row = b_fade + decay(c_row, e_row, c_end, e_end)
+            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d[None, :] + b_row[:, None]))
+        b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])  # [BM, BN]
         b_dc += tl.sum(b_ds, 1)
         b_dq += dot(narrow(b_ds, b_k.dtype), b_k)
     return b_dq, b_dc
@@ -284,16 +324,17 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_first, p_o, p_lse, p_do, p_dq, p_dc, p_delta,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dq, p_dc, p_delta, p_fade,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dq, delta = rowsum(do * o) and the query's share of dc for one block of queries.
+    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row: delta =
+    rowsum(do * o), and the decay since the start of its aligned block of BR queries minus lse.
 
-    That share, the row sums of dS, is zero in exact arithmetic. It is kept because delta carries the rounding of o: with
-    it, an error in row i reaches only the gates that row i still remembers; without it, every gate before i.
+    The queries' share of dc, the row sums of dS, is zero in exact arithmetic. It is kept because delta carries the
+    rounding of o: with it, an error in row i reaches only the gates that row i still remembers; without it, all of them.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -308,66 +349,76 @@ def dq_kernel(
     p_v += i_b * s_vb + i_h // G * s_vh
     p_c += (i_b * Hq + i_h) * Tk
     p_e += (i_b * Hq + i_h) * Tk
+    p_d += (i_b * Hq + i_h) * Tk
     p_dc += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
     p_delta += (i_b * Hq + i_h) * Tq - past
+    p_fade += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
         p_first += i_b * s_fb + i_h * s_fh - past
     b_first, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
 
     o_i = i_row + tl.arange(0, BM)
-    b_do = load_rows(p_do, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
-    b_o = load_rows(p_o, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
+    m_i = o_i < Tk
+    b_do = load_rows(p_do, i_row, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
+    b_o = load_rows(p_o, i_row, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
-    tl.store(p_delta + o_i, b_delta, mask=o_i < Tk)
-    b_q = load_rows(p_q, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
-    b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
-    b_lse = tl.load(p_lse + o_i, mask=o_i < Tk, other=0.0) * LOG2E
-    c_ref, e_ref = tl.load(p_c + i_row), tl.load(p_e + i_row)
+    b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
+    b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
+    o_r = o_i // BR * BR
+    b_cr, b_er = tl.load(p_c + o_r, mask=m_i, other=0.0), tl.load(p_e + o_r, mask=m_i, other=0.0)  # [BM]
+    tl.store(p_delta + o_i, b_delta, mask=m_i)
+    tl.store(p_fade + o_i, decay(b_ci, b_ei, b_cr, b_er) - b_lse, mask=m_i)
+    b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
+    c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
     scale2 = scale * LOG2E
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dc = tl.zeros([BM], tl.float32)
     if BOUNDED:
         b_dq, b_dc = dq_span(
-            b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, begin,
-            full, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+            b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+            begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_dq, b_dc = dq_span(
-        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, full,
-        diagonal, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        full, diagonal, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
     b_dq, b_dc = dq_span(
-        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, b_ci, b_ei, c_ref, e_ref, b_first, i_row, diagonal,
-        end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
     store_rows(p_dq, b_dq * scale, i_row, Tk, s_dqt, D, BM, BD)
-    tl.store(p_dc + o_i, b_dc, mask=o_i < Tk)
+    tl.store(p_dc + o_i, b_dc, mask=m_i)
 
 
 @jit
 def dkdv_span(
-    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_delta, b_cj, b_ej, c_ref, e_ref, b_stop, i_col, begin,
-    stop, s_qt, s_dot, scale2,
+    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_delta, p_fade, b_cj, b_ej, c_col, e_col, b_stop, i_col,
+    i_from, i_to, begin, end, s_qt, s_dot, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS^T q, P^T do and minus the column sums of dS over the queries [begin, stop). Blocks are [keys, queries]."""
+    """Adds dS^T q, P^T do and minus the column sums of dS over query blocks i_from ... i_to, as [keys, queries]."""
     o_j = i_col + tl.arange(0, BN)
-    b_col = decay(c_ref, e_ref, b_cj, b_ej)  # [BN]
-    for i_q in range(begin, stop, BM):
+    b_fade = decay(c_col, e_col, b_cj, b_ej)  # [BN], to the block's last key
+    for i_q in range(i_from, i_to, BM):
         o_i = i_q + tl.arange(0, BM)
-        m_i = o_i < stop if MASKED else None
-        b_q = load_rows(p_q, i_q, stop, s_qt, D, BM, BD, MASKED)  # [BM, BD]
-        b_do = load_rows(p_do, i_q, stop, s_dot, D, BM, BD, MASKED)  # [BM, BD]
-        b_ci, b_ei = tl.load(p_c + o_i, mask=m_i), tl.load(p_e + o_i, mask=m_i)  # [BM]
-        b_lse, b_delta = tl.load(p_lse + o_i, mask=m_i) * LOG2E, tl.load(p_delta + o_i, mask=m_i)  # [BM]
-        b_s = dot(b_k, tl.trans(b_q)) * scale2  # [BN, BM]
-        b_dp = dot(b_v, tl.trans(b_do))  # [BN, BM]
+        b_q = load_rows(p_q, i_q, begin, end, s_qt, D, BM, BD, MASKED)  # [BM, BD]
+        b_do = load_rows(p_do, i_q, begin, end, s_dot, D, BM, BD, MASKED)  # [BM, BD]
         if MASKED:
+            m_i = (o_i >= begin) & (o_i < end)
+            b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
+            b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
+            b_delta = tl.load(p_delta + o_i, mask=m_i, other=0.0)  # [BM]
+            b_s = dot(b_k, tl.trans(b_q)) * scale2  # [BN, BM]
             b_s += decay(b_ci[None, :], b_ei[None, :], b_cj[:, None], b_ej[:, None]) - b_lse[None, :]
             m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_stop[:, None]) & m_i[None, :]
             b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
-            b_ds = tl.where(m_s, b_p * (b_dp - b_delta[None, :]), 0.0)  # a key that nobody sees may hold NaN
+            b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])  # [BN, BM]
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a key that nobody sees may hold NaN
         else:
-            b_s += (decay(b_ci, b_ei, c_ref, e_ref) - b_lse)[None, :] + b_col[:, None]
-            b_p = tl.exp2(b_s)
-            b_ds = b_p * (b_dp - b_delta[None, :])
+            # key to the end of its block, to the start of the query block (a scalar), to row i
+            c_start, e_start = tl.load(p_c + i_q), tl.load(p_e + i_q)
+            b_row, b_delta = tl.load(p_fade + o_i), tl.load(p_delta + o_i)  # [BM]
+            b_col = b_fade + decay(c_start, e_start, c_col, e_col)  # [BN]
+            b_p = tl.exp2(dot(b_k, tl.trans(b_q)) * scale2 + (b_row[None, :] + b_col[:, None]))  # [BN, BM]
+            b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])
         b_dv += dot(narrow(b_p, b_do.dtype), b_do)
         b_dk += dot(narrow(b_ds, b_q.dtype), b_q)
         b_dc -= tl.sum(b_ds, 1)
@@ -376,11 +427,11 @@ def dkdv_span(
 
 @jit_any_length
 def dkdv_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_delta, p_dk, p_dv, p_dc,
+    p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_delta, p_fade, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
     Tq, Tk, Hq, G, scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of one block of keys, summed over the G query heads that share it, and the keys' share of each head's dc."""
     n_n = tl.cdiv(Tk, BN)
@@ -388,51 +439,47 @@ def dkdv_kernel(
     Hkv = Hq // G
     i_b, i_hk = tl.cast(i_bh // Hkv, tl.int64), tl.cast(i_bh % Hkv, tl.int64)
     i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
-    past = tl.cast(Tk - Tq, tl.int64)
-    p_k += i_b * s_kb + i_hk * s_kh
-    p_v += i_b * s_vb + i_hk * s_vh
-    b_k = load_rows(p_k, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
-    b_v = load_rows(p_v, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
-    o_j = i_col + tl.arange(0, BN)
     i_last = tl.minimum(i_col + BN, Tk) - 1
+    past = tl.cast(Tk - Tq, tl.int64)
+    o_j = i_col + tl.arange(0, BN)
+    b_k = load_rows(p_k + i_b * s_kb + i_hk * s_kh, i_col, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
+    b_v = load_rows(p_v + i_b * s_vb + i_hk * s_vh, i_col, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
     scale2 = scale * LOG2E
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
     for i_g in range(G):
         i_h = i_hk * G + i_g
-        i_gate = (i_b * Hq + i_h) * Tk
-        i_lse = (i_b * Hq + i_h) * Tq - past
         p_qh = p_q + i_b * s_qb + i_h * s_qh - past * s_qt
         p_doh = p_do + i_b * s_dob + i_h * s_doh - past * s_dot
-        p_ch, p_eh = p_c + i_gate, p_e + i_gate
-        p_lseh, p_deltah = p_lse + i_lse, p_delta + i_lse
+        i_key, i_query = (i_b * Hq + i_h) * Tk, (i_b * Hq + i_h) * Tq - past
+        p_ch, p_eh = p_c + i_key, p_e + i_key
+        p_lseh, p_deltah, p_fadeh = p_lse + i_query, p_delta + i_query, p_fade + i_query
         b_cj, b_ej = tl.load(p_ch + o_j, mask=o_j < Tk, other=0.0), tl.load(p_eh + o_j, mask=o_j < Tk, other=0.0)
-        c_ref, e_ref = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
-        # The queries that see these keys: [begin, full) some keys, [full, ragged) all keys, [ragged, end) some keys.
+        c_col, e_col = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
+        # Queries [begin, end) see some of these keys; blocks of BM queries in [full, ragged) see all of them.
         if BOUNDED:
             b_stop = tl.load(p_stop + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
             m_j = b_stop > o_j  # keys that anybody sees
             begin = tl.maximum(tl.min(tl.where(m_j, o_j, Tk), 0), Tk - Tq)
             end = tl.max(tl.where(m_j, b_stop, 0), 0)
-            all_see_until = tl.min(tl.where(o_j < Tk, b_stop, Tk), 0)
+            until = tl.min(tl.where(o_j < Tk, b_stop, Tk), 0)
         else:
-            b_stop = tl.full([BN], 0, tl.int32) + Tk
+            b_stop = tl.zeros([BN], tl.int32) + Tk
             begin = tl.maximum(i_col, Tk - Tq)
-            end = Tk
-            all_see_until = Tk
-        full = tl.minimum(begin + tl.cdiv(tl.maximum(i_last - begin, 0), BM) * BM, tl.maximum(begin, end))
-        ragged = full + tl.maximum(tl.minimum(all_see_until, end) - full, 0) // BM * BM
+            end, until = Tk, Tk
+        full = tl.cdiv(tl.minimum(tl.maximum(i_last, begin), end), BM) * BM
+        ragged = tl.maximum(full, tl.minimum(until, end) // BM * BM)
         b_dc = tl.zeros([BN], tl.float32)
         b_dk, b_dv, b_dc = dkdv_span(
-            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, b_cj, b_ej, c_ref, e_ref, b_stop,
-            i_col, begin, full, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=True)  # fmt: skip
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_stop, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
-            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, b_cj, b_ej, c_ref, e_ref, b_stop,
-            i_col, full, ragged, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_stop, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
-            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, b_cj, b_ej, c_ref, e_ref, b_stop,
-            i_col, ragged, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=True)  # fmt: skip
-        p_dch = p_dc + i_gate + o_j
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_stop, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
+        p_dch = p_dc + i_key + o_j
         tl.store(p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk)  # dq_kernel has left the queries' share
     store_rows(p_dk + i_b * s_dkb + i_hk * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
     store_rows(p_dv + i_b * s_dvb + i_hk * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
@@ -450,10 +497,10 @@ def decode_kernel(
     Going backwards, the decay from a key to the end of the split is a running sum of log f itself: no c is needed, terms
     of one sign are added smallest distance first, and a gate of exactly 0 (log f = -inf) needs no care.
     """
-    i_s = tl.program_id(0) % n_split
     n_r = tl.cdiv(G * Tq, BM)
-    i_r = tl.program_id(0) // n_split % n_r
-    i_bh = tl.program_id(0) // n_split // n_r
+    i_r = tl.program_id(0) % n_r  # neighbours read the same keys
+    i_s = tl.program_id(0) // n_r % n_split
+    i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
     o_r = i_r * BM + tl.arange(0, BM)
     o_h = i_hk * G + o_r // Tq
@@ -481,8 +528,8 @@ def decode_kernel(
     for i_n in range(n_blocks):
         i_k = begin + (n_blocks - 1 - i_n) * BN
         o_j = i_k + tl.arange(0, BN)
-        b_k = load_rows(p_k, i_k, stop, s_kt, D, BN, BD, True)  # [BN, BD]
-        b_v = load_rows(p_v, i_k, stop, s_vt, D, BN, BD, True)  # [BN, BD]
+        b_k = load_rows(p_k, i_k, begin, stop, s_kt, D, BN, BD, True)  # [BN, BD]
+        b_v = load_rows(p_v, i_k, begin, stop, s_vt, D, BN, BD, True)  # [BN, BD]
         # the gate that separates key j from key j + 1, where row i still looks further than j
         m_f = (
             m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] < o_i[:, None]) & (o_j[None, :] >= b_first[:, None])
@@ -540,8 +587,7 @@ def _on(device: torch.device):
 
 
 def _launch(kernel, programs: int, tile: Tile, *args, D: int, **constants) -> None:
-    BD = max(16, 1 << (D - 1).bit_length())
-    kernel[(programs,)](*args, D=D, BD=BD, num_warps=tile.warps, num_stages=tile.stages, **constants)
+    kernel[(programs,)](*args, D=D, BD=padded(D), num_warps=tile.warps, num_stages=tile.stages, **constants)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -566,15 +612,23 @@ def _empty_output(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
 
+def _decay_in_block(c: torch.Tensor, e: torch.Tensor, block: int) -> torch.Tensor:
+    """Decay from each key to the last key of its aligned block, in units of log 2; (B, H, T)."""
+    T = c.shape[-1]
+    last = (torch.arange(T, device=c.device) // block * block + block - 1).clamp(max=T - 1)
+    return ((c[..., last] - c) + (e[..., last] - e)) / math.log(2)
+
+
 def _forward(q, k, v, c, e, first_key, stop_query, scale):
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
+    d = _decay_in_block(c, e, tile.BN)
     first_key, *s_first = _bound(first_key, B, Hq)
     with _on(q.device):
         _launch(
             forward_kernel, triton.cdiv(Tq, tile.BM) * B * Hq, tile,
-            q, k, v, c, e, first_key, o, lse, *_strides(q, k, v, o), *s_first,
+            q, k, v, c, e, d, first_key, o, lse, *_strides(q, k, v, o), *s_first,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None,
         )  # fmt: skip
@@ -586,23 +640,24 @@ def _backward(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     Hkv, Tk = k.shape[1:3]
     do = _unit_last(do)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dc, delta = torch.zeros_like(c), torch.empty_like(lse)
+    dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
     tiles = tiles_for(q.device, D, q.dtype)
+    d = _decay_in_block(c, e, tiles.dq.BN)
     bounded = first_key is not None
     first_key, *s_first = _bound(first_key, B, Hq)
     stop_query, *s_stop = _bound(stop_query, B, Hq)
     with _on(q.device):
         _launch(
             dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
-            q, k, v, c, e, first_key, o, lse, do, dq, dc, delta, *_strides(q, k, v, o, do, dq), *s_first,
+            q, k, v, c, e, d, first_key, o, lse, do, dq, dc, delta, fade, *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
-            D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BOUNDED=bounded,
+            D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BOUNDED=bounded, BR=tiles.dkdv.BM,
         )  # fmt: skip
         _launch(
             dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
-            q, k, v, c, e, stop_query, lse, do, delta, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
+            q, k, v, c, e, stop_query, lse, do, delta, fade, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
             Tq, Tk, Hq, Hq // Hkv, scale,
-            D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BOUNDED=bounded,
+            D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip
     return dq, dk, dv, dc
 
@@ -612,8 +667,7 @@ def _decode(q, k, v, log_f, first_key, scale):
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
-    BM = min(tile.BM, max(16, triton.next_power_of_2(G * Tq)))
-    rows = triton.cdiv(G * Tq, BM) * B * Hkv
+    rows = triton.cdiv(G * Tq, tile.BM) * B * Hkv
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
     n_split = min(triton.cdiv(2 * processors, rows), triton.cdiv(Tk, tile.BN))
     L = triton.cdiv(triton.cdiv(Tk, tile.BN), n_split) * tile.BN
@@ -627,7 +681,7 @@ def _decode(q, k, v, log_f, first_key, scale):
             decode_kernel, n_split * rows, tile,
             q, k, v, log_f, first_key, o_split, lse, gates, *_strides(q, k, v, log_f), *s_first,
             Tq, Tk, Hq, G, B, L, n_split, scale,
-            D=D, BM=BM, BN=tile.BN, BOUNDED=first_key is not None,
+            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None,
         )  # fmt: skip
         _launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
