@@ -98,7 +98,7 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     },
     # the interpreter: several blocks even in a small test
     (0, 2): dict.fromkeys(
-        (16, 32, 64, 128, 256), Tiles(Tile(32, 16, 1, 1), Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
+        (16, 32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
     ),
 }
 TILES[100, 2] = TILES[90, 2]
@@ -310,13 +310,14 @@ def dq_span(
             m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
             if BOUNDED:
                 m_s = m_s & (o_j[None, :] >= b_first[:, None])
-            b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
+            b_ds = tl.exp2(b_s) * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])  # [BM, BN]
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a row that sees nothing may hold NaN
         else:
             c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
             b_d = tl.load(p_d + o_j)  # [BN]
             b_row = b_fade + decay(c_row, e_row, c_end, e_end)
-            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d[None, :] + b_row[:, None]))
-        b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])  # [BM, BN]
+            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d[None, :] + b_row[:, None]))  # [BM, BN]
+            b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])
         b_dc += tl.sum(b_ds, 1)
         b_dq += dot(narrow(b_ds, b_k.dtype), b_k)
     return b_dq, b_dc
@@ -603,7 +604,8 @@ def _bound(bound: torch.Tensor | None, B: int, H: int) -> tuple[torch.Tensor | N
     """A per-row bound, (B or 1, H or 1, T), with the strides that broadcast it."""
     if bound is None:
         return None, 0, 0
-    return bound, *(bound.contiguous().expand(B, H, -1).stride()[:2])
+    bound = bound.contiguous()
+    return bound, *bound.expand(B, H, -1).stride()[:2]
 
 
 def _empty_output(q: torch.Tensor) -> torch.Tensor:
@@ -996,6 +998,8 @@ def forgetting_attention_triton(
         Tq, Tk, attention_mask=attention_mask, starts=starts, lengths=lengths, cu_seqlens=cu_seqlens, window=window,
         device=q.device,
     )  # fmt: skip
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f"cu_seqlens with a batch of {B}; packed sequences form a batch of one.")
     if first_key is not None and described is not None:
         raise ValueError("Got first_key and another description of the sequences; first_key already holds it all.")
     first_key = described if first_key is None else first_key
@@ -1010,7 +1014,7 @@ def forgetting_attention_triton(
         raise ValueError(f"The bound of the rows is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it "
                          f"must be ({B} or 1, {Hq} or 1, {Tq}), torch.int32, on {q.device}.")  # fmt: skip
     if q.numel() == 0:
-        return torch.zeros_like(q)
+        return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
 
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
