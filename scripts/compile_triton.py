@@ -39,7 +39,8 @@ LIMITS = {
     90: (233472, 232448, 65536, 64),
     100: (233472, 232448, 65536, 64),
 }
-TENSOR_CORE = r"\b(HMMA|HGMMA|UTCHMMA|UTCQMMA|UTCMMA|OMMA|QMMA)\b"
+TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
+SPILL = r"\b(?:LDL|STL)\b"
 INPUT_POINTERS = {"p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv"}
 
 
@@ -66,6 +67,22 @@ def source(kernel, dtype: str, constants: dict) -> ASTSource:
 def cuobjdump(option: str, cubin: Path) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def hot_loop_spills(sass: str) -> int:
+    """Local-memory instructions in the unmasked loop: the innermost loop with the fewest instructions per product."""
+    code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
+    jumps = [(int(m[1], 16), a) for a, text in code if (m := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text))]
+    loops = [(lo, hi) for lo, hi in jumps if lo < hi]
+    best = None
+    for lo, hi in loops:
+        body = [text for a, text in code if lo <= a <= hi]
+        products = sum(bool(re.search(TENSOR_CORE, text)) for text in body)
+        inner = any(lo <= other[0] and other[1] <= hi for other in loops if other != (lo, hi))
+        if products and not inner:
+            spills = sum(bool(re.search(SPILL, text)) for text in body)
+            best = min(best or (len(body) / products, spills), (len(body) / products, spills))
+    return best[1] if best else 0
 
 
 def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool) -> dict:
@@ -100,13 +117,14 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
         "dtype": dtype,
         "head_dim": head_dim,
         "bounded": bounded,
-        "tile": tile._asdict(),
+        "tile": list(tile),
         "registers": registers,
         "spill_bytes": stack,
-        "spill_instructions": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spill_instructions": len(re.findall(SPILL, sass)),
+        "hot_loop_spills": hot_loop_spills(sass),
         "shared": shared,
         "shared_limit": per_block,
-        "tensor_core": sorted(set(re.findall(TENSOR_CORE, sass))),
+        "tensor_core": "+".join(sorted(set(re.findall(TENSOR_CORE, sass)))) or "no tensor cores",
         "blocks_per_sm": blocks,
         "warps_per_sm": blocks * tile.warps,
     }
@@ -130,11 +148,11 @@ def main() -> None:
                         row = report(capability, name, dtype, head_dim, bool(bounded))
                         rows.append(row)
                         print(
-                            f"sm_{capability} {dtype} D={head_dim:<3} {name:<7} bounded={bounded} {tuple(row['tile'].values())} "
-                            f"registers {row['registers']} spills {row['spill_bytes']} B "
-                            f"({row['spill_instructions']} instructions) shared {row['shared']} "
-                            f"of {row['shared_limit']} {'+'.join(row['tensor_core']) or 'no tensor cores'} "
-                            f"{row['blocks_per_sm']} blocks/SM",
+                            "sm_{capability} {dtype} D={head_dim:<3} {kernel:<7} bounded={bounded:d} {tile} registers "
+                            "{registers} spills {spill_bytes} B, {hot_loop_spills} instructions in the hot loop, "
+                            "shared {shared} of {shared_limit}, {tensor_core}, {blocks_per_sm} blocks/SM".format(
+                                **row
+                            ),
                             flush=True,
                         )
     if args.json:

@@ -5,8 +5,8 @@
 Three ideas carry the file.
 
 * **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
-  computation pruning all say the same thing: query i sees the keys first_i ... i. The kernels read that one integer per
-  row (its transpose, one past the last query that sees a key, in the dk/dv pass) and know nothing else about masks.
+  computation pruning all say the same thing: query i sees the keys first_i ... i. The kernels read that one integer
+  per row (its transpose, one past the last query that sees a key, in the dk/dv pass) and know no other mask.
 * **The decay is exact at any length.** c is summed in float64 and handed over as the fp32 pair c + e. Only differences
   are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
 * **One program, one output block.** No atomics: the same inputs give the same bits.
@@ -64,8 +64,8 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
-# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: no spills in the
-# unmasked loops, at least 16 rows of the score block per warp, shared memory within the device's limit.
+# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly a spill
+# in the unmasked loops, at least 16 rows of the score block per warp, shared memory within the device's limit.
 TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     (80, 2): {
         16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
@@ -86,7 +86,14 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
-        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3)),
+        256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
+    },
+    (100, 2): {  # with 64 keys of 256 dimensions, the dk/dv pass no longer fits tensor memory and compiles to a trap
+        16: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
     },
     # fp32 products are three tf32 products each (`dot`): twice the bytes, three times the work
     (80, 4): {
@@ -101,7 +108,6 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         (16, 32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
     ),
 }
-TILES[100, 2] = TILES[90, 2]
 TILES[0, 4] = TILES[0, 2]
 
 
@@ -122,9 +128,9 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# Kernels. p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index. Rows are counted by their position among the
-# keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential is one
-# hardware exp2. D is the head size, BD the power of two that holds it; strides are named s_, by tensor and axis.
+# Kernels. p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
+# among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
+# is one hardware exp2. D is the head size, BD the power of two that holds it.
 
 
 @jit
@@ -147,7 +153,7 @@ def narrow(b_x, dtype: tl.constexpr):
 def load_rows(
     p_x, i_row, begin, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are not touched and read as 0."""
+    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are not read and count as 0."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     # The row's address is one 64-bit scalar; offsets inside the block fit 32 bits and do not change along a loop.
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
@@ -203,7 +209,7 @@ def forward_span(
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over key blocks i_from ... i_to; b_m and b_l are the running maximum and sum of the full logits."""
+    """Online softmax over key blocks i_from ... i_to; b_m and b_l: running maximum and sum, of the full logits."""
     o_i = i_row + tl.arange(0, BM)
     b_fade = decay(b_ci, b_ei, c_row, e_row)  # [BM], from the block's first row
     for i_k in range(i_from, i_to, BN):
@@ -223,8 +229,8 @@ def forward_span(
             b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)  # rows that have seen no key yet
             b_alpha = tl.exp2(b_m - b_shift)
         else:
-            # Every key is older than every row, so the decay is a sum of terms of one sign: key to the end of its block
-            # (p_d), to the first row (a scalar), to row i. The last two join the maximum, not the [BM, BN] block.
+            # Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of
+            # its block (p_d), to the first row (a scalar), to row i. The last two join the maximum, not the whole block.
             c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
             b_d = tl.load(p_d + o_j)  # [BN]
             b_row = b_fade + decay(c_row, e_row, c_end, e_end)
@@ -331,11 +337,11 @@ def dq_kernel(
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row: delta =
-    rowsum(do * o), and the decay since the start of its aligned block of BR queries minus lse.
+    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
+    delta = rowsum(do * o), and the decay since the start of its aligned block of BR queries minus lse.
 
     The queries' share of dc, the row sums of dS, is zero in exact arithmetic. It is kept because delta carries the
-    rounding of o: with it, an error in row i reaches only the gates that row i still remembers; without it, all of them.
+    rounding of o: with it, an error in row i reaches only the gates that row i remembers; without it, all before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -434,7 +440,10 @@ def dkdv_kernel(
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one block of keys, summed over the G query heads that share it, and the keys' share of each head's dc."""
+    """dk, dv of one block of keys, summed over the G query heads that share it; the keys' share of each head's dc.
+
+    Where it masks, it takes BS queries at a time: the exact decay of every pair needs more registers per query.
+    """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
     Hkv = Hq // G
@@ -473,7 +482,8 @@ def dkdv_kernel(
         b_dc = tl.zeros([BN], tl.float32)
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
-            b_stop, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
+            b_stop, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2,
+            D, BS, BN, BD, MASKED=True)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
             b_stop, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
@@ -495,8 +505,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Attention of all G * Tq query rows of a kv head over keys [i_s * L, i_s * L + L), walked from new to old.
 
-    Going backwards, the decay from a key to the end of the split is a running sum of log f itself: no c is needed, terms
-    of one sign are added smallest distance first, and a gate of exactly 0 (log f = -inf) needs no care.
+    Going backwards, the decay from a key to the end of the split is a running sum of log f itself: no c is needed,
+    terms of one sign are added nearest first, and a gate of exactly 0 (log f = -inf) needs no care.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # neighbours read the same keys
@@ -749,8 +759,8 @@ def first_visible_key(
 ) -> torch.Tensor | None:
     """The first key that each query sees: padding, packing and window as one integer per row.
 
-    Compute it once per forward pass and hand it to every layer as `first_key`; checking a mask or `cu_seqlens` waits for
-    the device once.
+    Compute it once per forward pass and hand it to every layer as `first_key`; checking a mask or `cu_seqlens` waits
+    for the device once.
 
     Args:
         Tq, Tk: number of queries and keys; query i sits at position Tk - Tq + i.
@@ -762,8 +772,8 @@ def first_visible_key(
         device: where to put the result if no tensor is given.
 
     Returns:
-        int32, (B or 1, 1, Tq), not decreasing along each row; Tk or any position past the query's own means that the query
-        sees nothing. None if every query sees everything before it.
+        int32, (B or 1, 1, Tq), not decreasing along each row; a position past the query's own means that it sees
+        nothing. None if every query sees everything before it.
 
     Raises:
         ValueError: more than one description of the sequences, or one that does not fit Tq and Tk.
@@ -782,8 +792,10 @@ def first_visible_key(
 
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[1] != Tk:
-            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (B, {Tk}), one entry "
-                             "per key, cache included.")  # fmt: skip
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (B, {Tk}), one entry per key, those "
+                "in the cache included."
+            )
         real = attention_mask.bool()
         starts, lengths = real.int().argmax(-1), real.sum(-1)
         if check_values:
@@ -804,11 +816,15 @@ def first_visible_key(
         first = torch.where(i < stops[:, None], starts[:, None], Tk)
     elif cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or Tq != Tk:
-            raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype} with Tq = {Tq}, "
-                             f"Tk = {Tk}; it must be a vector of integers, with as many queries as keys.")  # fmt: skip
+            raise ValueError(
+                f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, with {Tq} queries and {Tk} "
+                "keys; it must be a vector of integers, with as many queries as keys."
+            )
         if check_values and not (cu_seqlens[0] == 0 and cu_seqlens[-1] == Tk and (cu_seqlens.diff() >= 0).all()):
-            raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}; it must rise from 0 to the {Tk} packed tokens, because "
-                             "every token belongs to one sequence.")  # fmt: skip
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.tolist()}; it must rise from 0 to the {Tk} packed tokens, because every "
+                "token belongs to one sequence."
+            )
         i = torch.arange(Tk, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         first = cu_seqlens[torch.searchsorted(cu_seqlens, i, right=True) - 1][None]
     elif window is not None:
@@ -833,8 +849,8 @@ def first_kept_key(
 ) -> torch.Tensor:
     """Adaptive computation pruning (arXiv 2504.06949): the first key that each block of queries still has to read.
 
-    A key block that ends at e is dropped for the query block that starts at r if c_r - c_e < threshold. c falls, so the
-    dropped blocks are a prefix, found by bisection, and the prefix grows from one query block to the next.
+    A key block that ends at e is dropped for the query block that starts at r if c_r - c_e < threshold. c falls, so
+    the dropped blocks are a prefix, found by bisection, and the prefix grows from one query block to the next.
 
     Args:
         c: float64 running sum of log f, (B, H, Tk).
@@ -873,7 +889,7 @@ class PrunedBlocks:
         self._pruned = self._total = 0
 
     def add(self, first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-        """Counts one call: key blocks of each query block with `first_key` alone, and those that `pruned_from` drops."""
+        """Counts one call: key blocks of each query block under `first_key`, and those that `pruned_from` drops."""
         Tq = pruned_from.shape[-1]
         stops = torch.arange(Tk - Tq, Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
         begin = pruned_from[..., :: tile.BM]
@@ -900,7 +916,8 @@ _tallies: list[PrunedBlocks] = []
 @contextlib.contextmanager
 def count_pruned_blocks():
     """Counts what adaptive computation pruning leaves out: `with count_pruned_blocks() as blocks: model(x)`, then read
-    `blocks.pruned` and `blocks.total`. The tally stays on the device until it is read. Not seen inside torch.compile."""
+    `blocks.pruned` and `blocks.total`. The tally stays on the device until then. A compiled model is not counted.
+    """
     tally = PrunedBlocks()
     _tallies.append(tally)
     try:
@@ -918,20 +935,26 @@ def _check_inputs(q, k, v, log_f) -> None:
     if triton is None:
         raise ImportError("The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'.")
     if not (q.dim() == k.dim() == v.dim() == 4 and log_f.dim() == 3):
-        raise ValueError(f"q, k, v must be (B, H, T, D) and log_f (B, Hq, Tk); got {tuple(q.shape)}, {tuple(k.shape)}, "
-                         f"{tuple(v.shape)}, {tuple(log_f.shape)}.")  # fmt: skip
+        raise ValueError(
+            f"q, k, v are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and log_f is {tuple(log_f.shape)}; they "
+            "must be (B, H, T, D) and (B, Hq, Tk)."
+        )
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or Hkv == 0 or Hq % Hkv:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree with each other, and with q "
-                         f"{tuple(q.shape)} in batch and head size; the query heads must be a multiple of theirs.")  # fmt: skip
+        raise ValueError(
+            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, q {tuple(q.shape)}; k and v must have one shape, share batch and "
+            "head size with q, and have a number of heads that divides that of q."
+        )
     if Tq > Tk:
         raise ValueError(f"{Tq} queries for {Tk} keys; the queries are the last of the positions that the keys cover.")
     if log_f.shape != (B, Hq, Tk):
         raise ValueError(f"log_f is {tuple(log_f.shape)}; it must be {(B, Hq, Tk)}: one gate per query head and key.")
     if log_f.dtype != torch.float32:
-        raise ValueError(f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. "
-                         "Cast before the log: F.logsigmoid(gate.float()).")  # fmt: skip
+        raise ValueError(
+            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. Cast before "
+            "the log: F.logsigmoid(gate.float())."
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one dtype. Cast them.")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -943,8 +966,10 @@ def _check_inputs(q, k, v, log_f) -> None:
     if not 1 <= D <= MAX_HEAD_DIM:
         raise NotImplementedError(f"head size {D}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip.")
     if not (q.is_cuda or INTERPRETED.value):
-        raise ValueError(f"q is on {q.device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or "
-                         "set TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU.")  # fmt: skip
+        raise ValueError(
+            f"q is on {q.device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or set "
+            "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU."
+        )
 
 
 def forgetting_attention_triton(
@@ -963,7 +988,7 @@ def forgetting_attention_triton(
     log_pruning_tolerance: float | None = None,
     logit_bound: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """Softmax attention with a forget gate (arXiv 2503.02130, eq. 11) in O(T) memory, differentiable in q, k, v, log_f.
+    """Softmax attention with a forget gate (arXiv 2503.02130, eq. 11) in O(T) memory, with gradients for all inputs.
 
     Args:
         q: queries, (B, Hq, Tq, D), bf16, fp16 or fp32; D from 1 to 256. The queries are the *last* Tq of Tk positions.
@@ -974,8 +999,8 @@ def forgetting_attention_triton(
         first_key: the result of `first_visible_key` instead of these five: int32, (B or 1, Hq or 1, Tq).
         log_pruning_tolerance: leave out key blocks that the decay bounds below e^tolerance of a row's weight in all
             (arXiv 2504.06949; -10 there). At most 0. None computes everything, and so does decoding.
-        logit_bound: upper bound of |scale * q.k|, broadcastable to (B, Hq). QK-norm gives one for free; without it, it is
-            the product of the largest row norms of q and k.
+        logit_bound: upper bound of |scale * q.k|, broadcastable to (B, Hq). QK-norm gives one for free; otherwise it
+            is taken from the largest row norms of q and k.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). Rows that see no key are 0. Padding may hold anything, NaN
@@ -1011,8 +1036,10 @@ def forgetting_attention_triton(
         or first_key.dtype != torch.int32
         or first_key.device != q.device
     ):
-        raise ValueError(f"The bound of the rows is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it "
-                         f"must be ({B} or 1, {Hq} or 1, {Tq}), torch.int32, on {q.device}.")  # fmt: skip
+        raise ValueError(
+            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, {Hq} "
+            f"or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
+        )
     if q.numel() == 0:
         return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)

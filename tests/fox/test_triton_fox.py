@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def visible(Tq, Tk, attention_mask=None, cu_seqlens=None, window=None):
 
 
 def reference(q, k, v, log_f, *, scale=None, see=None):
-    """The definition (arXiv 2503.02130, eq. 11), with matrix products in the dtype of q; rows that see nothing give 0."""
+    """The definition (arXiv 2503.02130, eq. 11), matrix products in the dtype of q; rows that see nothing give 0."""
     Tq, Tk, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     see = (visible(Tq, Tk) if see is None else see).to(q.device)
@@ -218,9 +219,15 @@ def test_golden_official_op(golden):
 
 def test_golden_fla_op(golden):
     for case, tensors in golden_cases(golden / "fox_fla", "op"):
-        q, k, v, log_f, do = (tensors[f"inputs/{name}"].transpose(1, 2) for name in ("q", "k", "v", "log_fgate", "dout"))
+        q, k, v, log_f, do = (
+            tensors[f"inputs/{name}"].transpose(1, 2) for name in ("q", "k", "v", "log_fgate", "dout")
+        )
         call = case["call"]
-        kwargs = {"scale": call["scale"], "window": call["window_size"], "cu_seqlens": tensors.get("inputs/cu_seqlens")}
+        kwargs = {
+            "scale": call["scale"],
+            "window": call["window_size"],
+            "cu_seqlens": tensors.get("inputs/cu_seqlens"),
+        }
         got = run(forgetting_attention_triton, q, k, v, log_f, do, **kwargs)
         for name, x in zip(("out", "dq", "dk", "dv", "dlog_fgate"), got):
             check_golden(case, tensors, f"expected/{name}", x.transpose(1, 2))
@@ -271,7 +278,7 @@ def test_golden_op_pruning_boundaries_are_exact(golden):
 
 
 def test_decay_is_exact_at_131072_tokens():
-    """Strong gates bring c below -1e5. The last rows and keys of the long sequence stand for it: c is that of all of it."""
+    """Strong gates bring c below -1e5. The last rows and keys stand for the sequence, with the c of all of it."""
     T, near = 131072, 90
     q, k, v, _, do = draw(1, 1, 1, near, near, 16)
     log_f = -2 * torch.rand(1, 1, T, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -282,7 +289,9 @@ def test_decay_is_exact_at_131072_tokens():
     c_naive = log_f.cumsum(-1)[..., -near:]
 
     def long(c, e):
-        return lambda q, k, v, log_f: triton_fox.fox_forward(q, k, v, log_f - log_f.detach() + c, e, None, None, 0.25)[0]
+        return lambda q, k, v, log_f: triton_fox.fox_forward(q, k, v, log_f - log_f.detach() + c, e, None, None, 0.25)[
+            0
+        ]
 
     inputs = (q, k, v, log_f[..., -near:], do)
     exact, plain = run_exact(*inputs), run(reference, *inputs)
@@ -484,42 +493,50 @@ def test_first_visible_key():
 
 
 def change(**new):
-    def apply(inputs):
-        return {**inputs, **new}
-
-    return apply
+    return lambda inputs: {**inputs, **new}
 
 
+def alter(names, function):
+    return lambda inputs: {**inputs, **{name: function(inputs[name]) for name in names}}
+
+
+NO_START = torch.zeros(2, dtype=torch.long)
+HOLES = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]] * 2)
+LONG = torch.zeros(1, 1, 8, dtype=torch.long)
+LOG_F = ("log_f",)
 BAD = {
-    "bf16 gate": (lambda x: {**x, "log_f": x["log_f"].bfloat16()}, ValueError, "float32"),
-    "gate per kv head": (lambda x: {**x, "log_f": x["log_f"][:, :1]}, ValueError, "one gate per query head"),
-    "gate too short": (lambda x: {**x, "log_f": x["log_f"][..., :3]}, ValueError, "log_f is"),
-    "mixed dtypes": (lambda x: {**x, "v": x["v"].bfloat16()}, ValueError, "share one dtype"),
-    "float64": (lambda x: {**x, **{n: x[n].double() for n in "qkv"}}, NotImplementedError, "float64"),
-    "mixed devices": (lambda x: {**x, "v": x["v"].to("meta")}, ValueError, "move them together"),
-    "three dimensions": (lambda x: {**x, "q": x["q"][0]}, ValueError, "must be"),
-    "heads do not divide": (lambda x: {**x, "k": x["k"].repeat(1, 3, 1, 1), "v": x["v"].repeat(1, 3, 1, 1)}, ValueError, "multiple"),
-    "more queries than keys": (lambda x: {**x, "q": x["q"].repeat(1, 1, 2, 1)}, ValueError, "queries for"),
-    "large head": (lambda x: {**x, **{n: x[n].repeat(1, 1, 1, 20) for n in "qkv"}}, NotImplementedError, "head size 320"),
+    "bf16 gate": (alter(LOG_F, lambda x: x.bfloat16()), ValueError, "float32"),
+    "gate per kv head": (alter(LOG_F, lambda x: x[:, :1]), ValueError, "one gate per query head"),
+    "gate too short": (alter(LOG_F, lambda x: x[..., :3]), ValueError, "log_f is"),
+    "mixed dtypes": (alter("v", lambda x: x.bfloat16()), ValueError, "share one dtype"),
+    "float64": (alter("qkv", lambda x: x.double()), NotImplementedError, "float64"),
+    "mixed devices": (alter("v", lambda x: x.to("meta")), ValueError, "move them together"),
+    "three dimensions": (alter("q", lambda x: x[0]), ValueError, "must be"),
+    "heads do not divide": (alter("kv", lambda x: x.repeat(1, 3, 1, 1)), ValueError, "divides"),
+    "more queries than keys": (alter("q", lambda x: x.repeat(1, 1, 2, 1)), ValueError, "queries for"),
+    "large head": (alter("qkv", lambda x: x.repeat(1, 1, 1, 20)), NotImplementedError, "head size 320"),
     "positive tolerance": (change(log_pruning_tolerance=1.0), ValueError, "at most 0"),
-    "two descriptions": (change(starts=torch.zeros(2, dtype=torch.long), cu_seqlens=torch.tensor([0, 8])), ValueError, "one of them"),
-    "bound and window": (change(window=3, first_key=torch.zeros(1, 1, 8, dtype=torch.int32)), ValueError, "already holds"),
-    "bound of int64": (change(first_key=torch.zeros(1, 1, 8, dtype=torch.long)), ValueError, "int32"),
+    "two descriptions": (change(starts=NO_START, cu_seqlens=torch.tensor([0, 8])), ValueError, "one of them"),
+    "bound and window": (change(window=3, first_key=LONG.int()), ValueError, "already holds"),
+    "bound of int64": (change(first_key=LONG), ValueError, "int32"),
+    "starts of another batch": (change(starts=NO_START.repeat(2)), ValueError, "another batch size"),
     "no window": (change(window=0), ValueError, "starts at 1"),
-    "mask too short": (change(attention_mask=torch.ones(2, 7)), ValueError, "one entry per key"),
-    "mask with holes": (change(attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]] * 2)), NotImplementedError, "between real"),
+    "mask too short": (change(attention_mask=HOLES[:, :7]), ValueError, "one entry per key"),
+    "mask with holes": (change(attention_mask=HOLES), NotImplementedError, "between real"),
     "falling cu_seqlens": (change(cu_seqlens=torch.tensor([0, 5, 3, 8])), ValueError, "must rise"),
     "cu_seqlens too short": (change(cu_seqlens=torch.tensor([0, 5])), ValueError, "must rise"),
     "float cu_seqlens": (change(cu_seqlens=torch.tensor([0.0, 8.0])), ValueError, "vector of integers"),
     "packed batch": (change(cu_seqlens=torch.tensor([0, 8])), ValueError, "batch of one"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_clear_error(name):
     spoil, error, words = BAD[name]
     inputs = dict(zip(("q", "k", "v", "log_f"), draw(2, 2, 1, 8, 8, 16)))
-    inputs = {n: x.to(DEVICE) if torch.is_tensor(x) and x.device.type == "cpu" else x for n, x in spoil(inputs).items()}
+    inputs = {
+        n: x.to(DEVICE) if torch.is_tensor(x) and x.device.type == "cpu" else x for n, x in spoil(inputs).items()
+    }
     with pytest.raises(error, match=words):
         forgetting_attention_triton(**inputs)
 
@@ -534,5 +551,5 @@ def test_without_triton_import_works_and_the_call_explains(monkeypatch):
 
 
 def test_source_keeps_to_plain_pointers():
-    source = open(triton_fox.__file__).read()
+    source = Path(triton_fox.__file__).read_text()
     assert not re.search(r"block_ptr|tensor_descriptor|atomic|autotune", source.replace("No atomics", ""))
