@@ -3,9 +3,9 @@
     python scripts/bench_triton.py --device cuda --out bench_triton
 
 writes bench_triton.json and bench_triton.md: device, versions and commit; measured ceilings; TFLOP/s forward and
-backward; the gain from pruning; decode latency. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual
-count for causal attention. Competitors that cannot run are listed with the reason. `--device cpu` is a dry run in Triton's
-interpreter: it tells that the script works, and nothing about speed.
+backward; the gain from pruning; decode latency. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the
+usual count for causal attention. Competitors that cannot run are listed with the reason. `--device cpu` is a dry run
+in Triton's interpreter: it tells that the script works, and nothing about speed.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from __future__ import annotations  # keeps tl.constexpr unevaluated where Trito
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,8 +65,8 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
-# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly a spill
-# in the unmasked loops, at least 16 rows of the score block per warp, shared memory within the device's limit.
+# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly
+# a spill in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
 TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     (80, 2): {
         16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
@@ -128,9 +129,9 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# Kernels. p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
-# among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
-# is one hardware exp2. D is the head size, BD the power of two that holds it.
+# Kernels. p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their
+# position among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the
+# exponential is one hardware exp2. D is the head size, BD the power of two that holds it.
 
 
 @jit
@@ -153,7 +154,7 @@ def narrow(b_x, dtype: tl.constexpr):
 def load_rows(
     p_x, i_row, begin, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are not read and count as 0."""
+    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are 0, unread."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     # The row's address is one 64-bit scalar; offsets inside the block fit 32 bits and do not change along a loop.
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
@@ -230,7 +231,7 @@ def forward_span(
             b_alpha = tl.exp2(b_m - b_shift)
         else:
             # Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of
-            # its block (p_d), to the first row (a scalar), to row i. The last two join the maximum, not the whole block.
+            # its block (p_d), to the first row (a scalar), to row i. The last two join the maximum, not the block.
             c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
             b_d = tl.load(p_d + o_j)  # [BN]
             b_row = b_fade + decay(c_row, e_row, c_end, e_end)
@@ -746,6 +747,14 @@ if triton is not None:
 # What the kernels read: the bound of each row, its transpose, and the running sum of the gates.
 
 
+def _require(holds: torch.Tensor, error: type[Exception], explain: Callable[[], str]) -> None:
+    """Raises `error` unless `holds`; inside torch.compile, where values are unknown, the device asserts it instead."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(holds, "attention_mask has holes, or cu_seqlens does not rise from 0 to the token count")
+    elif not holds:
+        raise error(explain())
+
+
 def first_visible_key(
     Tq: int,
     Tk: int,
@@ -788,26 +797,27 @@ def first_visible_key(
         )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it counts the keys a query sees, itself included, so it starts at 1.")
-    check_values = not torch.compiler.is_compiling()
 
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[1] != Tk:
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (B, {Tk}), one entry per key, those "
-                "in the cache included."
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (B, {Tk}), one entry per key, "
+                "those in the cache included."
             )
         real = attention_mask.bool()
         starts, lengths = real.int().argmax(-1), real.sum(-1)
-        if check_values:
-            t = torch.arange(Tk, device=real.device)
-            holes = real != ((t >= starts[:, None]) & (t < (starts + lengths)[:, None]))
-            if holes.any():
-                raise NotImplementedError(
-                    f"attention_mask has padding between real tokens (row {int(holes.any(-1).int().argmax())}); the "
-                    "Triton backend takes padding on the left and on the right only. Use another backend, or pack."
-                )
-            if window is None and real.all():
-                return None
+        t = torch.arange(Tk, device=real.device)
+        holes = real != ((t >= starts[:, None]) & (t < (starts + lengths)[:, None]))
+        _require(
+            ~holes.any(),
+            NotImplementedError,
+            lambda: (
+                f"attention_mask has padding between real tokens (row {int(holes.any(-1).int().argmax())}); the "
+                "Triton backend takes padding on the left and on the right only. Use another backend, or pack."
+            ),
+        )
+        if window is None and not torch.compiler.is_compiling() and real.all():
+            return None
 
     if starts is not None or lengths is not None:
         starts = torch.zeros_like(lengths) if starts is None else starts.clamp(min=0)
@@ -817,14 +827,17 @@ def first_visible_key(
     elif cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or Tq != Tk:
             raise ValueError(
-                f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, with {Tq} queries and {Tk} "
-                "keys; it must be a vector of integers, with as many queries as keys."
+                f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, with {Tq} queries and "
+                f"{Tk} keys; it must be a vector of integers, with as many queries as keys."
             )
-        if check_values and not (cu_seqlens[0] == 0 and cu_seqlens[-1] == Tk and (cu_seqlens.diff() >= 0).all()):
-            raise ValueError(
+        _require(
+            (cu_seqlens[0] == 0) & (cu_seqlens[-1] == Tk) & (cu_seqlens.diff() >= 0).all(),
+            ValueError,
+            lambda: (
                 f"cu_seqlens is {cu_seqlens.tolist()}; it must rise from 0 to the {Tk} packed tokens, because every "
                 "token belongs to one sequence."
-            )
+            ),
+        )
         i = torch.arange(Tk, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         first = cu_seqlens[torch.searchsorted(cu_seqlens, i, right=True) - 1][None]
     elif window is not None:
@@ -936,15 +949,15 @@ def _check_inputs(q, k, v, log_f) -> None:
         raise ImportError("The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'.")
     if not (q.dim() == k.dim() == v.dim() == 4 and log_f.dim() == 3):
         raise ValueError(
-            f"q, k, v are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and log_f is {tuple(log_f.shape)}; they "
-            "must be (B, H, T, D) and (B, Hq, Tk)."
+            f"q, k, v are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and log_f is {tuple(log_f.shape)}; "
+            "they must be (B, H, T, D) and (B, Hq, Tk)."
         )
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or Hkv == 0 or Hq % Hkv:
         raise ValueError(
-            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, q {tuple(q.shape)}; k and v must have one shape, share batch and "
-            "head size with q, and have a number of heads that divides that of q."
+            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, q {tuple(q.shape)}; k and v must have one shape, share batch "
+            "and head size with q, and have a number of heads that divides that of q."
         )
     if Tq > Tk:
         raise ValueError(f"{Tq} queries for {Tk} keys; the queries are the last of the positions that the keys cover.")
@@ -952,8 +965,8 @@ def _check_inputs(q, k, v, log_f) -> None:
         raise ValueError(f"log_f is {tuple(log_f.shape)}; it must be {(B, Hq, Tk)}: one gate per query head and key.")
     if log_f.dtype != torch.float32:
         raise ValueError(
-            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. Cast before "
-            "the log: F.logsigmoid(gate.float())."
+            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. Cast "
+            "before the log: F.logsigmoid(gate.float())."
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one dtype. Cast them.")
@@ -1037,8 +1050,8 @@ def forgetting_attention_triton(
         or first_key.device != q.device
     ):
         raise ValueError(
-            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, {Hq} "
-            f"or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
+            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, "
+            f"{Hq} or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
         )
     if q.numel() == 0:
         return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back

@@ -254,7 +254,7 @@ def test_golden_pruning_boundaries_are_exact(golden):
             assert torch.equal(start, tensors[f"expected/run{r['index']}/start_index"]), (case["name"], r)
             rows = start.int().repeat_interleave(r["query_block"], -1)[..., :Tq]
             bound = torch.maximum(rows, padded.to(DEVICE))
-            got = run(forgetting_attention_triton, q, k, v, log_f, torch.ones_like(q), first_key=bound)[0]
+            got = forgetting_attention_triton(q.requires_grad_(), k, v, log_f, first_key=bound).detach()
             check_golden(case, tensors, f"expected/run{r['index']}/out", got)
 
 
@@ -448,10 +448,14 @@ def test_custom_ops_are_registered_correctly():
     torch.library.opcheck(ops.fox_decode, (*(x.detach() for x in (q, k, v)), log_f, None, 0.25))
 
 
-@pytest.mark.parametrize("rows", ["train", "padded", "decode"])
+@pytest.mark.parametrize("rows", ["train", "starts", "mask", "packed", "decode"])
 def test_compiles_to_one_graph(rows):
-    q, k, v, log_f, do = draw(2, 2, 1, 5 if rows == "decode" else 24, 24, 16)
-    kwargs = {"starts": torch.tensor([0, 5], device=DEVICE)} if rows == "padded" else {}
+    q, k, v, log_f, do = draw(1, 2, 1, 5 if rows == "decode" else 24, 24, 16)
+    kwargs = {
+        "starts": {"starts": torch.tensor([5], device=DEVICE)},
+        "mask": {"attention_mask": padding(24, (3, 20)).to(DEVICE)},
+        "packed": {"cu_seqlens": torch.tensor([0, 9, 24], device=DEVICE)},
+    }.get(rows, {})
     attention = torch.compile(
         lambda *x: forgetting_attention_triton(*x, log_pruning_tolerance=-10.0, **kwargs),
         fullgraph=True,
@@ -463,6 +467,18 @@ def test_compiles_to_one_graph(rows):
         got, want = run(attention, q, k, v, log_f, do), run(forgetting_attention_triton, q, k, v, log_f, do, **kwargs)
     for x, y in zip(got, want):
         torch.testing.assert_close(x, y, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a failed assertion on the device ends the process's CUDA context")
+def test_compiled_graph_refuses_holes():
+    q, k, v, log_f, _ = draw(1, 1, 1, 8, 8, 16)
+    attention = torch.compile(
+        lambda mask: forgetting_attention_triton(q, k, v, log_f, attention_mask=mask),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with pytest.raises(RuntimeError, match="holes"):
+        attention(torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]))
 
 
 def test_autocast_and_checkpointing():

@@ -1,4 +1,4 @@
-"""Every specialisation in the tile table compiles, without a GPU, to code that fits the chip and uses its tensor cores."""
+"""Every row of the tile table compiles, without a GPU, to code that fits the chip and uses its tensor cores."""
 
 import json
 import os
