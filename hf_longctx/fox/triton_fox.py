@@ -542,15 +542,12 @@ def decode_kernel(
         o_j = i_k + tl.arange(0, BN)
         b_k = load_rows(p_k, i_k, begin, stop, s_kt, D, BN, BD, True)  # [BN, BD]
         b_v = load_rows(p_v, i_k, begin, stop, s_vt, D, BN, BD, True)  # [BN, BD]
-        # the gate that separates key j from key j + 1, where row i still looks further than j
-        m_f = (
-            m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] < o_i[:, None]) & (o_j[None, :] >= b_first[:, None])
-        )
+        m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_first[:, None])
+        m_f = m_s & (o_j[None, :] < o_i[:, None])  # the gate between keys j and j + 1, for rows past j
+        m_s = m_s & (o_j[None, :] <= o_i[:, None])
         b_f = tl.load(p_f_rows[:, None] + (o_j + 1).to(tl.int64)[None, :] * s_ft, mask=m_f, other=0.0)  # [BM, BN]
-        b_f = b_f.to(tl.float32) * LOG2E
+        b_f = b_f * LOG2E
         b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E) + tl.cumsum(b_f, 1, reverse=True) + b_sum[:, None]
-        m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] <= o_i[:, None])
-        m_s = m_s & (o_j[None, :] >= b_first[:, None])
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
@@ -603,7 +600,7 @@ def _launch(kernel, programs: int, tile: Tile, *args, D: int, **constants) -> No
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Batch, head and row strides of each (B, H, T, D) tensor; (0, 0, 0) for one that is absent."""
+    """Batch, head and row strides of each tensor, (B, H, T, ...)."""
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
@@ -788,8 +785,11 @@ def first_visible_key(
         ValueError: more than one description of the sequences, or one that does not fit Tq and Tk.
         NotImplementedError: real tokens on both sides of a padding token.
     """
-    described = {"attention_mask": attention_mask, "starts/lengths": starts if lengths is None else lengths,
-                 "cu_seqlens": cu_seqlens}  # fmt: skip
+    described = {
+        "attention_mask": attention_mask,
+        "starts/lengths": starts if lengths is None else lengths,
+        "cu_seqlens": cu_seqlens,
+    }
     given = [name for name, x in described.items() if x is not None]
     if len(given) > 1:
         raise ValueError(
@@ -1033,9 +1033,15 @@ def forgetting_attention_triton(
     if log_pruning_tolerance is not None and log_pruning_tolerance > 0:
         raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
     described = first_visible_key(
-        Tq, Tk, attention_mask=attention_mask, starts=starts, lengths=lengths, cu_seqlens=cu_seqlens, window=window,
+        Tq,
+        Tk,
+        attention_mask=attention_mask,
+        starts=starts,
+        lengths=lengths,
+        cu_seqlens=cu_seqlens,
+        window=window,
         device=q.device,
-    )  # fmt: skip
+    )
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens with a batch of {B}; packed sequences form a batch of one.")
     if first_key is not None and described is not None:
