@@ -1,0 +1,327 @@
+"""Speed of the Triton forgetting-attention kernels beside everything else that computes the same or nearly the same.
+
+    python scripts/bench_triton.py --device cuda --out bench_triton
+
+writes bench_triton.json and bench_triton.md: device, versions and commit; measured ceilings; TFLOP/s forward and
+backward; the gain from pruning; decode latency. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the
+usual count for causal attention. Competitors that cannot run are listed with the reason. `--device cpu` is a dry run
+in Triton's interpreter: it tells that the script works, and nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import triton
+
+from hf_longctx.fox import triton_fox as fox
+
+LOGIT_BOUND = 8.0  # |scale * q.k| in the pruning runs, as QK-norm would promise it
+TOLERANCE = -10.0  # arXiv 2504.06949
+
+
+# Competitors: functions of q, k, v, (B, H, T, D), and log_f, (B, H, T).
+
+
+def ours(q, k, v, log_f):
+    return fox.forgetting_attention_triton(q, k, v, log_f)
+
+
+def plain_sdpa(backend):
+    def attention(q, k, v, log_f):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attention
+
+
+def folded(q, k, v, log_f):
+    """The gate as three extra key dimensions that add up to -c / scale, so that stock attention computes the decay."""
+    scale = q.shape[-1] ** -0.5
+    rest = -log_f.cumsum(-1) / scale
+    parts = []
+    for _ in range(3):
+        parts.append(rest.to(k.dtype))
+        rest = rest - parts[-1].float()
+    extra = torch.stack(parts, -1)
+    width = -(-(q.shape[-1] + 3) // 8) * 8
+    qs = F.pad(torch.cat([q, torch.ones_like(extra)], -1), (0, width - q.shape[-1] - 3))
+    ks = F.pad(torch.cat([k, extra], -1), (0, width - k.shape[-1] - 3))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        o = F.scaled_dot_product_attention(qs, ks, F.pad(v, (0, width - v.shape[-1])), is_causal=True, scale=scale)
+    return o[..., : v.shape[-1]]
+
+
+def flex():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled, masks = torch.compile(flex_attention, dynamic=False), {}
+
+    def attention(q, k, v, log_f):
+        T = q.shape[2]
+        if T not in masks:
+            masks[T] = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
+        c = log_f.detach().cumsum(-1)  # timed without dc
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j], block_mask=masks[T])
+
+    return attention
+
+
+def fla():
+    from fla.ops.forgetting_attn import parallel_forgetting_attn
+
+    def attention(q, k, v, log_f):
+        return parallel_forgetting_attn(*(x.transpose(1, 2) for x in (q, k, v, log_f))).transpose(1, 2)
+
+    return attention
+
+
+def official():
+    from forgetting_transformer import forgetting_attention
+
+    return lambda q, k, v, log_f: forgetting_attention(q, k, v, log_f, head_first=True)
+
+
+COMPETITORS = {  # name: (makes the function, computes forgetting attention)
+    "ours": (lambda: ours, True),
+    "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
+    "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
+    "folded gate, SDPA flash": (lambda: folded, True),
+    "FlexAttention score_mod": (flex, True),
+    "FLA": (fla, True),
+    "official": (official, True),
+}
+
+
+# Measuring.
+
+
+def seconds(fn, device) -> float:
+    """Median of many runs by device events; on CPU one run by the clock."""
+    if device == "cuda":
+        return triton.testing.do_bench(fn, warmup=50, rep=300, return_mode="median") * 1e-3
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+def draw(B, H, T, D, device, Hkv=None, Tq=None, log_f=None, grad=True):
+    """Random inputs with slowly fading gates (half-lives of about 4 to 700 tokens), or a constant log f."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q = torch.randn(B, H, T if Tq is None else Tq, D, device=device, dtype=dtype)
+    k, v = (torch.randn(B, Hkv or H, T, D, device=device, dtype=dtype) for _ in range(2))
+    if log_f is None:
+        gates = F.logsigmoid(torch.linspace(2, 7, H, device=device)[:, None] + torch.randn(B, H, T, device=device))
+    else:
+        gates = torch.full((B, H, T), log_f, device=device)
+    return [x.requires_grad_(grad) for x in (q, k, v, gates)]
+
+
+def time_both(attention, inputs, device) -> tuple[float, float]:
+    """Seconds forward (as in training) and backward."""
+    forward = seconds(lambda: attention(*inputs), device)
+    o = attention(*inputs)
+    do = torch.randn_like(o)
+    wanted = [x for x, used in zip(inputs, torch.autograd.grad(o, inputs, do, retain_graph=True, allow_unused=True))
+              if used is not None]  # fmt: skip
+    return forward, seconds(lambda: torch.autograd.grad(o, wanted, do, retain_graph=True), device)
+
+
+def flops(B, H, T, D) -> float:
+    return 2 * B * H * T * T * D
+
+
+def ceilings(device) -> dict:
+    """What the chip gives a large matrix product and a large copy, on random data."""
+    n, size = (8192, 2**31) if device == "cuda" else (256, 2**20)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    x = torch.randn(size // 2, device=device, dtype=dtype)
+    y = torch.empty_like(x)
+    return {
+        "matmul_tflops": 2 * n**3 / seconds(lambda: a @ b, device) / 1e12,
+        "copy_tb_per_s": 2 * x.nbytes / seconds(lambda: y.copy_(x), device) / 1e12,
+    }
+
+
+def attention_rows(lengths, head_dims, tokens, width, device, matmul) -> list[dict]:
+    rows = []
+    for name, (make, gated) in COMPETITORS.items():
+        try:
+            attention = make()
+        except ImportError as error:
+            rows.append({"name": name, "error": str(error)})
+            continue
+        for D in head_dims:
+            for T in lengths:
+                B, H = max(1, tokens // T), width // D
+                row = {"name": name, "D": D, "T": T, "B": B, "H": H}
+                try:
+                    if gated:
+                        small = draw(1, 2, min(T, 512), D, device)
+                        want, got = ours(*small), attention(*small)
+                        row["difference_from_ours"] = ((got - want).float().norm() / want.float().norm()).item()
+                    forward, backward = time_both(attention, draw(B, H, T, D, device), device)
+                    row |= {
+                        "forward_ms": forward * 1e3,
+                        "backward_ms": backward * 1e3,
+                        "forward_tflops": flops(B, H, T, D) / forward / 1e12,
+                        "backward_tflops": 2.5 * flops(B, H, T, D) / backward / 1e12,
+                        "forward_share_of_matmul": flops(B, H, T, D) / forward / 1e12 / matmul,
+                    }
+                except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:  # out of memory, ...
+                    row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def pruning_rows(T, head_dims, tokens, width, device) -> list[dict]:
+    """A constant gate that makes everything further than w tokens prunable, which is (1 - w / T)^2 of the blocks."""
+    rows = []
+    for D in head_dims:
+        B, H = max(1, tokens // T), width // D
+        for share in (0.0, 0.5, 0.7, 0.9):
+            threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
+            log_f = -threshold / (T * (1 - share**0.5)) if share else 0.0
+            inputs = draw(B, H, T, D, device, log_f=log_f)
+
+            def pruned(q, k, v, log_f):
+                return fox.forgetting_attention_triton(
+                    q, k, v, log_f, log_pruning_tolerance=TOLERANCE, logit_bound=LOGIT_BOUND
+                )
+
+            with fox.count_pruned_blocks() as blocks:
+                pruned(*inputs)
+            dense, fast = time_both(ours, inputs, device), time_both(pruned, inputs, device)
+            rows.append(
+                {
+                    "D": D, "T": T, "B": B, "H": H, "share_wanted": share,
+                    "share_pruned": blocks.pruned / blocks.total,
+                    "forward_ms": fast[0] * 1e3, "backward_ms": fast[1] * 1e3,
+                    "forward_speedup": dense[0] / fast[0], "backward_speedup": dense[1] / fast[1],
+                    "both_speedup": sum(dense) / sum(fast),
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def decode_rows(contexts, device, copy) -> list[dict]:
+    """One new token, 32 query heads on 8 kv heads of 128; bytes are K, V and the gates, each read once."""
+    rows = []
+    for B in (1, 8) if device == "cuda" else (1,):
+        for T in contexts:
+            H, Hkv, D = (32, 8, 128) if device == "cuda" else (4, 2, 16)
+            inputs = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, grad=False)
+            taken = seconds(lambda inputs=inputs: ours(*inputs), device)
+            moved = sum(x.nbytes for x in inputs[1:])
+            if device == "cuda":  # launches cost more than the work of a short context: time a captured graph too
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    ours(*inputs)
+                replayed = seconds(graph.replay, device)
+            else:
+                replayed = taken
+            rows.append(
+                {
+                    "B": B, "T": T, "us": taken * 1e6, "graph_us": replayed * 1e6, "tb_per_s": moved / replayed / 1e12,
+                    "share_of_copy": moved / replayed / 1e12 / copy,
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def markdown(report: dict) -> str:
+    def table(rows, columns):
+        def cell(x):
+            return "" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x)
+
+        lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+        return "\n".join(lines + ["| " + " | ".join(cell(row.get(c)) for c in columns) + " |" for row in rows])
+
+    about = "\n".join(f"- {key}: {value}" for key, value in report["about"].items())
+    attention = ["name", "D", "T", "B", "H", "forward_tflops", "backward_tflops", "forward_share_of_matmul",
+                 "difference_from_ours", "error"]  # fmt: skip
+    pruning = ["D", "T", "B", "H", "share_pruned", "forward_speedup", "backward_speedup", "both_speedup"]
+    decode = ["B", "T", "us", "graph_us", "tb_per_s", "share_of_copy"]
+    return (
+        f"# Forgetting attention: speed\n\n{about}\n\n"
+        f"## Causal attention\n\n{table(report['attention'], attention)}\n\n"
+        f"## Adaptive computation pruning\n\n{table(report['pruning'], pruning)}\n\n"
+        f"## Decoding one token\n\n{table(report['decode'], decode)}\n"
+    )
+
+
+def override_tiles(choices: list[str], head_dims: list[int]) -> None:
+    """`dkdv=64,128,8,2` puts this tile in place of the table's, to try it."""
+    capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    for choice in choices:
+        kernel, numbers = choice.split("=")
+        tile = fox.Tile(*map(int, numbers.split(",")))
+        for D in head_dims:
+            tiles = fox.nearest_tiles(capability, 2, D)._replace(**{kernel: tile})
+            fox.TILES[capability, 2] = {**fox.TILES.get((capability, 2), fox.TILES[90, 2]), fox.padded(D): tiles}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="default: 2k to 128k")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=None, help="default: 64 128")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per batch, where one sequence is shorter")
+    parser.add_argument("--width", type=int, default=2048, help="heads times head size")
+    parser.add_argument("--tile", nargs="*", default=[], metavar="KERNEL=BM,BN,WARPS,STAGES", help="try another tile")
+    parser.add_argument("--out", type=Path, default=Path("bench_triton"), help="path without suffix")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("no CUDA device is visible; --device cpu makes a dry run in Triton's interpreter")
+    lengths = args.lengths or ([2048, 4096, 8192, 16384, 32768, 65536, 131072] if on_gpu else [64])
+    head_dims = args.head_dim or ([64, 128] if on_gpu else [16])
+    if not on_gpu:
+        args.tokens, args.width = 64, 32
+    if args.tile:
+        override_tiles(args.tile, head_dims)
+    torch.manual_seed(0)
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    measured = ceilings(args.device)
+    report = {
+        "about": {
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu, Triton interpreter (dry run)",
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": commit.stdout.strip() or "unknown",
+            "tiles": " ".join(args.tile) or "table",
+            **measured,
+        },
+        "attention": attention_rows(
+            lengths, head_dims, args.tokens, args.width, args.device, measured["matmul_tflops"]
+        ),
+        "pruning": pruning_rows(16384 if on_gpu else 96, head_dims, args.tokens, args.width, args.device),
+        "decode": decode_rows(
+            [4096, 16384, 65536, 262144] if on_gpu else [96], args.device, measured["copy_tb_per_s"]
+        ),
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(markdown(report))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Every row of the tile table compiles, without a GPU, to code that fits the chip and uses its tensor cores."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_triton.py"
+PRODUCTS = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+
+
+def compile_all(tmp_path, *options):
+    """Runs the script in a fresh interpreter: this one may have been told to interpret kernels."""
+    target = tmp_path / "report.json"
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(SCRIPT), "--json", str(target), *map(str, options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(target.read_text())["kernels"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+def test_table(tmp_path, capability, dtype):
+    rows = compile_all(tmp_path, "--capability", capability, "--dtype", dtype)
+    assert len(rows) == 5 * 4 * 2  # head sizes, kernels, with and without bounds
+    for row in rows:
+        assert row["shared"] <= row["shared_limit"], row
+        assert row["blocks_per_sm"] >= 1, row
+        assert "MMA" in row["tensor_core"], row
+        if dtype != "fp32" and row["head_dim"] <= 128:
+            assert row["hot_loop_spills"] <= 8, row
+            if row["kernel"] != "decode":  # 16 rows are too few for the warpgroup instructions
+                assert PRODUCTS[capability] in row["tensor_core"], row
+
+
+@pytest.mark.slow
+def test_fp16(tmp_path):
+    """The same tiles as bf16."""
+    rows = compile_all(tmp_path, "--capability", 90, "--dtype", "fp16", "--head-dim", 64, 128)
+    assert all("HGMMA" in row["tensor_core"] for row in rows if row["kernel"] != "decode")
+
+
+@pytest.mark.slow
+def test_head_sizes_between_powers_of_two(tmp_path):
+    rows = compile_all(tmp_path, "--capability", 90, "--dtype", "bf16", "--head-dim", 72, 80, 96, 192)
+    assert all(row["shared"] <= row["shared_limit"] and "MMA" in row["tensor_core"] for row in rows)
