@@ -22,12 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import triton
 
 from hf_longctx.fox import triton_fox as fox
+
 
 LOGIT_BOUND = 8.0  # |scale * q.k| in the pruning runs, as QK-norm would promise it
 TOLERANCE = -10.0  # arXiv 2504.06949

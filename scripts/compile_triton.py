@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+
 os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
 
 import triton
@@ -23,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_longctx.fox import triton_fox as fox
+
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 KERNELS = {

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+
 try:
     import triton
     import triton.language as tl

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+
 pytest.importorskip("triton")
 from hf_longctx.fox import triton_fox
 from hf_longctx.fox.triton_fox import (
@@ -23,6 +24,7 @@ from hf_longctx.fox.triton_fox import (
     first_visible_key,
     forgetting_attention_triton,
 )
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [

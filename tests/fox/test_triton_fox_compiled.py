@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "compile_triton.py"
 PRODUCTS = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}

@@ -6,6 +6,7 @@ The small cases of test_triton_fox.py run on the GPU too, wherever there is one.
 import pytest
 import torch
 
+
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
 from test_triton_fox import check_budget, draw, padding, reference, rel, run, run_exact, visible
 
 from hf_longctx.fox.triton_fox import count_pruned_blocks, forgetting_attention_triton
+
 
 BF16 = torch.bfloat16
 
