@@ -1,7 +1,7 @@
-# Sourced by scripts/demo and scripts/test: makes .venv once, with this package and EXTRAS, and activates it.
+# Sourced by scripts/demo and scripts/test: makes .venv once, with this package and EXTRA, and activates it.
 #
 #   PYTHON        interpreter to make it with (default: python3, 3.10 or newer)
-#   EXTRAS        the package's extras, e.g. "plot"
+#   EXTRA         one of the package's extras, e.g. "plot"
 #
 # Where no NVIDIA GPU is found it takes PyTorch's CPU build, which saves gigabytes.
 
@@ -12,29 +12,35 @@ if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 
     exit 1
 fi
 
-export PIP_CONSTRAINT="$PWD/scripts/constraints.txt" PIP_BUILD_CONSTRAINT="$PWD/scripts/constraints.txt"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Whatever this depends on: when it changes, what is installed is brought up to date.
-wanted=$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cksum)
+wanted=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh | cksum)
+
+install() {
+    pip install -q -c scripts/constraints.txt "$@"
+}
 
 install_torch() {
-    local version
     version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
     if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
-        pip install -q "torch==$version+cpu" 2>/dev/null && return
-        pip install -q "torch==$version+cpu" --extra-index-url https://download.pytorch.org/whl/cpu && return
+        install "torch==$version+cpu" 2>/dev/null && return
+        install "torch==$version+cpu" --extra-index-url https://download.pytorch.org/whl/cpu && return
         echo "PyTorch's CPU build could not be found; installing the default one, which is large." >&2
     fi
-    pip install -q "torch==$version"
+    install "torch==$version"
 }
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 . .venv/bin/activate
-for extra in ${EXTRAS//,/ }; do
-    if [ "$(cat ".venv/installed-$extra" 2>/dev/null)" != "$wanted" ]; then
-        echo "Installing into .venv (once) ..."
-        python -c 'import torch' 2>/dev/null || install_torch
-        pip install -q -e ".[$extra]"
-        echo "$wanted" >".venv/installed-$extra"
+installed=".venv/installed-$EXTRA"
+if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
+    echo "Installing into .venv (once) ..."
+    python -c 'import torch' 2>/dev/null || install_torch
+    install hatchling editables
+    if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+        install -c scripts/constraints-triton.txt --no-build-isolation -e ".[$EXTRA]"
+    else # a CUDA build of PyTorch has brought the Triton that it was made with
+        install --no-build-isolation -e ".[$EXTRA]"
     fi
-done
+    echo "$wanted" >"$installed"
+fi
