@@ -35,8 +35,8 @@ install_torch() {
 installed=".venv/installed-$EXTRA"
 if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into .venv (once) ..."
+    install numpy hatchling editables
     python -c 'import torch' 2>/dev/null || install_torch
-    install hatchling editables
     if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
         install -c scripts/constraints-triton.txt --no-build-isolation -e ".[$EXTRA]"
     else # a CUDA build of PyTorch has brought the Triton that it was made with
