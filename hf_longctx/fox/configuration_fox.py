@@ -32,6 +32,7 @@ class FoxConfig(PreTrainedConfig):
             open, forgetting that much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
+        qkv_bias: a bias on the query, key and value projections, as Qwen2 has.
         qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as the
             released checkpoints do. `qk_norm_eps` is its epsilon.
         output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
@@ -71,6 +72,7 @@ class FoxConfig(PreTrainedConfig):
     decay_time_min: float | int | None = None
     decay_time_max: float | int | None = None
     rope_parameters: dict | None = None
+    qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_shared: bool = False
     qk_norm_eps: float = 1e-5

@@ -31,7 +31,9 @@ VARIANTS = {
     "one gate per key head": lambda: FoxConfig(**TINY, num_key_value_heads=2, forget_gate_per_kv_head=True),
     "window": lambda: FoxConfig(**TINY, sliding_window=7),
     "pro with a window": lambda: FoxConfig.pro(**TINY, sliding_window=7),
-    "only v shift, shared norm": lambda: FoxConfig(**TINY, v_shift=True, qk_norm=True, qk_norm_shared=True),
+    "only v shift, shared norm, biases": lambda: FoxConfig(
+        **TINY, v_shift=True, qk_norm=True, qk_norm_shared=True, qkv_bias=True
+    ),
     "bias only": lambda: FoxConfig(**TINY, forget_gate="bias_only", decay_time_min=2, decay_time_max=64),
     "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64),
     "no gate": lambda: FoxConfig(**TINY, forget_gate="none", rope_parameters=ROPE),
