@@ -15,7 +15,8 @@ from transformers import (
 
 from .attention_fox import forgetting_attention, forgetting_attention_ref
 from .configuration_fox import FoxConfig
-from .convert_fox import from_official
+from .convert_folder_fox import convert_folder
+from .convert_fox import from_fla, from_llama, from_official, to_fla, to_official
 from .modeling_fox import (
     FoxForCausalLM,
     FoxForQuestionAnswering,
@@ -46,7 +47,12 @@ __all__ = [
     "FoxForTokenClassification",
     "FoxModel",
     "FoxPreTrainedModel",
+    "convert_folder",
     "forgetting_attention",
     "forgetting_attention_ref",
+    "from_fla",
+    "from_llama",
     "from_official",
+    "to_fla",
+    "to_official",
 ]

@@ -1,27 +1,170 @@
-"""Checkpoint converters for FoX: a table of names, and nothing lost on the way."""
+"""Converters between FoX and other layouts of the same mathematics: tables of names, and nothing lost on the way.
 
-import re
+A layout is described once, as data, and read in both directions. `convert_folder_fox.py` applies it to files.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_fox import FoxConfig
-from .modeling_fox import FoxForCausalLM
+from .modeling_fox import FoxForCausalLM, decay_time_bias
 
 
-# Layout of the authors' implementation -> ours. `mlp.gate_proj` holds gate and up projection in one matrix: see below.
-OFFICIAL_NAMES = [
-    (r"model\.embeddings\.", "model.embed_tokens."),
-    (r"\.attn_norm\.", ".input_layernorm."),
-    (r"\.mlp_norm\.", ".post_attention_layernorm."),
-    (r"\.attn\.fgate_proj\.", ".self_attn.f_proj."),
-    (r"\.attn\.fgate_bias$", ".self_attn.f_proj.bias"),
-    (r"\.attn\.ogate_proj\.", ".self_attn.g_proj."),
-    (r"\.attn\.output_norm\.", ".self_attn.o_norm."),
-    (r"\.attn\.([kv])_proj\.linear\.", r".self_attn.\1_proj."),
-    (r"\.attn\.([kv])_proj\.shift_proj\.", r".self_attn.\1_shift_proj."),
-    (r"\.attn\.", ".self_attn."),
-]
-OFFICIAL_MODEL_TYPES = ("forgetting_transformer-project_fox", "transformer-project_fox")
+# Modules: our name -> theirs. What is not listed has one name everywhere.
+FLA_MODULES = {
+    "embed_tokens": "embeddings",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn": "attn",
+}
+OFFICIAL_MODULES = FLA_MODULES | {
+    "f_proj": "fgate_proj",
+    "g_proj": "ogate_proj",
+    "o_norm": "output_norm",
+    "k_shift_proj": "k_proj.shift_proj",
+    "v_shift_proj": "v_proj.shift_proj",
+    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, then those of our up_proj
+}
+LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
+
+# Configuration: their field -> ours. Fields that are computed are in `read_config` and `write_config`.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "initializer_range": "initializer_range",
+    "norm_eps": "rms_norm_eps",
+    "use_cache": "use_cache",
+    "pad_token_id": "pad_token_id",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "window_size": "sliding_window",
+    "fgate_type": "forget_gate",
+    "decay_time_min": "decay_time_min",
+    "decay_time_max": "decay_time_max",
+    "qkv_bias": "qkv_bias",
+    "qk_norm": "qk_norm",
+    "qk_norm_share_param_across_head": "qk_norm_shared",
+    "use_output_norm": "output_norm",
+    "use_k_shift": "k_shift",
+    "use_v_shift": "v_shift",
+}
+# Their defaults, the same in all three configuration classes; below, what each of them knows besides.
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "num_hidden_layers": 24,
+    "num_heads": 32,
+    "num_kv_heads": None,
+    "hidden_act": "swish",
+    "initializer_range": 0.02,
+    "norm_eps": 1e-6,
+    "use_cache": True,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How another implementation writes down a model that FoX can compute."""
+
+    title: str
+    model_type: str
+    modules: dict[str, str]
+    defaults: dict[str, object]
+    activations: tuple[str, ...] = ("swish",)
+    constants: dict[str, object] = field(default_factory=dict)  # fields of ours that have no choice there
+    refused: dict[str, str] = field(default_factory=dict)  # fields that must be None, and why
+
+
+OFFICIAL = Layout(
+    title="the authors' implementation",
+    model_type="forgetting_transformer-project_fox",
+    modules=OFFICIAL_MODULES,
+    defaults=DEFAULTS
+    | {
+        "max_position_embeddings": 2048,
+        "use_rope": False,
+        "rope_base": 500000.0,
+        "fgate_type": "full",
+        "fgate_bias_init": False,
+        "decay_time_min": None,
+        "decay_time_max": None,
+        "qk_norm": False,
+        "qk_norm_share_param_across_head": False,
+        "use_k_shift": False,
+        "use_v_shift": False,
+        "use_output_gate": False,
+        "ogate_act": "sigmoid",
+        "use_output_norm": False,
+    },
+    activations=("swish", "sigmoid"),
+    refused={"num_kv_heads": "it has no grouped heads"},
+)
+OFFICIAL_TRANSFORMER = Layout(
+    title="the authors' Transformer",
+    model_type="transformer-project_fox",
+    modules=OFFICIAL_MODULES,
+    defaults=DEFAULTS
+    | {"max_position_embeddings": 2048, "use_rope": True, "rope_base": 500000.0, "window_size": None},
+    constants={"forget_gate": "none"},
+)
+FLA = Layout(
+    title="flash-linear-attention",
+    model_type="forgetting_transformer",
+    modules=FLA_MODULES,
+    defaults=DEFAULTS
+    | {
+        "qk_norm": False,
+        "qkv_bias": False,
+        "use_output_gate": False,
+        "window_size": None,
+        "attnres_block_size": None,
+    },
+    refused={
+        "window_size": "it trains and prefills without the window and decodes with it, so what the weights mean is "
+        "not defined. If they were trained with it, take window_size out of the configuration",
+        "attnres_block_size": "FoX has no attention residuals",
+    },
+)
+LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # the first is the one we write
+
+LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_FIELDS = (  # mean what ours mean
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "rope_parameters",
+)
+# A gate of `from_llama` forgets by a factor e in this many contexts.
+OPEN_GATE_CONTEXTS = 1e5
 
 
 def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCausalLM:
@@ -32,84 +175,297 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
         config_dict: its config.json; fields that it leaves out have the authors' defaults.
 
     Returns:
-        The model in the dtype of `state_dict`, in evaluation mode, with logits equal to the original's.
+        The model in the (widest) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
+        original's.
 
     Raises:
-        ValueError: the configuration cannot be represented, or tensors are missing or unknown (all are listed).
+        ValueError: the configuration cannot be represented, or tensors are missing, unknown or of another shape (all are
+            listed).
     """
-    config = official_config(config_dict)
-    tensors = {}
-    for name, tensor in state_dict.items():
-        for pattern, ours in OFFICIAL_NAMES:
-            name = re.sub(pattern, ours, name)
-        if name.endswith(".mlp.gate_proj.weight"):
-            gate, up = tensor.chunk(2, dim=0)
-            tensors[name], tensors[name.replace("gate_proj", "up_proj")] = gate, up
-        else:
-            tensors[name] = tensor
-    if config.tie_word_embeddings:
-        tensors.setdefault("lm_head.weight", tensors.get("model.embed_tokens.weight"))
+    return build(read_config("official", config_dict), OFFICIAL_MODULES, state_dict)
 
-    config.dtype = next(iter(state_dict.values())).dtype
-    model = FoxForCausalLM(config).to(config.dtype).eval()
-    expected = model.state_dict()
-    problems = [f"missing: {name}" for name in expected.keys() - tensors.keys()]
-    problems += [f"unknown: {name}" for name in tensors.keys() - expected.keys()]
-    problems += [
-        f"shape of {name} is {tuple(tensors[name].shape)}, not {tuple(expected[name].shape)}"
-        for name in expected.keys() & tensors.keys()
-        if expected[name].shape != tensors[name].shape
-    ]
-    if problems:
-        raise ValueError("the checkpoint does not fit its configuration:\n  " + "\n  ".join(sorted(problems)))
-    model.load_state_dict(tensors)
+
+def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCausalLM:
+    """Build a FoX from a ForgettingTransformer of flash-linear-attention (0.6.0); arguments as in `from_official`."""
+    return build(read_config("fla", config_dict), FLA_MODULES, state_dict)
+
+
+def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
+    """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
+
+    Everything is kept: RoPE of any type, grouped heads, biases of Qwen2, QK-norm of Qwen3, a sliding window. New is one
+    forget gate per query head with weight 0 and an open bias, f = exp(-1 / decay_time).
+
+    Args:
+        model: the model, with its language-modelling head. It is copied, not changed.
+        decay_time: tokens in which a gate forgets by a factor e. Default 1e5 * max_position_embeddings: over the whole
+            context an attention logit changes by 1e-5 at most. The logits of the model then change by less than 1e-3
+            in fp32: with four layers and 2048 tokens by 5e-7 with initial weights, and by 1.4e-4 (1e-3) with weights
+            10 (25) times larger, whose logits reach 9 (20). The gradient of a gate is proportional to 1 / decay_time;
+            for gates that learn from the first step, choose about ten contexts and accept a larger difference.
+
+    Returns:
+        The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
+
+    Raises:
+        ValueError: the model is of another family, or has biases on the output projection or in the MLP, a window in
+            some layers only, or a RoPE that FoX cannot keep.
+    """
+    config = read_llama_config(model.config.to_dict(), decay_time)
+    fox = build(config, LLAMA_MODULES, model.state_dict()).to(model.device)
+    fox.generation_config = copy.deepcopy(model.generation_config)
+    return fox
+
+
+def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
+    """The inverse of `from_official`.
+
+    Returns:
+        (state_dict, config_dict) for the authors' implementation. The tensors share memory with the model where they can.
+
+    Raises:
+        ValueError: the model has features that the authors' implementation has not (all are listed).
+    """
+    return take_apart("official", model)
+
+
+def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
+    """The inverse of `from_fla`: (state_dict, config_dict) for flash-linear-attention; as `to_official`."""
+    return take_apart("fla", model)
+
+
+def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
+    """A FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
+    conversion = Conversion.to_fox(config, modules)
+    conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, rows_of(state_dict))
+    dtype = widest(state_dict[name].dtype for name in conversion.inputs)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    tensors = {name: conversion.make(name, rows_of(state_dict)) for name in conversion.outputs}
+    model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is left out
+    model.tie_weights()
     return model
 
 
-def official_config(config_dict: dict) -> FoxConfig:
-    """The FoxConfig that computes what the authors' implementation computes with `config_dict`."""
-    get = config_dict.get
-    model_type = get("model_type", OFFICIAL_MODEL_TYPES[0])
-    if model_type not in OFFICIAL_MODEL_TYPES:
-        raise ValueError(
-            f"model_type is {model_type!r}; an official FoX checkpoint has one of {OFFICIAL_MODEL_TYPES}."
-        )
-    heads = get("num_heads", 32)
-    if get("num_kv_heads") not in (None, heads):
-        raise ValueError(f"num_kv_heads={get('num_kv_heads')}: the authors' implementation has no grouped heads.")
-    hidden_size = get("hidden_size", 2048)
-    intermediate_size = get("intermediate_size")
-    if intermediate_size is None:
-        width = int(hidden_size * (get("hidden_ratio") or 4) * 2 / 3)
-        intermediate_size = -(-width // 256) * 256
-    plain_transformer = model_type == OFFICIAL_MODEL_TYPES[1]
-    use_rope = get("use_rope", plain_transformer)
-    activations = {"swish": "silu", "sigmoid": "sigmoid"}
-    if get("hidden_act", "swish") not in activations:
-        raise ValueError(f"hidden_act={get('hidden_act')!r}: the authors' implementation knows {list(activations)}.")
+def take_apart(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
+    """(state_dict, config_dict) of `model` in the layout `kind`."""
+    config_dict = write_config(kind, model.config)
+    conversion = Conversion.from_fox(model.config, LAYOUTS[kind][0].modules)
+    read = rows_of(model.state_dict())
+    state_dict = {name: conversion.make(name, read) for name in conversion.outputs}
+    if model.config.tie_word_embeddings:
+        state_dict["lm_head.weight"] = state_dict["model.embeddings.weight"]
+    return state_dict, {**config_dict, "torch_dtype": str(model.dtype).removeprefix("torch.")}
+
+
+ReadRows = Callable[[str, int, int], torch.Tensor]
+
+
+def rows_of(tensors: dict[str, torch.Tensor]) -> ReadRows:
+    return lambda name, start, stop: tensors[name][start:stop]
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype that holds all of them without loss."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Which rows of which given tensors make up each wanted tensor.
+
+    Attributes:
+        config: of the FoX at one end.
+        inputs: name and shape of every tensor that must be given.
+        outputs: shape of every tensor that is made, and the pieces (input, first row, end row) that it stacks. No pieces:
+            an open forget gate.
+    """
+
+    config: FoxConfig
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[tuple[int, ...], list[tuple[str, int, int]]]]
+
+    @classmethod
+    def to_fox(cls, config, modules):
+        ours, theirs, places = correspondence(config, modules)
+        pieces = {name: [place] if place else [] for name, place in places.items()}
+        return cls(config, theirs, {name: (shape, pieces[name]) for name, shape in ours.items()})
+
+    @classmethod
+    def from_fox(cls, config, modules):
+        ours, theirs, places = correspondence(config, modules)
+        pieces = {name: [] for name in theirs}
+        for name, (their_name, _, _) in places.items():
+            pieces[their_name].append((name, 0, ours[name][0]))
+        return cls(config, ours, {name: (shape, pieces[name]) for name, shape in theirs.items()})
+
+    def check(self, given: dict[str, tuple[int, ...]], read: ReadRows):
+        """Raise ValueError with all tensors that are missing, unknown or of another shape than the configuration says.
+
+        Args:
+            given: name and shape of every tensor there is.
+            read: reads rows of one; used if there is a head beside tied embeddings, which must then be the same.
+        """
+        # Old Llama checkpoints hold the frequencies of RoPE, which follow from the configuration.
+        given = {name: tuple(shape) for name, shape in given.items() if not name.endswith("rotary_emb.inv_freq")}
+        problems = [f"missing: {name}" for name in self.inputs.keys() - given.keys()]
+        problems += [
+            f"shape of {name} is {given[name]}, not {tuple(shape)}"
+            for name, shape in self.inputs.items()
+            if name in given and given[name] != tuple(shape)
+        ]
+        unknown = given.keys() - self.inputs.keys()
+        if self.config.tie_word_embeddings and "lm_head.weight" in unknown:
+            unknown.remove("lm_head.weight")
+            embeddings = next(name for name in self.inputs if name.startswith("model.embed"))
+            if given["lm_head.weight"] != given.get(embeddings) or not torch.equal(
+                *(read(name, 0, given[name][0]) for name in ("lm_head.weight", embeddings))
+            ):
+                problems.append(f"tie_word_embeddings is true, but lm_head.weight is not equal to {embeddings}")
+        problems += [f"unknown: {name}" for name in unknown]
+        if problems:
+            raise ValueError("the tensors do not fit the configuration:\n  " + "\n  ".join(sorted(problems)))
+
+    def make(self, name: str, read: ReadRows) -> torch.Tensor:
+        """The output `name`, from the inputs that `read` reads."""
+        shape, pieces = self.outputs[name]
+        if not pieces and name.endswith(".weight"):
+            return torch.zeros(shape)
+        if not pieces:
+            return decay_time_bias(*shape, self.config.decay_time_min, self.config.decay_time_max)
+        parts = [read(*piece) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def correspondence(config, modules):
+    """Shapes of our tensors, shapes of theirs, and for each of ours its place (their name, first row, end row) or None."""
+    with torch.device("meta"):
+        ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del ours["lm_head.weight"]
+    for x in ("k", "v"):
+        if getattr(config, f"{x}_shift"):  # the shifted projection is a module of two layers there
+            modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
+    theirs, places = {}, {}
+    for name, (rows, *columns) in ours.items():
+        parts = [modules.get(part, part) for part in name.split(".")]
+        if None in parts:
+            places[name] = None
+            continue
+        their_name = ".".join(parts)
+        if config.forget_gate != "full":  # not a projection then, only a parameter
+            their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
+        first = theirs[their_name][0] if their_name in theirs else 0
+        theirs[their_name] = (first + rows, *columns)
+        places[name] = (their_name, first, first + rows)
+    return ours, theirs, places
+
+
+def read_config(kind: str, config_dict: dict) -> FoxConfig:
+    """The FoxConfig that computes what the implementation `kind` ("official" or "fla") computes with `config_dict`."""
+    layouts = {layout.model_type: layout for layout in LAYOUTS[kind]}
+    model_type = config_dict.get("model_type", LAYOUTS[kind][0].model_type)
+    if model_type not in layouts:
+        raise ValueError(f"model_type is {model_type!r}; a checkpoint of this kind has one of {tuple(layouts)}.")
+    layout = layouts[model_type]
+    given = layout.defaults | {name: value for name, value in config_dict.items() if name in layout.defaults}
+    for name, why in layout.refused.items():
+        if given[name] is not None:
+            raise ValueError(f"{name}={given[name]!r} cannot be converted from or to {layout.title}: {why}.")
+    if given["hidden_act"] not in layout.activations:
+        raise ValueError(f"hidden_act={given['hidden_act']!r}: {layout.title} knows {layout.activations} only.")
+    if given["intermediate_size"] is None:
+        width = int(given["hidden_size"] * (given["hidden_ratio"] or 4) * 2 / 3)
+        given["intermediate_size"] = -(-width // 256) * 256
+    fields = {ours: given[theirs] for theirs, ours in FIELDS.items() if theirs in given}
+    if given.get("max_position_embeddings"):
+        fields["max_position_embeddings"] = given["max_position_embeddings"]
     return FoxConfig(
-        vocab_size=get("vocab_size", 32000),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=get("num_hidden_layers", 24),
-        num_attention_heads=heads,
-        hidden_act=activations[get("hidden_act", "swish")],
-        max_position_embeddings=get("max_position_embeddings", 2048) or 16384,
-        initializer_range=get("initializer_range", 0.02),
-        rms_norm_eps=get("norm_eps", 1e-6),
-        use_cache=get("use_cache", True),
-        tie_word_embeddings=get("tie_word_embeddings", False),
-        pad_token_id=get("pad_token_id"),
-        bos_token_id=get("bos_token_id", 1),
-        eos_token_id=get("eos_token_id", 2),
-        forget_gate="none" if plain_transformer else get("fgate_type", "full"),
-        decay_time_min=get("decay_time_min"),
-        decay_time_max=get("decay_time_max"),
-        rope_parameters={"rope_type": "default", "rope_theta": get("rope_base", 500000.0)} if use_rope else None,
-        qk_norm=get("qk_norm", False),
-        qk_norm_shared=get("qk_norm_share_param_across_head", False),
-        output_gate=get("ogate_act", "sigmoid") if get("use_output_gate", False) else None,
-        output_norm=get("use_output_norm", False),
-        k_shift=get("use_k_shift", False),
-        v_shift=get("use_v_shift", False),
+        **fields,
+        **layout.constants,
+        intermediate_size=given["intermediate_size"],
+        hidden_act={"swish": "silu"}.get(given["hidden_act"], given["hidden_act"]),
+        rope_parameters={"rope_type": "default", "rope_theta": given["rope_base"]} if given.get("use_rope") else None,
+        output_gate=given.get("ogate_act", "sigmoid") if given.get("use_output_gate") else None,
+    )
+
+
+def write_config(kind: str, config: FoxConfig) -> dict:
+    """The inverse of `read_config`; ValueError with every field that would not survive the way there and back."""
+    layout = LAYOUTS[kind][0]
+    rope = config.rope_parameters or {}
+    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()} | {
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": {"silu": "swish"}.get(config.hidden_act, config.hidden_act),
+        "use_rope": bool(rope),
+        "use_output_gate": config.output_gate is not None,
+    }
+    if config.num_key_value_heads == config.num_attention_heads:
+        values["num_kv_heads"] = None
+    if rope:
+        values["rope_base"] = rope["rope_theta"]
+    if config.output_gate is not None:
+        values["ogate_act"] = config.output_gate
+    if config.forget_gate in ("bias_only", "fixed"):
+        values["fgate_bias_init"] = config.decay_time_min is not None
+    else:
+        values["decay_time_min"] = values["decay_time_max"] = None
+    config_dict = {name: values.get(name, default) for name, default in layout.defaults.items()}
+
+    back = read_config(kind, config_dict)
+    # What an initial value or a default follows from, but no logit depends on.
+    free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "layer_types", "format_version"}
+    if not config.qk_norm:
+        free |= {"qk_norm_shared", "qk_norm_eps"}
+    lost = [
+        f"{name}={getattr(config, name)!r} (it has {getattr(back, name)!r})"
+        for name in FoxConfig.__annotations__
+        if name not in free and getattr(config, name) != getattr(back, name)
+    ]
+    if lost:
+        raise ValueError(f"this FoX cannot be written for {layout.title}: " + ", ".join(lost) + ".")
+    return {"model_type": layout.model_type, "architectures": ["ForgettingTransformerForCausalLM"], **config_dict}
+
+
+def read_llama_config(config_dict: dict, decay_time: float | None = None) -> FoxConfig:
+    """The FoxConfig that computes what a model of the Llama family with `config_dict` computes, its gates open."""
+    model_type = config_dict.get("model_type")
+    if model_type not in LLAMA_FAMILY:
+        raise ValueError(f"model_type is {model_type!r}; what can become a FoX is one of {LLAMA_FAMILY}.")
+    if config_dict.get("quantization_config"):
+        raise ValueError("the model is quantized; convert the original weights and quantize the FoX.")
+    config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config_dict))
+    problems = []
+    if getattr(config, "attention_bias", False):
+        problems.append("attention_bias=True puts a bias on the output projection")
+    if getattr(config, "mlp_bias", False):
+        problems.append("mlp_bias=True")
+    rope = config.rope_parameters
+    per_layer = any(isinstance(value, dict) for value in rope.values())
+    if per_layer or rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
+        problems.append(f"rope_parameters={rope} is not one known RoPE for all layers")
+    window = getattr(config, "sliding_window", None) if model_type != "llama" else None
+    if model_type in ("qwen2", "qwen3"):
+        windowed = {layer_type == "sliding_attention" for layer_type in config.layer_types}
+        if len(windowed) > 1:
+            problems.append("only some layers have a sliding window")
+        window = window if windowed == {True} else None
+    if problems:
+        raise ValueError(f"this {model_type} model cannot become a FoX: {'; '.join(problems)}.")
+    if decay_time is None:
+        decay_time = OPEN_GATE_CONTEXTS * config.max_position_embeddings
+    elif not 0 < decay_time < float("inf"):
+        raise ValueError(f"decay_time={decay_time}; it must be a positive number of tokens.")
+    return FoxConfig(
+        **{name: getattr(config, name) for name in LLAMA_FIELDS},
+        head_dim=getattr(config, "head_dim", None),
+        attention_dropout=config.attention_dropout or 0.0,
+        decay_time_min=decay_time,
+        decay_time_max=decay_time,
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        qk_norm_shared=model_type == "qwen3",
+        qk_norm_eps=config.rms_norm_eps,
+        sliding_window=window,
     )

@@ -1,0 +1,258 @@
+"""Conversion of checkpoint folders: same as in memory, in little memory, and all or nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hf_longctx.fox as fox
+from hf_longctx.fox import convert_folder, convert_folder_fox
+
+
+TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "generation_config.json")
+
+
+def make(config):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def save(folder, state_dict, config_dict, shards):
+    """A checkpoint folder with the tensors dealt out to `shards` files, companions included."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_dict))
+    if config_dict.get("tie_word_embeddings"):
+        state_dict = {name: x for name, x in state_dict.items() if name != "lm_head.weight"}
+    if shards == 1:
+        save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(state_dict)}
+        for file in set(weight_map.values()):
+            save_file({name: x for name, x in state_dict.items() if weight_map[name] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for name in COMPANIONS:
+        (folder / name).write_text(json.dumps({"eos_token_id": 7}))
+    (folder / "training_args.bin").write_bytes(b"stays")
+    return folder
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """For every format: a sharded checkpoint, and what the converter in memory makes of it."""
+    official = fox.to_official(make(fox.FoxConfig.pro(**TINY)))
+    fla = fox.to_fla(make(fox.FoxConfig(**TINY, tie_word_embeddings=True, num_key_value_heads=2, qkv_bias=True)))
+    llama = make(transformers.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8, max_position_embeddings=64))
+    return {
+        "official": (save(tmp_path / "official", *official, shards=3), fox.from_official(*official)),
+        "fla": (save(tmp_path / "fla", *fla, shards=2), fox.from_fla(*fla)),
+        "llama": (
+            save(tmp_path / "llama", llama.state_dict(), {**llama.config.to_dict(), "dtype": "float32"}, shards=1),
+            fox.from_llama(llama),
+        ),
+    }
+
+
+def tensors_in(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", ["official", "fla", "llama"])
+def test_a_folder_is_what_save_pretrained_writes_of_the_converted_model(kind, sources, tmp_path):
+    source, model = sources[kind]
+    target, saved = tmp_path / "new" / "target", tmp_path / "saved"
+    convert_folder(source, target, kind)
+    model.save_pretrained(saved)
+    assert json.loads((target / "config.json").read_text()) == json.loads((saved / "config.json").read_text())
+    expected = {path.name for path in saved.iterdir() if ".safetensors" not in path.name} | set(COMPANIONS)
+    assert {path.name for path in target.iterdir() if ".safetensors" not in path.name} == expected
+    assert json.loads((target / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    assert loaded.generation_config.eos_token_id == 7
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert tensors_in(target).keys() == tensors_in(saved).keys()
+    # A single file stays one, and no file outgrows the source's.
+    largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
+    if kind == "llama":
+        assert (target / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    else:
+        assert max(path.stat().st_size for path in target.glob("*.safetensors")) < 1.1 * largest + 2000
+
+
+@pytest.mark.parametrize("kind", ["official", "fla"])
+def test_there_and_back_gives_the_same_tensors(kind, sources, tmp_path):
+    source, _ = sources[kind]
+    convert_folder(source, tmp_path / "fox", kind)
+    convert_folder(tmp_path / "fox", tmp_path / "back", destination_format=kind)
+    before, after = tensors_in(source), tensors_in(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text())
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_weights_keep_their_dtype(dtype, tmp_path):
+    state_dict, config_dict = fox.to_official(make(fox.FoxConfig.pro(**TINY)))
+    mixed = {name: x.to(dtype) if x.ndim == 2 else x for name, x in state_dict.items()}
+    del config_dict["torch_dtype"]
+    source = save(tmp_path / "source", mixed, config_dict, shards=2)
+    convert_folder(source, tmp_path / "target", "official")
+    convert_folder(tmp_path / "target", tmp_path / "back", "fox", "official")
+    for name, tensor in tensors_in(tmp_path / "back").items():
+        assert tensor.dtype == mixed[name].dtype and torch.equal(tensor, mixed[name]), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert loaded.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def truncate(folder):
+    file = folder / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def garble(folder):
+    (folder / "model-1.safetensors").write_bytes(b"\xff" * 500)
+
+
+def lose(folder):
+    (folder / "model-1.safetensors").unlink()
+
+
+def repeat(folder):
+    shutil.copy(folder / "model-1.safetensors", folder / "model-2.safetensors")
+
+
+def pickle(folder):
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def shrink(folder):
+    tensors = load_file(folder / "model-1.safetensors")
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: tensors[name][:-1].clone(), "extra": torch.ones(())}, folder / "model-1.safetensors")
+
+
+def quantize(folder):
+    tensors = load_file(folder / "model-1.safetensors")
+    save_file({name: x.to(torch.float8_e4m3fn) for name, x in tensors.items()}, folder / "model-1.safetensors")
+
+
+DAMAGE = {
+    "truncated": (truncate, r"model-1.safetensors is not a sound safetensors file .*truncated"),
+    "garbled": (garble, r"model-1.safetensors is not a sound safetensors file"),
+    "a shard is missing": (lose, r"lacks model-1.safetensors"),
+    "a tensor twice": (repeat, r" is in model-1.safetensors and in model-2.safetensors"),
+    "pickled": (pickle, r"lacks model.safetensors.* It has pytorch_model.bin: load and save"),
+    "wrong tensors": (shrink, r"(?s)shape of .*unknown: extra"),
+    "another dtype": (quantize, r"weights of torch.float8_e4m3fn"),
+    "configuration": (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), r"not a checkpoint folder.*hf download"),
+    "index": (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), r"index.json holds list"),
+    "empty index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "lacks weights"),
+}
+
+
+@pytest.mark.parametrize("damage, message", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named_and_nothing_is_written(damage, message, sources, tmp_path):
+    source, _ = sources["official"]
+    damage(source)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        convert_folder(source, tmp_path / "target", "official")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupted_conversion_leaves_nothing(sources, tmp_path, monkeypatch):
+    source, _ = sources["official"]
+    written = []
+
+    def full_disk(file, *args, write=convert_folder_fox.write_safetensors):
+        if written:
+            raise OSError(28, "No space left on device")
+        write(file, *args)
+        written.append(file)
+
+    monkeypatch.setattr(convert_folder_fox, "write_safetensors", full_disk)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match="No space left"):
+        convert_folder(source, tmp_path / "target", "official")
+    assert written and sorted(tmp_path.rglob("*")) == before
+
+
+REFUSED = {
+    "the wrong format": (("llama",), r"model_type is 'forgetting_transformer-project_fox'; what can become a FoX"),
+    "not a FoX": (("fox", "fla"), r"not 'fox'; what is the source's format"),
+    "no conversion": (("official", "fla"), r"cannot convert from 'official' to 'fla'"),
+    "back to a Llama": (("fox", "llama"), r"cannot convert from 'fox' to 'llama'"),
+    "gates that are there": (("official", "fox", 100.0), r"decay_time=100.0 opens the gates of a model without gates"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_is_refused(arguments, message, sources, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        convert_folder(sources["official"][0], tmp_path / "target", *arguments)
+    assert not (tmp_path / "target").exists()
+
+
+def test_nothing_is_overwritten(sources, tmp_path):
+    source, _ = sources["fla"]
+    (tmp_path / "empty").mkdir()
+    convert_folder(source, tmp_path / "empty", "fla")
+    kept = (tmp_path / "empty" / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="not an empty folder"):
+        convert_folder(source, tmp_path / "empty", "fla")
+    assert (tmp_path / "empty" / "config.json").read_bytes() == kept
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from hf_longctx.fox import convert_folder
+
+def memory(field):
+    (line,) = (x for x in open("/proc/self/status") if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+folder = Path(sys.argv[1])
+convert_folder(folder / "small", folder / "warm", "official")  # imports what is imported late
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = memory("VmRSS")
+convert_folder(folder / "large", folder / "fox", "official")
+convert_folder(folder / "fox", folder / "back", "fox", "official")
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the memory peak that Linux reports")
+def test_memory_stays_below_one_shard(tmp_path):
+    for name, width, layers, shards in (("small", 64, 1, 1), ("large", 512, 9, 3)):
+        config = fox.FoxConfig.pro(
+            vocab_size=4000, hidden_size=width, num_hidden_layers=layers, num_attention_heads=8, intermediate_size=1536
+        )
+        save(tmp_path / name, *fox.to_official(make(config)), shards)
+    run = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    shards = [path.stat().st_size for path in (tmp_path / "large").glob("*.safetensors")]
+    assert len(shards) == 3 and min(shards) > 30e6
+    with safe_open(next((tmp_path / "back").glob("*-00001-*.safetensors")), "pt") as tensors:
+        assert "model.layers.0.attn.ogate_proj.weight" in tensors.keys()  # noqa: SIM118 (a file, not a dictionary)
+    assert int(run.stdout) < 1.3 * max(shards)

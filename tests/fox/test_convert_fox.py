@@ -1,0 +1,299 @@
+"""Converters in memory: exact round trips, the Llama family with open gates, and refusals."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from golden_fox import load_cases, weights
+
+import hf_longctx.fox as fox
+from hf_longctx.fox.convert_fox import read_llama_config
+
+
+TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def make(config, dtype=torch.float32):
+    """A model whose every parameter is far from its initial value."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(ids, use_cache=False).logits
+
+
+def same_tensors(a, b):
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+
+
+@pytest.mark.parametrize(
+    "folder, read, write",
+    [("fox", fox.from_official, fox.to_official), ("fox_fla", fox.from_fla, fox.to_fla)],
+    ids=["official", "fla"],
+)
+def test_there_and_back_gives_every_golden_checkpoint_again(golden, folder, read, write):
+    count = 0
+    for kind in ("forward", "decode", "generate"):
+        for case, t in load_cases(golden / folder, kind):
+            model = read(weights(t), case["config"])
+            state_dict, config_dict = write(model)
+            same_tensors(state_dict, weights(t))
+            for name, value in case["config"].items():
+                # None stands for a default, which we spell out; the ratio gives the size of the MLP, which we give
+                if name in config_dict and value is not None and name != "hidden_ratio":
+                    assert config_dict[name] == value, (case["name"], name)
+            again = read(state_dict, config_dict)
+            assert again.config.to_dict() == model.config.to_dict()
+            same_tensors(again.state_dict(), model.state_dict())
+            count += 1
+    assert count >= 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        fox.FoxConfig(**TINY, rope_parameters=ROPE, tie_word_embeddings=True, decay_time_min=2, decay_time_max=9),
+        fox.FoxConfig.pro(**TINY, rope_parameters=ROPE, qk_norm_shared=True, output_gate="silu", pad_token_id=3),
+        fox.FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64, hidden_act="sigmoid"),
+        fox.FoxConfig(**TINY, forget_gate="none", rope_parameters=ROPE, v_shift=True),
+    ],
+    ids=["llama", "pro", "fixed", "no gate"],
+)
+def test_fox_to_official_and_back(config, dtype):
+    model = make(config, dtype)
+    again = fox.from_official(*fox.to_official(model))
+    ids = torch.arange(40)[None]
+    assert again.dtype == dtype and not again.training
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+OFFICIAL_CANNOT = {
+    "grouped heads": (dict(num_key_value_heads=2), "num_kv_heads=2.*no grouped heads"),
+    "biases and another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act='gelu'.*knows"),
+    "biases": (dict(qkv_bias=True), "qkv_bias=True"),
+    "a wide head": (dict(head_dim=16), "head_dim=16"),
+    "a window": (dict(sliding_window=8), "sliding_window=8"),
+    "scaled RoPE": (dict(rope_parameters={**ROPE, "rope_type": "linear", "factor": 2.0}), "rope_parameters=.*linear"),
+    "another epsilon": (dict(qk_norm=True, qk_norm_eps=1e-6), "qk_norm_eps=1e-06 .it has 1e-05"),
+}
+FLA_CANNOT = {
+    "RoPE": (dict(rope_parameters=ROPE), "rope_parameters="),
+    "shifts and output norm": (
+        dict(k_shift=True, v_shift=True, output_norm=True),
+        "output_norm=True.*k_shift=True.*v_shift=True",
+    ),
+    "a silu gate": (dict(output_gate="silu"), "output_gate='silu'"),
+    "no gate": (dict(forget_gate="none"), "forget_gate='none'"),
+    "shared QK-norm": (dict(qk_norm=True, qk_norm_shared=True), "qk_norm_shared=True"),
+    "a window": (dict(sliding_window=8), "window_size=8.*decodes with it"),
+    "a gate per key head": (dict(num_key_value_heads=2, forget_gate_per_kv_head=True), "forget_gate_per_kv_head=True"),
+}
+
+
+@pytest.mark.parametrize("changes, message", OFFICIAL_CANNOT.values(), ids=OFFICIAL_CANNOT)
+def test_what_the_authors_cannot_represent_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fox.to_official(fox.FoxForCausalLM(fox.FoxConfig(**TINY, **changes)))
+
+
+@pytest.mark.parametrize("changes, message", FLA_CANNOT.values(), ids=FLA_CANNOT)
+def test_what_fla_cannot_represent_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fox.to_fla(fox.FoxForCausalLM(fox.FoxConfig(**TINY, **changes)))
+
+
+def test_the_authors_plain_transformer():
+    """Its configuration knows a window, grouped heads and RoPE by default, and its class ignores QK-norm."""
+    own = dict(num_key_value_heads=2, rope_parameters=ROPE, forget_gate="none")
+    model = make(fox.FoxConfig(**TINY, sliding_window=8, **own))
+    state_dict, _ = fox.to_fla(make(fox.FoxConfig(**TINY, num_key_value_heads=2)))
+    state_dict = {name: tensor for name, tensor in state_dict.items() if "f_proj" not in name}
+    for layer in (f"model.layers.{i}.mlp" for i in range(2)):
+        gate, up = (state_dict.pop(f"{layer}.{x}_proj.weight") for x in ("gate", "up"))
+        state_dict[f"{layer}.gate_proj.weight"] = torch.cat([gate, up])
+    config_dict = dict(model_type="transformer-project_fox", vocab_size=61, hidden_size=32, intermediate_size=40)
+    config_dict |= dict(num_hidden_layers=2, num_heads=4, num_kv_heads=2, rope_base=10000.0, window_size=8)
+    read = fox.from_official(state_dict, {**config_dict, "qk_norm": True, "fgate_type": "full"})
+    model.load_state_dict(read.state_dict())
+    assert read.config.to_dict().items() >= dict(sliding_window=8, **own).items()
+    ids = torch.arange(40)[None]
+    assert torch.equal(logits(read, ids), logits(model, ids))
+
+
+def official():
+    return fox.to_official(make(fox.FoxConfig.pro(**TINY)))
+
+
+def test_every_tensor_is_accounted_for():
+    state_dict, config_dict = official()
+    del state_dict["model.norm.weight"], state_dict["model.layers.1.attn.k_proj.shift_proj.weight"]
+    state_dict["model.layers.2.attn_norm.weight"] = torch.ones(32)
+    state_dict["lm_head.weight"] = torch.ones(60, 32)
+    with pytest.raises(ValueError) as error:
+        fox.from_official(state_dict, config_dict)
+    assert str(error.value).splitlines()[1:] == [
+        "  missing: model.layers.1.attn.k_proj.shift_proj.weight",
+        "  missing: model.norm.weight",
+        "  shape of lm_head.weight is (60, 32), not (61, 32)",
+        "  unknown: model.layers.2.attn_norm.weight",
+    ]
+
+
+def test_a_tied_head_may_be_absent_or_equal_but_not_different():
+    model = make(fox.FoxConfig(**TINY, tie_word_embeddings=True))
+    state_dict, config_dict = fox.to_fla(model)
+    head = state_dict.pop("lm_head.weight")
+    ids = torch.arange(9)[None]
+    read = fox.from_fla(state_dict, config_dict)
+    assert read.lm_head.weight is read.model.embed_tokens.weight
+    assert torch.equal(logits(read, ids), logits(model, ids))
+    for wrong in (head + 1, head[:-1]):
+        with pytest.raises(ValueError, match=r"configuration:\n  tie_.* lm_head.weight is not equal to model.embed"):
+            fox.from_fla({**state_dict, "lm_head.weight": wrong}, config_dict)
+
+
+def test_mixed_dtypes_lose_nothing():
+    state_dict, config_dict = official()
+    half = {name: x.bfloat16() if x.ndim == 2 else x for name, x in state_dict.items()}
+    model = fox.from_official(half, config_dict)
+    assert model.dtype == torch.float32
+    same_tensors(fox.to_official(model)[0], {name: x.float() for name, x in half.items()})
+
+
+BAD_CONFIGS = {
+    "another model": ("official", dict(model_type="llama"), "model_type is 'llama'"),
+    "grouped heads": ("official", dict(num_kv_heads=2), "no grouped heads"),
+    "activation": ("official", dict(hidden_act="silu"), "hidden_act='silu'"),
+    "FLA activation": ("fla", dict(hidden_act="powlu"), "hidden_act='powlu'"),
+    "FLA window": ("fla", dict(window_size=64), "window_size=64.*take window_size out"),
+    "FLA residuals": ("fla", dict(attnres_block_size=4), "no attention residuals"),
+}
+
+
+@pytest.mark.parametrize("kind, changes, message", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+def test_bad_configurations(kind, changes, message):
+    read = {"official": fox.from_official, "fla": fox.from_fla}[kind]
+    with pytest.raises(ValueError, match=message):
+        read({}, changes)
+
+
+LLAMA = dict(TINY, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2)
+SCALED = {
+    "linear": dict(factor=2.0),
+    "dynamic": dict(factor=2.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=16),
+    "llama3": dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+    "longrope": dict(short_factor=[1.1] * 4, long_factor=[3.0] * 4, factor=4.0, original_max_position_embeddings=16),
+}
+FAMILY = {
+    "llama": transformers.LlamaConfig(**LLAMA),
+    "llama, tied, wide heads": transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True, head_dim=16),
+    "mistral": transformers.MistralConfig(**LLAMA, sliding_window=None),
+    "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=9),
+    "qwen2": transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "qwen2 with a window": transformers.Qwen2Config(
+        **LLAMA, use_sliding_window=True, sliding_window=9, max_window_layers=0
+    ),
+    "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=16, rms_norm_eps=1e-3),
+    **{
+        f"{rope_type} RoPE": transformers.LlamaConfig(
+            **LLAMA, rope_parameters={"rope_type": rope_type, "rope_theta": 500.0, **options}
+        )
+        for rope_type, options in SCALED.items()
+    },
+}
+
+
+@pytest.mark.parametrize("config", FAMILY.values(), ids=FAMILY)
+def test_a_llama_becomes_a_fox_that_says_the_same(config):
+    model = make(copy.deepcopy(config))
+    for length in (64, 96):  # within the context, and beyond it, where dynamic RoPE changes
+        ids = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(1))
+        expected = logits(model, ids)
+        assert (logits(fox.from_llama(model), ids) - expected).abs().max() <= 1e-3
+        closest = fox.from_llama(model, decay_time=1e15)
+        torch.testing.assert_close(logits(closest, ids), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_the_opened_gates_can_be_trained_and_the_original_is_untouched():
+    model = make(transformers.LlamaConfig(**LLAMA))
+    model.generation_config.temperature, model.generation_config.do_sample = 0.7, True
+    before = copy.deepcopy(model.state_dict())
+    converted = fox.from_llama(model, decay_time=640.0)
+    gate = converted.model.layers[0].self_attn.f_proj
+    torch.testing.assert_close(torch.sigmoid(gate.bias), torch.full((4,), -1 / 640.0).exp())
+    assert converted.generation_config.temperature == 0.7
+    ids = torch.arange(40)[None]
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
+    converted(ids, labels=ids).loss.backward()
+    for name, parameter in converted.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+    optimizer.step()
+    same_tensors(dict(model.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_half_precision_llama_stays_in_its_dtype(dtype):
+    model = make(transformers.LlamaConfig(**LLAMA), dtype)
+    converted = fox.from_llama(model)
+    ids = torch.arange(40)[None]
+    assert converted.dtype == dtype and converted.model.rotary_emb.inv_freq.dtype == torch.float32
+    error = (logits(converted, ids) - logits(model, ids)).abs().max() / logits(model, ids).abs().max()
+    assert error < 4 * torch.finfo(dtype).eps
+
+
+def test_frequencies_in_an_old_checkpoint_are_not_parameters():
+    model = make(transformers.LlamaConfig(**LLAMA))
+    old = {**model.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    model.state_dict = lambda: old
+    fox.from_llama(model)
+
+
+QWEN = {**LLAMA, "model_type": "qwen3"}
+CANNOT = {
+    "biases": (transformers.LlamaConfig(**LLAMA, attention_bias=True).to_dict(), "bias on the output projection"),
+    "biases everywhere": (
+        transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True).to_dict(),
+        "output projection; mlp_bias=True",
+    ),
+    "qwen3 with biases": ({**QWEN, "attention_bias": True}, "bias on the output projection"),
+    "window in some layers": (
+        {**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "only some layers",
+    ),
+    "unknown RoPE": (
+        {**LLAMA, "model_type": "llama", "rope_scaling": {"type": "spiral", "factor": 2.0}},
+        "spiral.* not one known RoPE",
+    ),
+    "RoPE per layer": (
+        {**QWEN, "rope_parameters": {"full_attention": ROPE}},
+        "not one known RoPE for all layers",
+    ),
+    "another family": (transformers.GemmaConfig().to_dict(), "model_type is 'gemma'; what can become a FoX is one of"),
+    "quantized": ({**LLAMA, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+}
+
+
+@pytest.mark.parametrize("config_dict, message", CANNOT.values(), ids=CANNOT)
+def test_what_cannot_be_kept_of_a_llama_is_refused(config_dict, message):
+    with pytest.raises(ValueError, match=message):
+        read_llama_config(config_dict)
+
+
+def test_a_llama_with_biases_is_refused():
+    model = make(transformers.LlamaConfig(**LLAMA, attention_bias=True))
+    with pytest.raises(ValueError, match="this llama model cannot become a FoX: attention_bias=True"):
+        fox.from_llama(model)
+    with pytest.raises(ValueError, match="positive number of tokens"):
+        fox.from_llama(make(transformers.LlamaConfig(**LLAMA)), decay_time=0)
