@@ -1,4 +1,4 @@
-"""The command line: hf-longctx curve | rope | generate | train-demo."""
+"""The command line: hf-longctx curve | rope | generate | train-demo | convert."""
 
 import argparse
 import inspect
@@ -95,6 +95,19 @@ def train_demo(args):
     text = stdlib_text("train") if args.text is None else load_text(args.text)
     train_demo_model(text, args.output, steps=args.steps, context=args.context, seed=args.seed)
     print(f"wrote the model and its training log to {args.output}")
+
+
+def convert(args):
+    """Convert a checkpoint folder to FoX, or a FoX folder back.
+
+    official: the authors' implementation. fla: flash-linear-attention. llama: a Llama, Mistral, Qwen2 or Qwen3, which
+    gets open forget gates and can then be fine-tuned. Weights pass through memory one tensor at a time. DST appears
+    when it is complete.
+    """
+    from .fox import convert_folder
+
+    convert_folder(args.source, args.destination, args.source_format, args.destination_format, args.decay_time)
+    print(f"wrote {args.destination}")
 
 
 def _load(args):
@@ -194,6 +207,23 @@ def parser():
         "--context", type=int, default=768, metavar="TOKENS", help="training context (default: %(default)s)"
     )
     p.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+
+    p = command(convert, "convert")
+    p.add_argument("source", metavar="SRC", help="folder with config.json and safetensors files")
+    p.add_argument("destination", metavar="DST", help="folder to make")
+    direction = p.add_mutually_exclusive_group(required=True)
+    direction.add_argument(
+        "--from", dest="source_format", default="fox", choices=("official", "fla", "llama"), help="make a FoX of this"
+    )
+    direction.add_argument(
+        "--to", dest="destination_format", default="fox", choices=("official", "fla"), help="make this of a FoX"
+    )
+    p.add_argument(
+        "--decay-time",
+        type=float,
+        metavar="TOKENS",
+        help="llama: how soon the new gates forget by a factor e (default: 1e5 contexts, hardly ever)",
+    )
     return top
 
 

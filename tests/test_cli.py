@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import cli
 from hf_longctx.corpus import load_text, stdlib_text
@@ -54,6 +54,25 @@ def test_generate_continues_the_prompt(folder, capsys):
     assert capsys.readouterr().out.startswith("The import statement")
 
 
+def test_convert_there_and_back_and_from_a_llama(folder, tmp_path, capsys):
+    theirs, ours = tmp_path / "official", tmp_path / "fox"
+    assert cli.main(["convert", str(folder), str(theirs), "--to", "official"]) == 0
+    assert json.loads((theirs / "config.json").read_text())["model_type"] == "forgetting_transformer-project_fox"
+    assert cli.main(["convert", str(theirs), str(ours), "--from", "official"]) == 0
+    capsys.readouterr()
+    said = []
+    for model in (folder, ours):
+        assert cli.main(["generate", str(model), "The import statement", "--max-new-tokens", "3"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    llama.save_pretrained(tmp_path / "llama")
+    options = ["--from", "llama", "--decay-time", "4096"]
+    assert cli.main(["convert", str(tmp_path / "llama"), str(tmp_path / "opened"), *options]) == 0
+    assert json.loads((tmp_path / "opened" / "config.json").read_text())["decay_time_max"] == 4096.0
+
+
 def test_a_short_corpus_is_named_with_its_longest_length(folder, tmp_path, capsys):
     text = tmp_path / "short.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
@@ -85,8 +104,22 @@ def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
         (["rope", "{folder}"], "RoPE"),
         (["curve", "{folder}", "--text", "{tmp}"], r"no \*.txt file"),
         (["curve", "{folder}", "--text", "{tmp}/nowhere.txt"], "nowhere.txt is no file or folder"),
+        (
+            ["convert", "{folder}", "{tmp}/fla", "--to", "fla"],
+            r"cannot be written for flash-linear-attention: .*k_shift",
+        ),
+        (["convert", "{bare}", "{tmp}/new", "--to", "official"], r"lacks model\.safetensors"),
     ],
-    ids=["no model", "no weights", "empty prompt", "no RoPE", "folder without texts", "no such text"],
+    ids=[
+        "no model",
+        "no weights",
+        "empty prompt",
+        "no RoPE",
+        "folder without texts",
+        "no such text",
+        "not representable",
+        "no weights to convert",
+    ],
 )
 def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, capsys, arguments, message):
     bare = tmp_path_factory.mktemp("without weights")
@@ -100,7 +133,7 @@ def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, cap
 
 
 def test_help_reads_well(capsys):
-    for command in ([], ["curve"], ["rope"], ["generate"], ["train-demo"]):
+    for command in ([], ["curve"], ["rope"], ["generate"], ["train-demo"], ["convert"]):
         with pytest.raises(SystemExit) as stop:
             cli.main([*command, "--help"])
         assert stop.value.code == 0
