@@ -59,7 +59,7 @@ class Backbone:
         """Token embeddings as the backbone's first layer receives them, (B, T) -> (B, T, d)."""
         return self.model.get_input_embeddings()(ids)
 
-    def run(self, embeds, mask, keep, kv_cache=None):
+    def run(self, embeds, mask, keep, kv_cache=None, skip_padding=False):
         """One pass.
 
         Args:
@@ -67,6 +67,7 @@ class Backbone:
             mask: (B, cached + T), bool, False is padding; or None when nothing is.
             keep: positions among the T whose logits are wanted, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
+            skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
 
         Returns:
             logits (B, n, V) or None, last hidden state (B, T, d).
@@ -74,6 +75,9 @@ class Backbone:
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
         if mask is not None:
             inputs["attention_mask"] = mask.long()
+            if skip_padding and "position_ids" in self.forward_arguments:
+                positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+                inputs["position_ids"] = positions[:, -embeds.shape[1] :]
         if kv_cache is not None:
             inputs["past_key_values"] = kv_cache
         if keep is None:

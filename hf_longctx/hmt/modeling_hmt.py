@@ -27,9 +27,9 @@ one pass of the backbone, one position longer, and the same order serves generat
 key/value cache, and `own` too when the j-th token is there. Segments 0 and 1 have nothing to choose from and no
 summary is needed before segment 1.
 
-Padding: in the causal mode a segment without any real token leaves no memory in that row, and padding among the
-sensory tokens is masked, so rows of a left-padded batch see nothing of their padding but its positions. The paper mode
-keeps the memories of padding and shows padded sensory tokens, as the official code does.
+Padding: in the causal mode a segment without any real token leaves no memory in that row, padding among the sensory
+tokens is masked, and positions count real tokens only, so a row padded on the left by whole segments is read as if it
+stood alone. The paper mode keeps the memories of padding and shows padded sensory tokens, as the official code does.
 """
 
 from contextlib import nullcontext
@@ -283,7 +283,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             (self.calls.embed(ids[:, :cut]), mask[:, :cut]),
         ]
         if middle:
-            parts += [(state.own, visible), (self.calls.embed(ids[:, cut:]), mask[:, cut:])]
+            remembers = state.valid.any(1, keepdim=True)  # a row that has been all padding reads on without it
+            parts += [(state.own, remembers), (self.calls.embed(ids[:, cut:]), mask[:, cut:])]
         if close:
             parts += [(closing, visible.expand(-1, c.memory_tokens))]
         embeds = torch.cat([x.to(parts[2][0]) for x, _ in parts], 1)
@@ -346,9 +347,10 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     def _run(self, embeds, mask, keep, kv_cache=None):
         """`Backbone.run`, recomputed in the backward pass where checkpointing is on."""
+        skip_padding = self.config.recall_mode == "causal"
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return self._gradient_checkpointing_func(self.calls.run, embeds, mask, keep)
-        return self.calls.run(embeds, mask, keep, kv_cache)
+            return self._gradient_checkpointing_func(self.calls.run, embeds, mask, keep, None, skip_padding)
+        return self.calls.run(embeds, mask, keep, kv_cache, skip_padding)
 
     def _kv_cache(self, state, close):
         """Cache of the open segment and the positions in it, or a new one if the segment stays open, or (None, 0).
