@@ -35,9 +35,7 @@ class Backbone:
         name = type(model).__name__
         self.forward_arguments = inspect.signature(model.forward).parameters
         if "inputs_embeds" not in self.forward_arguments:
-            raise ValueError(
-                f"{name}.forward does not take inputs_embeds; HMT puts memory embeddings among the tokens'."
-            )
+            raise ValueError(f"{name}.forward takes no inputs_embeds; HMT puts memory embeddings among the tokens'.")
         try:
             embedding = model.get_input_embeddings()
         except NotImplementedError:

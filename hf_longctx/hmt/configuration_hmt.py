@@ -105,7 +105,7 @@ class HMTConfig(PreTrainedConfig):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         positions = getattr(self.backbone_config, "max_position_embeddings", None)
-        if positions is not None and positions < self.positions_per_segment:
+        if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. "

@@ -557,18 +557,19 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
         """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers."""
+        path, found = pretrained_model_name_or_path, config
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {name: kwargs[name] for name in hub_names if name in kwargs}
-        path = pretrained_model_name_or_path
-        found, model_kwargs = config, kwargs
+        settings = {k: v for k, v in kwargs.items() if k in HMTConfig.__dataclass_fields__ and k != "dtype"}
         if config is None:
-            found, model_kwargs = HMTConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+            found = HMTConfig.from_pretrained(path, **hub, **settings)
         if found.backbone_in_checkpoint:
             return super().from_pretrained(path, *args, config=config, **kwargs)
-        backbone_hub = {name: hub[name] for name in hub_names[:4] if name in hub}  # its revision is its own
-        model_kwargs = {name: value for name, value in model_kwargs.items() if name not in hub_names}
+        ours = {"revision", "subfolder", *settings}  # the rest is for loading the backbone
+        rest = {name: value for name, value in kwargs.items() if name not in ours}
+        rest.setdefault("attn_implementation", found._attn_implementation)  # where AutoModel puts its argument
         backbone = AutoModelForCausalLM.from_pretrained(
-            found.backbone_name_or_path, revision=found.backbone_revision, **backbone_hub, **model_kwargs
+            found.backbone_name_or_path, revision=found.backbone_revision, **rest
         )
         model = cls.from_backbone(backbone, found)
         weights = load_file(cached_file(path, "model.safetensors", **hub))
