@@ -61,7 +61,6 @@ class HMTConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    use_cache: bool = True
 
     def __post_init__(self, **kwargs):
         if isinstance(self.backbone_config, dict):

@@ -59,7 +59,7 @@ class HMTMemory(nn.Module):
 
     def or_initial(self, prompt, valid):
         """`prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else the learned first prompt."""
-        return torch.where(valid.any(1)[:, None, None], prompt, self.initial.to(prompt.dtype))
+        return torch.where(valid.any(1)[:, None, None], prompt, self.initial.to(prompt))
 
 
 @dataclass

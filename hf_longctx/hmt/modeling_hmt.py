@@ -218,17 +218,16 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         Summary passes see no memory, so up to `summary_batch` segments go through the backbone together.
         """
         j, queries = self.config.summary_length, {}
-        needed = [i for i, (ids, _) in enumerate(segments) if self._recalls(state.segment + i, ids.shape[1])]
-        if state.own is not None and needed[:1] == [0]:
-            needed = needed[1:]  # the open segment has its recall from an earlier call
-        for i in range(len(segments)):
-            if i in needed and i not in queries:
-                width = min(j, segments[i][0].shape[1])
-                group = [n for n in needed if n >= i and min(j, segments[n][0].shape[1]) == width]
-                group = group[: self.config.summary_batch]
-                ids, masks = (torch.cat([segments[n][part][:, :j] for n in group]) for part in (0, 1))
-                queries.update(zip(group, self._summarize(ids, masks, state.padded).chunk(len(group))))
-            yield queries.pop(i, None)
+        waiting = [n for n, (ids, _) in enumerate(segments) if self._recalls(state.segment + n, ids.shape[1])]
+        if state.own is not None and waiting[:1] == [0]:
+            del waiting[0]  # the open segment has its recall from an earlier call
+        for n in range(len(segments)):
+            if waiting[:1] == [n]:
+                together = [i for i in waiting[: self.config.summary_batch] if i == n or len(segments[i][0][0]) >= j]
+                del waiting[: len(together)]
+                ids, masks = (torch.cat([segments[i][part][:, :j] for i in together]) for part in (0, 1))
+                queries.update(zip(together, self._summarize(ids, masks, state.padded).chunk(len(together))))
+            yield queries.pop(n, None)
 
     def _recalls(self, index, tokens):
         """Whether segment `index` of the stream has a recall of its own, with `tokens` of its tokens known."""
@@ -488,7 +487,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         return False  # the cache is an HMTState
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, every_n_layers=1):
-        """Checkpoint whole segments. Layers within a segment: `model.backbone.gradient_checkpointing_enable()`."""
+        """Checkpoint whole segments. For the layers within them too, enable it on `model.backbone`."""
         if every_n_layers != 1:
             raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
         self.gradient_checkpointing = enable
