@@ -172,17 +172,43 @@ def test_a_compiled_backbone_is_one_graph_per_shape(make_wrapper, tokens):
     torch._dynamo.reset()
 
 
-def test_ddp_finds_no_unused_parameter(make_wrapper, tokens, tmp_path):
+@pytest.fixture
+def one_process_group(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("torch.distributed is not built in")
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(make_wrapper().train())
-        for length in (6, 43, 6):  # a text of one segment recalls nothing
-            model(tokens[:, :length], labels=tokens[:, :length]).loss.backward()
-        assert not model.module.memory.wq.grad.isnan().any()
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_finds_no_unused_parameter(make_wrapper, tokens, one_process_group):
+    model = torch.nn.parallel.DistributedDataParallel(make_wrapper().train())
+    for length in (6, 43, 6):  # a text of one segment recalls nothing
+        model(tokens[:, :length], labels=tokens[:, :length]).loss.backward()
+    assert model.module.memory.wq.grad.any()
+
+
+def test_fsdp2_gives_the_same_gradients(make_wrapper, tokens, one_process_group):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = make_wrapper().train()
+    model(tokens, labels=tokens).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for module in (*model.backbone.model.layers, model):
+        fsdp.fully_shard(module, mesh=mesh)
+    model(tokens, labels=tokens).loss.backward()
+    assert_same_gradients({n: p.grad.full_tensor() for n, p in model.named_parameters()}, expected)
+
+
+def test_autocast(make_wrapper, tokens):
+    model = make_wrapper().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(tokens, labels=tokens)
+        out.loss.backward()
+        assert model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None).shape == (2, 55)
+    assert out.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(out.loss, model(tokens, labels=tokens).loss, rtol=0.02, atol=0)
 
 
 class Rows(torch.utils.data.Dataset):
