@@ -33,7 +33,7 @@ class Backbone:
                 )
             model = model.get_base_model()
         name = type(model).__name__
-        self.forward_arguments = inspect.signature(model.forward).parameters
+        self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if "inputs_embeds" not in self.forward_arguments:
             raise ValueError(f"{name}.forward takes no inputs_embeds; HMT puts memory embeddings among the tokens'.")
         try:

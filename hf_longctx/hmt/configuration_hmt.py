@@ -27,7 +27,7 @@ class HMTConfig(PreTrainedConfig):
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (what the authors train
             and evaluate with).
         bptt_segments: the gradient does not cross every U-th segment border. None never cuts.
-        summary_batch: at most so many segments have their summary computed in one call; bounds memory.
+        summary_batch: summary passes of segments that go through the backbone together, over all rows; bounds memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
         backbone_name_or_path, backbone_revision: where the backbone came from.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
@@ -103,7 +103,8 @@ class HMTConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        positions = getattr(self.backbone_config, "max_position_embeddings", None)
+        text_config = self.backbone_config and self.backbone_config.get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
@@ -125,11 +126,11 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        return self.backbone_config.vocab_size
+        return self.backbone_config.get_text_config().vocab_size
 
     @property
     def hidden_size(self) -> int:
-        return self.backbone_config.hidden_size
+        return self.backbone_config.get_text_config().hidden_size
 
 
 def config_from_dict(values: dict) -> PreTrainedConfig:

@@ -128,7 +128,8 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state, in any process."""
         counters = {"position": self.position, "segment": self.segment, "padded": self.padded}
         metadata = {"hmt_state": json.dumps(counters), "signature": json.dumps(self.signature)}
-        save_file({name: x.detach().contiguous() for name, x in self.tensors().items()}, str(path), metadata=metadata)
+        tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.detach().tensors().items()}
+        save_file(tensors, str(path), metadata=metadata)
 
     @classmethod
     def load(cls, path, device="cpu") -> "HMTState":

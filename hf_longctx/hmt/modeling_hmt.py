@@ -179,7 +179,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             if value is not None and value is not False and name != "return_dict":
                 raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
         use_cache = state is not None if use_cache is None else use_cache
-        state, mask = self._check_inputs(input_ids, attention_mask, labels, state, use_cache, logits_to_keep)
+        self._check_loss_arguments(labels, logits_to_keep, score_from, pos_mask)
+        state, mask = self._check_inputs(input_ids, attention_mask, labels, state, use_cache)
 
         seen = state.open_ids.shape[1]  # tokens of the open segment that had their logits before
         ids, mask = torch.cat([state.open_ids, input_ids], 1), torch.cat([state.open_mask, mask], 1)
@@ -215,15 +216,16 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     def _queries(self, state, segments):
         """Yield for each segment its recall query (B, 1, d), or None if it needs none.
 
-        Summary passes see no memory, so up to `summary_batch` segments go through the backbone together.
+        Summary passes see no memory, so those of several segments go through the backbone together.
         """
         j, queries = self.config.summary_length, {}
+        group = max(1, self.config.summary_batch // len(state.bank))
         waiting = [n for n, (ids, _) in enumerate(segments) if self._recalls(state.segment + n, ids.shape[1])]
         if state.own is not None and waiting[:1] == [0]:
             del waiting[0]  # the open segment has its recall from an earlier call
         for n in range(len(segments)):
             if waiting[:1] == [n]:
-                together = [i for i in waiting[: self.config.summary_batch] if i == n or len(segments[i][0][0]) >= j]
+                together = [i for i in waiting[:group] if i == n or len(segments[i][0][0]) >= j]
                 del waiting[: len(together)]
                 ids, masks = (torch.cat([segments[i][part][:, :j] for i in together]) for part in (0, 1))
                 queries.update(zip(together, self._summarize(ids, masks, state.padded).chunk(len(together))))
@@ -387,7 +389,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
         return loss
 
-    def _check_inputs(self, input_ids, attention_mask, labels, state, use_cache, logits_to_keep):
+    def _check_inputs(self, input_ids, attention_mask, labels, state, use_cache):
         """The state to start from and the mask as (B, T) bool, or ValueError."""
         if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
             got = None if input_ids is None else tuple(input_ids.shape)
@@ -398,8 +400,6 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                     f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
                     "the tokens of this call only."
                 )
-        if labels is not None and logits_to_keep:
-            raise ValueError("labels need all logits; leave logits_to_keep at 0.")
         if state is None:
             dtype = self.calls.embed(input_ids[:1, :1]).dtype
             width, device = self.calls.width, input_ids.device
@@ -412,6 +412,15 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             self._check_padding(mask, state, use_cache)
             state = replace(state, padded=True)
         return state, mask
+
+    def _check_loss_arguments(self, labels, logits_to_keep, score_from, pos_mask):
+        if labels is not None and logits_to_keep:
+            raise ValueError("labels need all logits; leave logits_to_keep at 0.")
+        if labels is None and (score_from is not None or pos_mask is not None):
+            raise ValueError("score_from and pos_mask are about the loss, which needs labels.")
+        last = self.config.segment_length - 1
+        if score_from is not None and not 0 <= score_from <= last:
+            raise ValueError(f"score_from is {score_from}; it is a position within a segment, 0 to {last}.")
 
     def _check_state(self, state, rows):
         differing = {k: v for k, v in self._signature().items() if state.signature.get(k) != v}
@@ -504,6 +513,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value):
         self.calls.model.set_output_embeddings(value)
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        return self.calls.model.resize_token_embeddings(*args, **kwargs)
 
     # --------------------------------------------------------------------------------------------- building, saving
 

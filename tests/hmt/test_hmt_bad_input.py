@@ -75,6 +75,13 @@ def test_tokens(make_wrapper, tokens):
         model(tokens, attention_mask=torch.ones(2, 50))
     with pytest.raises(ValueError, match="labels need all logits"):
         model(tokens, labels=tokens, logits_to_keep=1)
+    with pytest.raises(ValueError, match="needs labels"):
+        model(tokens, score_from=4)
+    for position in (-1, 8):
+        with pytest.raises(ValueError, match="within a segment, 0 to 7"):
+            model(tokens, labels=tokens, score_from=position)
+    with pytest.raises(ValueError, match="pos_mask is about 3 segments, and the last one recalls from 0"):
+        model(tokens, labels=tokens, pos_mask=torch.ones(2, 3))
     with pytest.raises(ValueError, match="does not use position_ids"):
         model(tokens, position_ids=torch.arange(43)[None])
     with pytest.raises(ValueError, match="does not use inputs_embeds"):

@@ -1,7 +1,9 @@
 """Saving and loading: whole checkpoints, pointers to a backbone, two stages, remote code, PEFT."""
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,31 @@ def test_whole_checkpoint(make_wrapper, tokens, tmp_path):
     assert {k: v for k, v in again.config.to_dict().items() if k in SETTINGS} == {k: ours[k] for k in SETTINGS}
     assert again.generation_config.eos_token_id == 2
     assert again.dtype == torch.float64
+
+
+def test_from_config_starts_anew(make_wrapper, tokens):
+    model = AutoModelForCausalLM.from_config(make_wrapper().config)
+    assert isinstance(model, HMTWrapper)
+    assert torch.equal(model.memory.wq, 1.5 * torch.eye(16))
+    assert model(tokens, labels=tokens).loss.isfinite()
+
+
+def test_copies_and_pickles(make_wrapper, tokens):
+    model = make_wrapper()
+    expected = model(tokens).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.backbone.lm_head.weight.data.mul_(2)
+        torch.testing.assert_close(other(tokens).logits, 2 * expected)
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_new_tokens(make_wrapper, tokens):
+    model = make_wrapper()
+    expected = model(tokens).logits
+    model.resize_token_embeddings(70)
+    assert model.config.vocab_size == 70
+    torch.testing.assert_close(model(tokens).logits[..., :61], expected)
+    assert model(tokens + 9, labels=tokens + 9).loss.isfinite()
 
 
 def test_dtype_and_attention_reach_the_backbone(make_wrapper, tokens, tmp_path):

@@ -65,9 +65,10 @@ def test_a_state_can_be_continued_twice(make_wrapper, tokens):
     torch.testing.assert_close(other, expected, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("stop", [3, 16, 21], ids=["first segment", "border", "open segment"])
-def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop):
-    model = make_wrapper()
+def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
+    model, tokens = make_wrapper(), tokens[:rows]
 
     def through_a_file(state):
         state.save(tmp_path / "state.safetensors")
