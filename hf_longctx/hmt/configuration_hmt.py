@@ -22,8 +22,8 @@ class HMTConfig(PreTrainedConfig):
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
         recall_mode: "causal" (logits at t see tokens <= t only) or "paper" (the published algorithm, which reads the
             first j tokens of a segment before it predicts them). `modeling_hmt.py` explains both.
-        recall_init: "similarity" starts Wq and Wk as the same scaled identity, so recall begins as a search for the
-            most similar memory; "random" is the official start (that of `nn.Linear`).
+        recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
+            prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (what the authors train
             and evaluate with).
         bptt_segments: the gradient does not cross every U-th segment border. None never cuts.

@@ -29,7 +29,8 @@ summary is needed before segment 1.
 
 Padding: in the causal mode a segment without any real token leaves no memory in that row, padding among the sensory
 tokens is masked, and positions count real tokens only, so a row padded on the left by whole segments is read as if it
-stood alone. The paper mode keeps the memories of padding and shows padded sensory tokens, as the official code does.
+stood alone (but for recurrent backbones, and sliding windows shorter than a segment, which run over padding). The
+paper mode keeps the memories of padding and shows padded sensory tokens, as the official code does.
 """
 
 from contextlib import nullcontext
@@ -126,14 +127,18 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             return super()._init_weights(module)
         std = self.calls.embedding_std()  # prompts stand among token embeddings, so they start at their scale
         init.normal_(module.initial, std=std)
-        if hasattr(module, "wq"):
-            init.normal_(module.summary_prompt, std=std)
+        if not self.config.recall:
+            return
+        if self.config.recall_init == "similarity":
+            # read between the prompts of a first segment, a summary is the memory that its tokens alone would leave
+            init.copy_(module.summary_prompt, module.initial)
             for projection in (module.wq, module.wk):
-                if self.config.recall_init == "similarity":
-                    init.copy_(projection, SIMILARITY_GAIN * torch.eye(*projection.shape))
-                else:
-                    bound = projection.shape[1] ** -0.5  # the start of nn.Linear
-                    init.uniform_(projection, -bound, bound)
+                init.copy_(projection, SIMILARITY_GAIN * torch.eye(*projection.shape))
+        else:
+            init.normal_(module.summary_prompt, std=std)
+            bound = module.wq.shape[1] ** -0.5  # the start of nn.Linear
+            for projection in (module.wq, module.wk):
+                init.uniform_(projection, -bound, bound)
 
     # ------------------------------------------------------------------------------------------------ one forward
 

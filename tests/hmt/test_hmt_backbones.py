@@ -91,3 +91,15 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-6, rtol=1e-5)
     tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight for m in (model, again)]
     assert tied[0] == tied[1]
+
+
+def test_left_padding_by_whole_segments(model, tokens):
+    """Position ids leave padding out; a recurrent state and a window shorter than a segment run over it."""
+    backbone = model.config.backbone_config
+    if backbone.model_type in ("mamba", "mamba2", "rwkv") or getattr(backbone, "sliding_window", None) == 6:
+        pytest.skip(f"this {backbone.model_type} has more than positions that count padding")
+    ids, mask = torch.cat([tokens[:, :16], tokens], 1), torch.ones(2, 59, dtype=torch.long)
+    mask[1, :16] = 0
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask).logits[1, 16:]
+        torch.testing.assert_close(padded, model(tokens[1:]).logits[0], atol=2e-5, rtol=1e-4)
