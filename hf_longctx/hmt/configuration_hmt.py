@@ -119,10 +119,8 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def positions_per_segment(self) -> int:
-        """Positions the backbone sees for a full segment: the prompt twice, sensory tokens, new tokens and, in the
-        causal mode, the segment's own recall between its tokens."""
-        own_recall = int(self.recall and self.recall_mode == "causal")
-        return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length + own_recall
+        """Positions the backbone sees for a full segment: the prompt twice, sensory tokens, new tokens."""
+        return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 
     @property
     def vocab_size(self) -> int:

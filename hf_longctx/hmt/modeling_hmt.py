@@ -15,17 +15,18 @@ Two ways to use the recall
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
 
-`recall_mode="causal"` (default) moves each recall to where its query is known:
+`recall_mode="causal"` (default) uses each prompt from where it is known. From token j on, a segment is read as above:
+these logits, and all memories, are exactly the paper's. The first j tokens get their logits from a shorter pass
 
-    [front, k sensory tokens, tokens 0..j-1, own, tokens j..L'-1, own]
+    [front, k sensory tokens, tokens 0..j-1]
 
-`own` is the paper's recall for this segment, placed after the j tokens that its query reads. `front` is the recall for
-the latest query that is complete when the segment begins, that of the previous segment; its memories by then include
-the previous segment itself. So the first j tokens see what was relevant a moment ago, the others exactly the memory
-that the paper would give them (and the first tokens, by attention), and no position sees a later token. It is still
-one pass of the backbone, one position longer, and the same order serves generation: tokens are appended to the
-key/value cache, and `own` too when the j-th token is there. Segments 0 and 1 have nothing to choose from and no
-summary is needed before segment 1.
+where `front` is the recall for the latest query that is complete when the segment begins, that of the previous
+segment; its memories by then include the previous segment itself. So no position sees a later token, and nothing is
+lost but what the beginning of a segment cannot know. The price is the extra pass. No memory comes out of it, so those
+of several segments go through the backbone together, and where no logits before token j are wanted (a prompt that is
+only read) there is none. Generation does the same step by step: after j tokens of a segment the recall is made, and
+the segment is read again below its new prompt. In segments 0 and 1 there is nothing to choose from, so one pass serves
+all tokens.
 
 Padding: in the causal mode a segment without any real token leaves no memory in that row, padding among the sensory
 tokens is masked, and positions count real tokens only, so a row padded on the left by whole segments is read as if it
@@ -36,6 +37,7 @@ paper mode keeps the memories of padding and shows padded sensory tokens, as the
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from safetensors.torch import load_file
@@ -192,17 +194,21 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         total, length = ids.shape[1], self.config.segment_length
         first_wanted = max(seen, total - logits_to_keep) if logits_to_keep else seen
 
-        logits, scores, memories = [], [], []
+        logits, first_halves, scores, memories = [], [], [], []
         segments = [(ids[:, a : a + length], mask[:, a : a + length]) for a in range(0, total, length)]
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
             for n, (segment, query) in enumerate(zip(segments, self._queries(state, segments))):
                 end = min(total, (n + 1) * length)
                 wanted = min(end - n * length, end - first_wanted)
-                state, out = self._segment(state, *segment, query, wanted, use_cache)
-                logits.append(out.logits)
+                state, out, first_half = self._segment(state, *segment, query, wanted, use_cache)
+                logits += [None, out.logits]
                 scores.append(out.recall_scores)
                 memories.append(out.memories)
+                if first_half is not None:
+                    first_halves.append((2 * n, *first_half))
+            for place, early in self._read_first_halves(first_halves):
+                logits[place] = early
 
         logits = torch.cat([x for x in logits if x is not None], 1)
         loss = None
@@ -242,7 +248,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             return False
         if self.config.recall_mode == "paper":
             return True
-        # within the segment it acts on tokens j.. only; when full, also on its memory
+        # the logits before token j do without it; the memory of a full segment does not
         return tokens > self.config.summary_length or tokens == self.config.segment_length
 
     def _summarize(self, ids, mask, padded):
@@ -265,42 +271,34 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             use_cache: whether a segment that stays open will be continued.
 
         Returns:
-            the state after it, `HMTOutput` with logits, recall scores and memory.
+            the state after it; `HMTOutput` with logits, recall scores and memory; None, or the pass that gives the
+            first of the wanted logits: its embeddings, its mask, and how many.
         """
         c, tokens = self.config, ids.shape[1]
-        causal, full = c.recall_mode == "causal", tokens == c.segment_length
-        scores = None
+        scores, first_half = None, None
         if state.open_ids.shape[1] == 0:
             state = replace(state, front=self._front_prompt(state), own=None)
         if query is not None:
             own, scores = self.memory.recall(query, state.bank, state.valid)
-            state = replace(state, own=own, query=query)
+            state = replace(state, own=own, query=query, kv_cache=None)
 
-        # the layout drawn at the top of this file
-        front = state.front if causal or state.own is None else state.own
-        closing = front if state.own is None else state.own
-        middle = causal and state.own is not None and tokens > c.summary_length
+        # in segment 1 both prompts are its only memory
+        if c.recall_mode == "causal" and state.own is not None and state.segment > 1:
+            early = min(c.summary_length, tokens) - (tokens - wanted)
+            if wanted > 0 and early > 0:
+                cut = c.summary_length
+                first_half = (*self._layout(state, state.front, ids[:, :cut], mask[:, :cut], close=False), early)
+                wanted -= early
+
+        full = tokens == c.segment_length
         close = full or not use_cache  # the paper closes a last, short segment too
-        cut = c.summary_length if middle else tokens
-        visible = mask.new_ones(len(ids), 1)
-        parts = [
-            (front, visible.expand(-1, c.memory_tokens)),
-            (self.calls.embed(state.sensory_ids), state.sensory_mask),
-            (self.calls.embed(ids[:, :cut]), mask[:, :cut]),
-        ]
-        if middle:
-            remembers = state.valid.any(1, keepdim=True)  # a row that has been all padding reads on without it
-            parts += [(state.own, remembers), (self.calls.embed(ids[:, cut:]), mask[:, cut:])]
-        if close:
-            parts += [(closing, visible.expand(-1, c.memory_tokens))]
-        embeds = torch.cat([x.to(parts[2][0]) for x, _ in parts], 1)
-        layout_mask = torch.cat([m for _, m in parts], 1) if state.padded else None
-
+        prompt = state.front if state.own is None else state.own
+        embeds, layout_mask = self._layout(state, prompt, ids, mask, close)
         kv_cache, cached = self._kv_cache(state, close)
         keep = None
         if wanted > 0:
-            keep = torch.arange(tokens - wanted, tokens, device=ids.device)
-            keep = keep + (keep >= cut) + c.memory_tokens + state.sensory_ids.shape[1] - cached
+            last = c.memory_tokens + state.sensory_ids.shape[1] + tokens - cached
+            keep = torch.arange(last - wanted, last, device=ids.device)
         logits, hidden = self._run(embeds[:, cached:], layout_mask, keep, kv_cache)
 
         memory = hidden[:, -c.memory_tokens :] if close else None
@@ -309,7 +307,32 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         state = replace(state, kv_cache=kv_cache, kv_length=embeds.shape[1])
         if full:
             state = self._close(state, memory)
-        return state, HMTOutput(logits=logits, recall_scores=scores, memories=memory)
+        return state, HMTOutput(logits=logits, recall_scores=scores, memories=memory), first_half
+
+    def _layout(self, state, prompt, ids, mask, close):
+        """[prompt, sensory tokens, tokens] and, to close it, the prompt again.
+
+        Returns:
+            embeddings (B, P, d), mask (B, P) or None if nothing is padding.
+        """
+        tokens = self.calls.embed(ids)
+        prompt, visible = prompt.to(tokens), mask.new_ones(len(ids), self.config.memory_tokens)
+        embeds = [prompt, self.calls.embed(state.sensory_ids), tokens, prompt]
+        masks = [visible, state.sensory_mask, mask, visible]
+        parts = 4 if close else 3
+        return torch.cat(embeds[:parts], 1), torch.cat(masks[:parts], 1) if state.padded else None
+
+    def _read_first_halves(self, first_halves):
+        """Run the passes (place, embeddings, mask, wanted), several at a time, and yield (place, logits)."""
+        for (wanted, length), alike in groupby(first_halves, key=lambda item: (item[3], item[1].shape[1])):
+            alike = list(alike)
+            group = max(1, self.config.summary_batch // len(alike[0][1]))
+            for start in range(0, len(alike), group):
+                places, embeds, masks, _ = zip(*alike[start : start + group])
+                mask = None if masks[0] is None else torch.cat(masks)
+                keep = torch.arange(length - wanted, length, device=embeds[0].device)
+                logits, _ = self._run(torch.cat(embeds), mask, keep)
+                yield from zip(places, logits.chunk(len(places)))
 
     def _front_prompt(self, state):
         """The prompt before a segment that has no recall of its own yet, (B, m, d)."""

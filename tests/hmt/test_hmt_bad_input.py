@@ -37,9 +37,9 @@ def test_a_tie_goes_to_the_even_number():
 
 
 def test_too_few_positions(llama):
-    with pytest.raises(ValueError, match=r"allows 64 positions, and a segment needs 67.*segment_length to at most 61"):
+    with pytest.raises(ValueError, match=r"allows 64 positions, and a segment needs 66.*segment_length to at most 62"):
         HMTWrapper.from_backbone(llama, HMTConfig(segment_length=64, sensory_tokens=0))
-    model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=61, sensory_tokens=0))
+    model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=62, sensory_tokens=0))
     assert model.config.positions_per_segment == 64
 
 

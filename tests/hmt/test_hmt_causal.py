@@ -26,13 +26,13 @@ def plain_causal(model, row):
         if bank and (len(x) > j or len(x) == c.segment_length):
             query = call(memory.summary_prompt, x[:j], memory.summary_prompt)[1][-1:]
             own = recall(query)
-        if own is None or len(x) == j:
-            closing = front if own is None else own
-            out, hidden = call(front, sensory, x, closing)
-            logits.append(out[before : before + len(x)])
+        prompt = front if own is None else own
+        out, hidden = call(prompt, sensory, x, prompt)
+        if own is not None:
+            logits.append(call(front, sensory, x[:j])[0][before:])
+            logits.append(out[before + j : before + len(x)])
         else:
-            out, hidden = call(front, sensory, x[:j], own, x[j:], own)
-            logits += [out[before : before + j], out[before + j + 1 : before + 1 + len(x)]]
+            logits.append(out[before : before + len(x)])
         bank.append(hidden[-1:])
     return torch.cat(logits)
 
@@ -79,13 +79,14 @@ def test_paper_mode_sees_the_tokens_of_its_query(make_wrapper, tokens):
         assert (early[t] > 1e-6) == leaks, t
 
 
-def test_from_token_j_on_the_own_recall_is_the_papers(make_wrapper, tokens):
-    """Segment 1 remembers segment 0 alone, so both modes hold the same memory in both of its prompts."""
+def test_from_token_j_on_it_is_the_papers(make_wrapper, tokens):
     causal, paper = make_wrapper(), make_wrapper(recall_mode="paper")
-    a, b = (model(tokens[:, :24], output_recall=True) for model in (causal, paper))
-    torch.testing.assert_close(a.logits[:, :12], b.logits[:, :12])
-    torch.testing.assert_close(a.memories[0], b.memories[0])
-    assert (a.recall_scores[0], b.recall_scores[0]) == (None, None)
+    a, b = (model(tokens[:, :40], output_recall=True) for model in (causal, paper))
+    late = torch.arange(40) % 8 >= 4
+    torch.testing.assert_close(a.logits[:, late], b.logits[:, late], atol=1e-12, rtol=0)
+    torch.testing.assert_close(a.memories, b.memories, atol=1e-12, rtol=0)
+    torch.testing.assert_close(a.recall_scores[1:], b.recall_scores[1:], atol=1e-12, rtol=0)
+    assert (a.logits - b.logits)[:, 16:].abs().amax((0, 2))[~late[16:]].min() > 1e-4
 
 
 def test_without_recall_both_modes_are_one(make_wrapper, tokens):

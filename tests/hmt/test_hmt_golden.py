@@ -95,6 +95,17 @@ def test_values_and_gradients(case, scope):
         assert abs((0 if gradient is None else gradient.norm()) - norm) <= 1e-4 * norm + 1e-7, name
 
 
+def test_causal_mode_is_the_same_from_token_j_on(case):
+    if "left_pad" in case.info:
+        pytest.skip("the modes treat padding differently")
+    expected, inputs = case.group("expected/"), case.group("inputs/")
+    out = case.wrapper("causal")(inputs["input_ids"], output_recall=True)
+    full = case.info["T"] // case.info["L"]
+    torch.testing.assert_close(out.memories[:full], tuple(expected["memory"][:full]), atol=2e-5, rtol=0)
+    late = torch.arange(case.info["T"]) % case.info["L"] >= (case.info["summary_len"] or 0)
+    torch.testing.assert_close(out.logits[:, late], expected["logits"][:, late], atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama_full", "opt_full"])
 def test_greedy_continuation_within_the_last_segment(golden, name):
     case = Case(golden / "hmt", name)

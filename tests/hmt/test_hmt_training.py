@@ -147,8 +147,12 @@ def test_summaries_go_through_together(make_wrapper, tokens):
     model.backbone.model.register_forward_hook(lambda module, args, out: rows.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         together = model(tokens[:, :40]).logits
-    # segment 0; segments 1 to 3 summarised together, then read; segment 4
-    assert rows == [(2, 10), (6, 6), (2, 14), (2, 14), (2, 14), (2, 6), (2, 14)]
+    # segment 0; segments 1 to 3 summarised together, then read; segment 4; the first halves of segments 2 to 4
+    assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13), (6, 8)]
+    rows.clear()
+    with torch.no_grad():
+        model(tokens[:, :40], logits_to_keep=1)
+    assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13)]
     one_by_one = make_wrapper(summary_batch=1)
     torch.testing.assert_close(one_by_one(tokens[:, :40]).logits, together, atol=1e-9, rtol=0)
 
@@ -168,7 +172,7 @@ def test_a_compiled_backbone_is_one_graph_per_shape(make_wrapper, tokens):
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-9, rtol=0)
         compiled = len(graphs)
         model(tokens)
-    assert compiled == len(graphs) == 3  # first, middle and short segments
+    assert compiled == len(graphs) == 5  # segments 0, 1, 2 to 4, the short one; first halves
     torch._dynamo.reset()
 
 
