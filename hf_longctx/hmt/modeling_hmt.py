@@ -248,7 +248,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             return False
         if self.config.recall_mode == "paper":
             return True
-        # the logits before token j do without it; the memory of a full segment does not
+        # no logits before token j need it, and only a full segment leaves a memory that does
         return tokens > self.config.summary_length or tokens == self.config.segment_length
 
     def _summarize(self, ids, mask, padded):
@@ -285,7 +285,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         # in segment 1 both prompts are its only memory
         if c.recall_mode == "causal" and state.own is not None and state.segment > 1:
             early = min(c.summary_length, tokens) - (tokens - wanted)
-            if wanted > 0 and early > 0:
+            if early > 0:
                 cut = c.summary_length
                 first_half = (*self._layout(state, state.front, ids[:, :cut], mask[:, :cut], close=False), early)
                 wanted -= early
