@@ -1,0 +1,17 @@
+"""Hierarchical Memory Transformer: memory recall around any causal LM (arXiv 2405.06067)."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .configuration_hmt import HMTConfig
+from .convert_hmt import from_official, official_parameters
+from .memory_hmt import HMTMemory, HMTState
+from .modeling_hmt import HMTOutput, HMTWrapper
+
+AutoConfig.register(HMTConfig.model_type, HMTConfig)
+AutoModelForCausalLM.register(HMTConfig, HMTWrapper)
+
+# `save_pretrained` puts these files beside the weights, for trust_remote_code where the package is not installed
+HMTConfig.register_for_auto_class()
+HMTWrapper.register_for_auto_class("AutoModelForCausalLM")
+
+__all__ = ["HMTConfig", "HMTMemory", "HMTOutput", "HMTState", "HMTWrapper", "from_official", "official_parameters"]

@@ -1,0 +1,145 @@
+"""Configuration of the Hierarchical Memory Transformer around a causal language model (arXiv 2405.06067)."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+@strict
+class HMTConfig(PreTrainedConfig):
+    """What `HMTWrapper` needs to know beside its backbone.
+
+    Args:
+        backbone_config: configuration of the wrapped causal LM; filled in by `HMTWrapper.from_backbone`.
+        segment_length: new tokens per segment, L'. The backbone sees `positions_per_segment` positions at a time.
+            (The paper's L counts the prompts and the sensory tokens too: its 256 is 222 new tokens at k = 32.)
+        sensory_tokens: k, the last tokens of the previous segment that are read again before a segment.
+        memory_size: N, memory embeddings kept for recall, oldest dropped first. None keeps all.
+        sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
+            so a tie goes to the even number, as in the official code.
+        recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
+        memory_tokens: m, embeddings per memory. More than one only without recall.
+        recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
+        recall_mode: "causal" (logits at t see tokens <= t only) or "paper" (the published algorithm, which reads the
+            first j tokens of a segment before it predicts them). `modeling_hmt.py` explains both.
+        recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
+            prompt, so recall begins as a search for the most similar memory; "random" is the official start.
+        loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (what the authors train
+            and evaluate with).
+        bptt_segments: the gradient does not cross every U-th segment border. None never cuts.
+        summary_batch: summary passes of segments that go through the backbone together, over all rows; bounds memory.
+        offload_activations: keep the activations saved for the backward pass in CPU memory.
+        backbone_name_or_path, backbone_revision: where the backbone came from.
+        backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
+            backbone from `backbone_name_or_path`. Right only while the backbone is not trained.
+
+    Raises:
+        ValueError: a value outside its range; the message says which.
+    """
+
+    model_type = "hmt"
+    sub_configs = {"backbone_config": AutoConfig}  # noqa: RUF012 (a plain class attribute, as transformers reads it)
+    keys_to_ignore_at_inference = ["state", "recall_scores", "recall_distance", "memories"]  # noqa: RUF012
+
+    backbone_config: dict | PreTrainedConfig | None = None
+    segment_length: int = 512
+    sensory_tokens: int = 32
+    memory_size: int | None = 300
+    sum_fraction: float = 0.5
+    recall: bool = True
+    memory_tokens: int = 1
+    recall_dim: int | None = None
+    recall_mode: str = "causal"
+    recall_init: str = "similarity"
+    loss_scope: str = "all"
+    bptt_segments: int | None = None
+    summary_batch: int = 16
+    offload_activations: bool = False
+    backbone_name_or_path: str | None = None
+    backbone_revision: str | None = None
+    backbone_in_checkpoint: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if isinstance(self.backbone_config, dict):
+            self.backbone_config = config_from_dict(self.backbone_config)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self):
+        """Raise ValueError for a value outside its range (also run when a model is built, after later assignments)."""
+        if self.memory_tokens < 1 or self.sensory_tokens < 0:
+            raise ValueError(
+                f"memory_tokens is {self.memory_tokens} and sensory_tokens is {self.sensory_tokens}; "
+                "need memory_tokens >= 1 and sensory_tokens >= 0."
+            )
+        if self.segment_length <= self.sensory_tokens + self.memory_tokens:
+            raise ValueError(
+                f"segment_length is {self.segment_length}; it must be above sensory_tokens + memory_tokens = "
+                f"{self.sensory_tokens} + {self.memory_tokens}, because it counts *new* tokens, and a segment that "
+                "repeats more than it adds makes no progress. Raise segment_length or lower sensory_tokens."
+            )
+        if self.recall and self.memory_tokens != 1:
+            raise ValueError(
+                f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
+                "per segment. Use memory_tokens=1, or recall=False."
+            )
+        if not 1 <= self.summary_length <= self.segment_length:
+            raise ValueError(
+                f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
+                f"{self.segment_length} tokens; it needs at least one and at most all."
+            )
+        choices = {
+            "recall_mode": ("causal", "paper"),
+            "recall_init": ("similarity", "random"),
+            "loss_scope": ("all", "last"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
+        for name in ("memory_size", "recall_dim", "bptt_segments", "summary_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        text_config = self.backbone_config and self.backbone_config.get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None)
+        if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
+            raise ValueError(
+                f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
+                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. "
+                f"Set segment_length to at most {self.segment_length - self.positions_per_segment + positions}."
+            )
+
+    @property
+    def summary_length(self) -> int:
+        """j: tokens at the start of a segment that form its recall query."""
+        return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 (numpy floats round to floats)
+
+    @property
+    def positions_per_segment(self) -> int:
+        """Positions the backbone sees for a full segment: the prompt twice, sensory tokens, new tokens."""
+        return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backbone_config.get_text_config().vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.backbone_config.get_text_config().hidden_size
+
+
+def config_from_dict(values: dict) -> PreTrainedConfig:
+    """The backbone's configuration object from its json form; ValueError if its type is not registered."""
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"The backbone has model_type {model_type!r}, which this version of transformers does not know. "
+            "Import the package that registers it first."
+        )
+    return CONFIG_MAPPING[model_type].from_dict(values)
+
+
+__all__ = ["HMTConfig"]

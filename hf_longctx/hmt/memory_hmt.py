@@ -1,0 +1,157 @@
+"""The memory of HMT: what is learned (`HMTMemory`), what is remembered (`HMTState`).
+
+Symbols follow arXiv 2405.06067, sec. 3: d is the width of a memory embedding (that of an input embedding), h the
+width of the recall projections, m the embeddings per memory, k the sensory tokens, L' the new tokens per segment.
+"""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+# With Wq = Wk = gain * I the scores start as gain^2 q.c / sqrt(h). Memories come out of the final norm with entries of
+# order 1, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to pick, soft enough to learn from.
+SIMILARITY_GAIN = 1.5
+
+
+class HMTMemory(nn.Module):
+    """The parameters HMT adds to a backbone: two learned prompts and two recall projections.
+
+    Args:
+        width: d.
+        memory_tokens: m.
+        recall_dim: h, or None for a memory without recall, which has `initial` alone.
+
+    Parameters: `initial` (m, d), the prompt of a first segment; `summary_prompt` (1, d), the paper's H^T; `wq`, `wk`
+    (h, d). They are plain parameters, so that neither quantization nor LoRA on "all linear layers" takes them.
+    """
+
+    def __init__(self, width: int, memory_tokens: int, recall_dim: int | None):
+        super().__init__()
+        self.initial = nn.Parameter(torch.empty(memory_tokens, width))
+        if recall_dim is not None:
+            self.summary_prompt = nn.Parameter(torch.empty(1, width))
+            self.wq = nn.Parameter(torch.empty(recall_dim, width))
+            self.wk = nn.Parameter(torch.empty(recall_dim, width))
+
+    def recall(self, query, bank, valid):
+        """Attend to the remembered segments (paper, sec. 3.2): softmax(q Wq^T (C Wk^T)^T / sqrt(h)) C.
+
+        Args:
+            query: summary of the text that looks for its memories, (B, 1, d).
+            bank: memory embeddings C, oldest first, (B, c, d).
+            valid: False where a row has no such memory, (B, c), bool.
+
+        Returns:
+            prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32. A row without any memory gets `initial`.
+        """
+        with torch.autocast(query.device.type, enabled=False):
+            wide = torch.promote_types(bank.dtype, torch.float32)
+            query, bank_wide, wq, wk = (x.to(bank.device, wide) for x in (query, bank, self.wq, self.wk))
+            # (q Wq^T) Wk first: h * d products in all, where keys would cost h * d for each memory
+            scores = ((query @ wq.mT @ wk) @ bank_wide.mT).squeeze(1) * wq.shape[0] ** -0.5  # (B, c)
+            scores = scores.masked_fill(~valid, torch.finfo(wide).min).softmax(-1)
+            prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
+        return self.or_initial(prompt, valid), scores
+
+    def or_initial(self, prompt, valid):
+        """`prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else the learned first prompt."""
+        return torch.where(valid.any(1)[:, None, None], prompt, self.initial.to(prompt))
+
+
+@dataclass
+class HMTState:
+    """Everything a stream needs to go on: in the next call, after a gradient cut, or in another process.
+
+    Tensors (B rows): `bank` (B, c, d) memory embeddings, oldest first; `valid` (B, c) bool; `query` (B, 1, d) summary
+    of the previous segment; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l) the tokens of the
+    segment that is not full yet, l < L'; `front`, `own` its prompts, (B, m, d) and (B, 1, d). The key/value cache of
+    the open segment speeds up the next call and is never saved: without it the segment's tokens are read again.
+
+    A state is not changed by a call: keep one to branch off from it later. `position` counts tokens per row, `segment`
+    full segments, `padded` says that some position may be padding, `signature` names the model it belongs to.
+    """
+
+    bank: torch.Tensor
+    valid: torch.Tensor
+    sensory_ids: torch.Tensor
+    sensory_mask: torch.Tensor
+    open_ids: torch.Tensor
+    open_mask: torch.Tensor
+    query: torch.Tensor | None = None
+    front: torch.Tensor | None = None
+    own: torch.Tensor | None = None
+    position: int = 0
+    segment: int = 0
+    padded: bool = False
+    signature: dict = field(default_factory=dict)
+    kv_cache: object = field(default=None, repr=False)
+    kv_length: int = 0
+
+    @classmethod
+    def empty(cls, batch, width, dtype, device, signature):
+        """The state before the first token."""
+        ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
+        bank = torch.zeros(batch, 0, width, dtype=dtype, device=device)
+        return cls(bank, mask, ids, mask, ids, mask, signature=signature)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name to tensor, for those that are set."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+    def map(self, function) -> "HMTState":
+        """A new state with `function` applied to each tensor, and without the key/value cache."""
+        changed = {name: function(value) for name, value in self.tensors().items()}
+        return replace(self, **changed, kv_cache=None, kv_length=0)
+
+    def detach(self) -> "HMTState":
+        """The same memory, cut from the graph that made it: no gradient reaches earlier calls."""
+        return self.map(torch.Tensor.detach)
+
+    def to(self, device) -> "HMTState":
+        """The same memory on another device."""
+        return self.map(lambda x: x.to(device))
+
+    def reorder_cache(self, beam_idx):
+        """Select rows in place, as beam search does with a `Cache`. beam_idx: (rows,), long."""
+        for name, value in self.tensors().items():
+            setattr(self, name, value.index_select(0, beam_idx.to(value.device)))
+        if self.kv_cache is not None:
+            self.kv_cache.reorder_cache(beam_idx)
+
+    def save(self, path):
+        """Write a safetensors file from which `load` restores the state, in any process."""
+        counters = {"position": self.position, "segment": self.segment, "padded": self.padded}
+        metadata = {"hmt_state": json.dumps(counters), "signature": json.dumps(self.signature)}
+        tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.detach().tensors().items()}
+        save_file(tensors, str(path), metadata=metadata)
+
+    @classmethod
+    def load(cls, path, device="cpu") -> "HMTState":
+        """Read a state written by `save`. Raises ValueError if the file holds something else."""
+        with safe_open(str(path), "pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if "hmt_state" not in metadata:
+                raise ValueError(f"{path} is not a saved HMTState; it must be written by HMTState.save.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return cls(**tensors, **json.loads(metadata["hmt_state"]), signature=json.loads(metadata["signature"]))
+
+
+def recall_distance(scores):
+    """Segments between the reader and the memory it attends to most: 1 is the previous one (paper, fig. 11).
+
+    Args:
+        scores: (B, c), oldest memory first.
+
+    Returns:
+        (B,), long.
+    """
+    return scores.shape[1] - scores.argmax(1)
+
+
+__all__ = ["HMTMemory", "HMTState", "recall_distance"]

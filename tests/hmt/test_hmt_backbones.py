@@ -1,0 +1,105 @@
+"""One wrapper, many backbones: training step, stream, generation and reload on tiny random instances."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
+ROOM = {"max_position_embeddings": 64, "intermediate_size": 24}
+HEADS = {"num_key_value_heads": 1, "head_dim": 8}
+BACKBONES = {
+    "LlamaForCausalLM": {**SIZES, **ROOM},
+    "MistralForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "sliding_window": 6},
+    "Qwen2ForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {**SIZES, **ROOM, **HEADS},
+    "OPTForCausalLM": {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 8, "max_position_embeddings": 64},
+    "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 64},
+    "GPTNeoXForCausalLM": {**SIZES, **ROOM},
+    "GemmaForCausalLM": {**SIZES, **ROOM, **HEADS},
+    "Gemma2ForCausalLM": {**SIZES, **ROOM, **HEADS, "sliding_window": 6, "final_logit_softcapping": 2.0},
+    "Gemma3ForCausalLM": {**SIZES, **ROOM, **HEADS, "sliding_window": 6},
+    "PhiForCausalLM": {**SIZES, **ROOM},
+    "FalconForCausalLM": {**SIZES, "ffn_hidden_size": 24, "max_position_embeddings": 64},
+    "BloomForCausalLM": {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61},
+    "CohereForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "logit_scale": 0.5},
+    "MixtralForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "num_local_experts": 2},
+    "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4},
+    "Mamba2ForCausalLM": {
+        **{"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4, "chunk_size": 8},
+        **{"num_heads": 4, "head_dim": 8, "n_groups": 1},
+    },
+    "RwkvForCausalLM": {
+        **{"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61},
+        "intermediate_size": 24,
+    },
+}
+
+
+@pytest.fixture(params=BACKBONES)
+def backbone(request):
+    model_class = getattr(transformers, request.param)
+    torch.manual_seed(0)
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return model_class(model_class.config_class(**BACKBONES[request.param], **special)).eval()
+
+
+@pytest.fixture
+def model(backbone):
+    torch.manual_seed(1)
+    return HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3))
+
+
+def test_every_parameter_learns(model, tokens):
+    model.train()
+    model(tokens, labels=tokens).loss.backward()
+    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert without == []
+    assert all(p.grad.any() for p in model.memory.parameters())
+
+
+def test_stream_and_generation_equal_forward(model, tokens):
+    with torch.no_grad():
+        whole = model(tokens).logits
+        start = model(tokens[:, :13], use_cache=True)
+        rest = model(tokens[:, 13:], state=start.state)
+    torch.testing.assert_close(torch.cat([start.logits, rest.logits], 1), whole, atol=2e-5, rtol=1e-4)
+
+    ids = model.generate(tokens[:, :13], max_new_tokens=14, do_sample=False, eos_token_id=None)
+    with torch.no_grad():
+        logits = model(ids).logits[:, 12:-1]
+    chosen = logits.gather(2, ids[:, 13:, None])[..., 0]
+    assert ids.shape == (2, 27)
+    torch.testing.assert_close(chosen, logits.amax(2), atol=2e-5, rtol=1e-4)  # the arg-max, up to a tie
+
+
+def test_prompts_start_at_the_scale_of_embeddings(model, tokens):
+    """What Gemma's embedding multiplies by sqrt(d) must not leave the prompts behind."""
+    embedded = model.get_input_embeddings()(torch.arange(61)).std()
+    prompts = torch.cat([model.memory.initial, model.memory.summary_prompt]).std()
+    assert 0.5 < prompts / embedded < 2
+
+
+def test_reload_gives_the_same_logits(model, tokens, tmp_path):
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(again, HMTWrapper)
+    assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-6, rtol=1e-5)
+    tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight for m in (model, again)]
+    assert tied[0] == tied[1]
+
+
+def test_left_padding_by_whole_segments(model, tokens):
+    """Position ids leave padding out; a recurrent state and a window shorter than a segment run over it."""
+    backbone = model.config.backbone_config
+    if backbone.model_type in ("mamba", "mamba2", "rwkv") or getattr(backbone, "sliding_window", None) == 6:
+        pytest.skip(f"this {backbone.model_type} has more than positions that count padding")
+    ids, mask = torch.cat([tokens[:, :16], tokens], 1), torch.ones(2, 59, dtype=torch.long)
+    mask[1, :16] = 0
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask).logits[1, 16:]
+        torch.testing.assert_close(padded, model(tokens[1:]).logits[0], atol=2e-5, rtol=1e-4)

@@ -1,0 +1,131 @@
+"""The causal mode: its definition, and that no position sees a later token."""
+
+import pytest
+import torch
+
+
+def plain_causal(model, row):
+    """The layout of `modeling_hmt`'s docstring for one row, (T,) -> (T, V): one segment and one call at a time."""
+    c, memory, backbone = model.config, model.memory, model.backbone
+    embed, j, bank, query, logits = backbone.get_input_embeddings(), c.summary_length, [], None, []
+
+    def call(*parts):
+        out = backbone(inputs_embeds=torch.cat(parts)[None], output_hidden_states=True, use_cache=False)
+        return out.logits[0], out.hidden_states[-1][0]
+
+    def recall(q):
+        remembered = torch.cat(bank[-c.memory_size :])
+        scores = (q @ memory.wq.T) @ (remembered @ memory.wk.T).T / len(memory.wq) ** 0.5
+        return scores.softmax(-1) @ remembered
+
+    for start in range(0, len(row), c.segment_length):
+        x = embed(row[start : start + c.segment_length])
+        sensory = embed(row[max(0, start - c.sensory_tokens) : start])
+        front = memory.initial if not bank else bank[-1] if query is None else recall(query)
+        before, own = len(front) + len(sensory), None
+        if bank and (len(x) > j or len(x) == c.segment_length):
+            query = call(memory.summary_prompt, x[:j], memory.summary_prompt)[1][-1:]
+            own = recall(query)
+        prompt = front if own is None else own
+        out, hidden = call(prompt, sensory, x, prompt)
+        if own is not None:
+            logits.append(call(front, sensory, x[:j])[0][before:])
+            logits.append(out[before + j : before + len(x)])
+        else:
+            logits.append(out[before : before + len(x)])
+        bank.append(hidden[-1:])
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sum_fraction": 1.0}, {"sum_fraction": 0.2}, {"sensory_tokens": 0}], ids=str
+)
+def test_equals_its_definition(make_wrapper, tokens, settings):
+    model = make_wrapper(**settings)
+    for length in (8, 21, 36, 43):
+        logits = model(tokens[:, :length]).logits
+        for row, expected in zip(logits, tokens[:, :length]):
+            torch.testing.assert_close(row, plain_causal(model, expected), atol=1e-9, rtol=0)
+
+
+def changed_before(model, ids, mask=None):
+    """For each position t: the largest change of an earlier logit, and of the logits at t, when token t changes."""
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits
+        early, here = [], []
+        for t in range(ids.shape[1]):
+            other = ids.clone()
+            other[:, t] = (other[:, t] - 3 + 7) % 50 + 3
+            change = (model(other, attention_mask=mask).logits - logits).abs().amax((0, 2))
+            early.append(change[:t].max().item() if t else 0.0)
+            here.append(change[t].item())
+    return early, here
+
+
+@pytest.mark.parametrize("settings", [{}, {"sum_fraction": 1.0}, {"recall": False}, {"memory_size": None}], ids=str)
+def test_no_position_sees_a_later_token(make_wrapper, tokens, settings):
+    early, here = changed_before(make_wrapper(**settings), tokens[:, :29])
+    assert max(early) <= 1e-12
+    assert min(here) > 1e-3
+
+
+def test_paper_mode_sees_the_tokens_of_its_query(make_wrapper, tokens):
+    model = make_wrapper(recall_mode="paper")
+    early, _ = changed_before(model, tokens[:, :29])
+    j, length = model.config.summary_length, model.config.segment_length
+    assert max(early[:length]) <= 1e-12  # nothing to recall from
+    for t in range(2 * length, 29):  # segment 1 has one memory: its recall is that one whatever the query
+        leaks = 0 < t % length < j
+        assert (early[t] > 1e-6) == leaks, t
+
+
+def test_from_token_j_on_it_is_the_papers(make_wrapper, tokens):
+    causal, paper = make_wrapper(), make_wrapper(recall_mode="paper")
+    a, b = (model(tokens[:, :40], output_recall=True) for model in (causal, paper))
+    late = torch.arange(40) % 8 >= 4
+    torch.testing.assert_close(a.logits[:, late], b.logits[:, late], atol=1e-12, rtol=0)
+    torch.testing.assert_close(a.memories, b.memories, atol=1e-12, rtol=0)
+    torch.testing.assert_close(a.recall_scores[1:], b.recall_scores[1:], atol=1e-12, rtol=0)
+    assert (a.logits - b.logits)[:, 16:].abs().amax((0, 2))[~late[16:]].min() > 1e-4
+
+
+def test_without_recall_both_modes_are_one(make_wrapper, tokens):
+    a, b = (make_wrapper(recall=False, recall_mode=mode)(tokens).logits for mode in ("causal", "paper"))
+    assert torch.equal(a, b)
+
+
+def padded_by_two_segments(tokens):
+    ids, mask = torch.zeros(2, 16 + 43, dtype=torch.long), torch.ones(2, 16 + 43, dtype=torch.long)
+    ids[0, :43], ids[0, 43:], ids[1, 16:] = tokens[0], tokens[1, :16], tokens[0]
+    mask[1, :16] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"sensory_tokens": 0}], ids=str)
+def test_a_row_padded_by_whole_segments_is_as_alone(make_wrapper, tokens, settings):
+    model = make_wrapper(**settings)
+    ids, mask = padded_by_two_segments(tokens)
+    logits = model(ids, attention_mask=mask).logits
+    alone = model(tokens[:1]).logits[0]
+    torch.testing.assert_close(logits[1, 16:], alone, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits[0, :43], alone, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("recall", [True, False])
+def test_what_stands_in_padding_does_not_matter(make_wrapper, tokens, recall):
+    model = make_wrapper(recall=recall)
+    ids, mask = padded_by_two_segments(tokens)
+    mask[1, 16:21] = 0
+    a, b = (model(ids.masked_fill(mask == 0, pad), attention_mask=mask).logits[1, 21:] for pad in (0, 7))
+    torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_right_padding_changes_no_real_token(make_wrapper, tokens):
+    model = make_wrapper()
+    lengths, mask = (43, 27), torch.ones_like(tokens)
+    mask[1, 27:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    out = model(tokens, attention_mask=mask, labels=labels)
+    for row, n in enumerate(lengths):
+        torch.testing.assert_close(out.logits[row, :n], model(tokens[row : row + 1, :n]).logits[0], atol=1e-9, rtol=0)
+    assert out.loss.isfinite()

@@ -1,0 +1,214 @@
+"""Saving and loading: whole checkpoints, pointers to a backbone, two stages, remote code, PEFT."""
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+
+SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
+
+
+def test_whole_checkpoint(make_wrapper, tokens, tmp_path):
+    model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None)
+    model.save_pretrained(tmp_path)
+    again = HMTWrapper.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    ours = model.config.to_dict()
+    assert {k: v for k, v in again.config.to_dict().items() if k in SETTINGS} == {k: ours[k] for k in SETTINGS}
+    assert again.generation_config.eos_token_id == 2
+    assert again.dtype == torch.float64
+
+
+def test_from_config_starts_anew(make_wrapper, tokens):
+    model = AutoModelForCausalLM.from_config(make_wrapper().config)
+    assert isinstance(model, HMTWrapper)
+    assert torch.equal(model.memory.wq, 1.5 * torch.eye(16))
+    assert model(tokens, labels=tokens).loss.isfinite()
+
+
+def test_copies_and_pickles(make_wrapper, tokens):
+    model = make_wrapper()
+    expected = model(tokens).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.backbone.lm_head.weight.data.mul_(2)
+        torch.testing.assert_close(other(tokens).logits, 2 * expected)
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_new_tokens(make_wrapper, tokens):
+    model = make_wrapper()
+    expected = model(tokens).logits
+    model.resize_token_embeddings(70)
+    assert model.config.vocab_size == 70
+    torch.testing.assert_close(model(tokens).logits[..., :61], expected)
+    assert model(tokens + 9, labels=tokens + 9).loss.isfinite()
+
+
+def test_dtype_and_attention_reach_the_backbone(make_wrapper, tokens, tmp_path):
+    make_wrapper().save_pretrained(tmp_path)
+    model = HMTWrapper.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.backbone.config._attn_implementation == "eager"
+    out = model(tokens, labels=tokens)
+    assert out.logits.dtype == torch.bfloat16
+    out.loss.backward()
+
+
+def test_a_backbone_by_path_is_loaded(llama, tokens, tmp_path):
+    llama.save_pretrained(tmp_path)
+    model = HMTWrapper.from_backbone(tmp_path, HMTConfig(**SETTINGS), dtype=torch.float32)
+    assert model.dtype == torch.float32
+    assert model.config.backbone_name_or_path == str(tmp_path)
+    for name, weight in llama.named_parameters():
+        assert torch.equal(model.backbone.get_parameter(name), weight.float())
+    with pytest.raises(ValueError, match="only apply to a backbone given by name or path"):
+        HMTWrapper.from_backbone(llama, HMTConfig(**SETTINGS), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_pointer_holds_the_memory_alone(llama, tokens, tmp_path, auto):
+    llama.save_pretrained(tmp_path / "llama")
+    config = HMTConfig(**SETTINGS, backbone_in_checkpoint=False)
+    model = HMTWrapper.from_backbone(tmp_path / "llama", config)
+    model.save_pretrained(tmp_path / "hmt")
+    saved = load_file(tmp_path / "hmt" / "model.safetensors")
+    assert set(saved) == {f"memory.{name}" for name, _ in model.memory.named_parameters()}
+    loader = AutoModelForCausalLM if auto else HMTWrapper
+    again = loader.from_pretrained(tmp_path / "hmt")
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert again.config.backbone_name_or_path == str(tmp_path / "llama")
+    half = loader.from_pretrained(tmp_path / "hmt", dtype=torch.bfloat16, attn_implementation="eager")
+    assert half.backbone.config._attn_implementation == "eager"
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+    model.config.backbone_name_or_path = None
+    with pytest.raises(ValueError, match="does not say where the backbone is"):
+        model.save_pretrained(tmp_path / "nowhere")
+
+
+def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):
+    first = make_wrapper(recall=False)
+    first.save_pretrained(tmp_path)
+    assert not any("wq" in name for name, _ in first.named_parameters())
+    torch.manual_seed(5)
+    second, info = HMTWrapper.from_pretrained(tmp_path, recall=True, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"memory.wq", "memory.wk", "memory.summary_prompt"}
+    assert torch.equal(second.memory.initial, first.memory.initial)
+    assert torch.equal(second.memory.wq, 1.5 * torch.eye(16).double())
+    assert torch.equal(second.memory.summary_prompt, first.memory.initial)
+    assert torch.equal(second(tokens[:, :8]).logits, first(tokens[:, :8]).logits)
+
+
+def test_the_random_start_is_that_of_a_linear_layer(make_wrapper):
+    model = make_wrapper(recall_init="random", recall_dim=200)
+    assert not torch.equal(model.memory.summary_prompt, model.memory.initial)
+    for projection in (model.memory.wq, model.memory.wk):
+        assert 0.24 < projection.abs().max() <= 0.25
+        assert abs(projection.mean()) < 0.01
+    assert not torch.equal(model.memory.wq, model.memory.wk)
+
+
+LOAD_REMOTE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert "hf_longctx" not in sys.modules
+assert type(model).__module__.startswith("transformers_modules")
+ids = torch.arange(3, 33)[None]
+print(model(ids).logits.abs().sum().item())
+print(model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 30:].tolist())
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_remote_code_without_the_package(make_wrapper, tmp_path):
+    model = make_wrapper()
+    model.save_pretrained(tmp_path / "hub")
+    ids = torch.arange(3, 33)[None]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    for source, target in (("hub", "again"), ("again", "third")):  # what is loaded can be saved and loaded again
+        command = [sys.executable, "-c", LOAD_REMOTE, str(tmp_path / source), str(tmp_path / target)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        total, generated = done.stdout.strip().splitlines()
+        assert float(total) == pytest.approx(model(ids).logits.abs().sum().item(), rel=1e-6)
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 30:].tolist()
+        assert json.loads(generated) == expected
+        shutil.rmtree(tmp_path / "modules")
+
+
+# PEFT 0.21 asks transformers for this under its old name
+old_name_in_peft = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def train_a_little(model, tokens):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model.train()
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@old_name_in_peft
+def test_lora_around_the_wrapper(make_wrapper, tokens, tmp_path):
+    """The recipe for fine-tuning: LoRA in the backbone, the memory in full through modules_to_save."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["memory"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(make_wrapper(), config)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert sum("memory.modules_to_save" in n for n in trained) == 4
+    assert {n.split(".")[-3] for n in trained if "memory" not in n} == {"lora_A", "lora_B"}
+    before = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
+    train_a_little(model, tokens)
+    assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(HMTWrapper.from_backbone(tiny_llama(), HMTConfig(**SETTINGS)), tmp_path)
+    assert torch.equal(again.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    ids = [m.generate(input_ids=tokens[:, :13], max_new_tokens=15, do_sample=False) for m in (model, again)]
+    assert torch.equal(*ids)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, again(input_ids=tokens).logits, atol=1e-9, rtol=0)
+
+
+@old_name_in_peft
+def test_a_peft_model_as_backbone(llama, tokens, tmp_path):
+    peft = pytest.importorskip("peft")
+    backbone = peft.get_peft_model(llama, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapter = {n: p.clone() for n, p in backbone.named_parameters() if "lora_A" in n}
+    model = HMTWrapper.from_backbone(backbone, HMTConfig(**SETTINGS))
+    assert all(torch.equal(model.backbone.get_parameter(n), p) for n, p in adapter.items())  # not initialised again
+    train_a_little(model, tokens)
+    assert all(not torch.equal(model.backbone.get_parameter(n), p) for n, p in adapter.items())
+    with pytest.raises(NotImplementedError, match="merge_and_unload"):
+        model.save_pretrained(tmp_path)
+    logits = model(tokens).logits
+    merged = HMTWrapper.from_backbone(backbone.merge_and_unload(), model.config)
+    merged.memory.load_state_dict(model.memory.state_dict())
+    torch.testing.assert_close(merged(tokens).logits, logits, atol=1e-9, rtol=0)
+
+
+@old_name_in_peft
+def test_prompt_tuning_is_refused(llama):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="adds its own positions"):
+        HMTWrapper.from_backbone(peft.get_peft_model(llama, config), HMTConfig(**SETTINGS))

@@ -1,0 +1,135 @@
+"""generate(): the arg-max of a teacher-forced forward across segment borders, with what GenerationMixin offers."""
+
+import pytest
+import torch
+from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+
+def teacher_forced(model, ids, prompt_length, mask=None):
+    with torch.no_grad():
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        return model(ids, attention_mask=mask).logits[:, prompt_length - 1 : -1].argmax(-1)
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"sum_fraction": 1.0}, {"memory_size": 1}], ids=str)
+def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cache):
+    model = make_wrapper(**settings)
+    prompt, mask = tokens[:, :13], torch.ones(2, 13, dtype=torch.long)
+    mask[1, :9] = 0  # padded over a segment border
+    ids = model.generate(
+        prompt, attention_mask=mask, max_new_tokens=30, do_sample=False, use_cache=use_cache, eos_token_id=None
+    )
+    assert ids.shape == (2, 43)
+    assert torch.equal(ids[:, 13:], teacher_forced(model, ids, 13, mask))
+
+
+@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 12, 16])
+def test_any_prompt_length(make_wrapper, tokens, prompt_length):
+    model = make_wrapper()
+    ids = model.generate(tokens[:, :prompt_length], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert torch.equal(ids[:, prompt_length:], teacher_forced(model, ids, prompt_length))
+
+
+def test_beam_search_reorders_the_state(make_wrapper, tokens):
+    model = make_wrapper()
+    cached, plain = (
+        model.generate(tokens[:, :14], max_new_tokens=15, num_beams=3, do_sample=False, use_cache=c, eos_token_id=None)
+        for c in (True, False)
+    )
+    assert torch.equal(cached, plain)
+
+
+def test_continues_a_state(make_wrapper, tokens):
+    model = make_wrapper()
+    with torch.no_grad():
+        state = model(tokens[:, :19], use_cache=True, logits_to_keep=1).state
+    whole = model.generate(tokens[:, :23], max_new_tokens=12, do_sample=False, eos_token_id=None)
+    for _ in range(2):  # the state is not used up
+        rest = model.generate(tokens[:, 19:23], state=state, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert torch.equal(rest, whole[:, 19:])
+    out = model.generate(
+        tokens[:, 19:23],
+        state=state,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(out.sequences, whole[:, 19:])
+
+
+def test_end_of_text_per_row(make_wrapper, tokens):
+    model = make_wrapper()
+    free = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    end = free[0, 13 + 4].item()
+    ids = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=end, pad_token_id=0)
+    for row, expected in zip(ids[:, 13:], free[:, 13:]):
+        stops = (expected == end).nonzero()
+        n = stops[0, 0].item() + 1 if len(stops) else 20
+        assert torch.equal(row[:n], expected[:n])
+        assert (row[n:] == 0).all()
+
+
+def test_sampling_streamer_and_stopping_criteria(make_wrapper, tokens):
+    model = make_wrapper()
+
+    class Collect:
+        def __init__(self):
+            self.seen = []
+
+        def put(self, value):
+            self.seen += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Collect()
+    torch.manual_seed(3)
+    sampled = model.generate(
+        tokens[:1, :13],
+        do_sample=True,
+        top_k=20,
+        temperature=1.5,
+        max_new_tokens=25,
+        eos_token_id=None,
+        streamer=streamer,
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(30)]),
+    )
+    assert sampled.shape == (1, 30)
+    assert streamer.ended
+    assert streamer.seen == sampled[0].tolist()
+    torch.manual_seed(3)
+    again = model.generate(
+        tokens[:1, :13], do_sample=True, top_k=20, temperature=1.5, max_new_tokens=17, eos_token_id=None
+    )
+    assert torch.equal(sampled, again)
+    several = model.generate(
+        tokens[:, :13], do_sample=True, num_return_sequences=3, max_new_tokens=9, eos_token_id=None
+    )
+    assert several.shape == (6, 22)
+
+
+def test_only_the_last_logits_of_a_prompt_are_made(make_wrapper, tokens):
+    model, rows = make_wrapper(), []
+    model.backbone.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    with torch.no_grad():
+        out = model(tokens, logits_to_keep=1)
+        assert (out.logits.shape[1], rows) == (1, [1])
+        several = model(tokens, logits_to_keep=9).logits
+    torch.testing.assert_close(several, model(tokens).logits[:, -9:])
+
+
+def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, tokens):
+    model = make_wrapper(recall_mode="paper")
+    inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(inside[:, 29:], teacher_forced(model, inside, 29))
+    with pytest.raises(ValueError, match="use recall_mode='causal'"):
+        model.generate(tokens[:, :29], max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert make_wrapper(recall=False, recall_mode="paper").generate(tokens, max_new_tokens=20).shape[1] > 43
+
+
+def test_assisted_generation_is_refused(make_wrapper, tokens):
+    with pytest.raises(ValueError, match="stateful"):
+        make_wrapper().generate(tokens[:1], max_new_tokens=4, prompt_lookup_num_tokens=2)

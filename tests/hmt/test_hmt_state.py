@@ -1,0 +1,121 @@
+"""Streams: any chunking, branching, saving and restoring gives the result of one piece."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from hf_longctx.hmt import HMTState, HMTWrapper
+
+CHUNKS = {"one by one": [1] * 43, "ragged": [5, 3, 1, 14, 2, 11, 7], "at j": [4] * 10 + [3], "segments": [8] * 5 + [3]}
+
+
+def stream(model, ids, chunks, mask=None, between=lambda state: state):
+    logits, state, start = [], None, 0
+    for n in chunks:
+        part = slice(start, start + n)
+        out = model(ids[:, part], attention_mask=None if mask is None else mask[:, part], state=state, use_cache=True)
+        logits.append(out.logits)
+        state, start = between(out.state), start + n
+    assert (state.position, state.segment) == (start, start // model.config.segment_length)
+    return torch.cat(logits, 1), state
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["kv cache", "read again"])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
+    model = make_wrapper()
+    mask = torch.ones_like(tokens)
+    mask[1, :13] = 0
+    with torch.set_grad_enabled(gradients):
+        whole = model(tokens, attention_mask=mask, use_cache=True)
+        logits, state = stream(model, tokens, chunks, mask)
+    torch.testing.assert_close(logits, whole.logits, atol=1e-9, rtol=0)
+    for name, value in whole.state.tensors().items():
+        torch.testing.assert_close(getattr(state, name), value, atol=1e-9, rtol=0)
+    assert (state.kv_cache is None) == gradients
+
+
+def test_without_recall_too(make_wrapper, tokens):
+    model = make_wrapper(recall=False, memory_tokens=2)
+    logits, _ = stream(model, tokens, CHUNKS["ragged"])
+    torch.testing.assert_close(logits, model(tokens).logits, atol=1e-9, rtol=0)
+
+
+def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
+    model = make_wrapper(recall_mode="paper")
+    whole = model(tokens).logits
+    logits, _ = stream(model, tokens, [8, 16, 16, 3])
+    torch.testing.assert_close(logits, whole, atol=1e-9, rtol=0)
+    with torch.no_grad():  # the query of a segment is complete after 4 tokens
+        logits, _ = stream(model, tokens[:, :40], [13, 1, 7, 1, 18])
+    torch.testing.assert_close(logits, whole[:, :40], atol=1e-9, rtol=0)
+    with pytest.raises(ValueError, match="stops after 3 tokens of a segment"):
+        stream(model, tokens, [11, 8])
+
+
+def test_a_state_can_be_continued_twice(make_wrapper, tokens):
+    model = make_wrapper()
+    with torch.no_grad():
+        start = model(tokens[:, :21], use_cache=True).state
+        first = model(tokens[:, 21:30], state=start).logits
+        other = model(tokens[:, 30:39], state=start).logits
+        again = model(tokens[:, 21:30], state=start).logits
+    torch.testing.assert_close(again, first, atol=1e-9, rtol=0)
+    expected = model(torch.cat([tokens[:, :21], tokens[:, 30:39]], 1)).logits[:, 21:]
+    torch.testing.assert_close(other, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("stop", [3, 16, 21], ids=["first segment", "border", "open segment"])
+def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
+    model, tokens = make_wrapper(), tokens[:rows]
+
+    def through_a_file(state):
+        state.save(tmp_path / "state.safetensors")
+        return HMTState.load(tmp_path / "state.safetensors")
+
+    with torch.no_grad():
+        logits, _ = stream(model, tokens, [stop, 10, 43 - 10 - stop], between=through_a_file)
+    torch.testing.assert_close(logits, model(tokens).logits, atol=1e-9, rtol=0)
+
+
+def test_memory_does_not_grow(make_wrapper, tokens):
+    model = make_wrapper()
+    with torch.no_grad():
+        _, state = stream(model, tokens.repeat(1, 8), [43] * 7 + [41])
+    assert state.bank.shape == (2, 4, 16)
+    assert sum(x.numel() for x in state.tensors().values()) < 2 * (4 * 16 + 4 + 3 * 16 + 2 * 3 + 2 * 8 + 1)
+    assert state.kv_cache.get_seq_length() <= model.config.positions_per_segment
+
+
+def test_detach_cuts_the_gradient(make_wrapper, tokens):
+    for detach in (False, True):
+        model = make_wrapper()
+        state = model(tokens[:, :16], use_cache=True).state
+        if detach:
+            state = state.detach()
+        model(tokens[:, 16:32], labels=tokens[:, 16:32], state=state).loss.backward()
+        # the first prompt is used in the first call alone
+        gradient = model.memory.initial.grad
+        assert (gradient is None or not gradient.any()) == detach
+
+
+def test_a_state_of_another_model_is_refused(make_wrapper, tokens):
+    state = make_wrapper()(tokens, use_cache=True).state
+    with pytest.raises(
+        ValueError, match=r"belongs to another model or setting.*'segment_length': 8.*'segment_length': 9"
+    ):
+        make_wrapper(segment_length=9)(tokens, state=state)
+    wider = HMTWrapper.from_backbone(tiny_llama(head_dim=4), make_wrapper().config)
+    narrow = state.map(lambda x: x[..., :4] if x.dtype.is_floating_point else x)
+    narrow.signature = {**state.signature, "width": 4}
+    with pytest.raises(ValueError, match=r"'width': 4.*'width': 16"):
+        wider(tokens, state=narrow)
+    with pytest.raises(ValueError, match="has 2 rows and input_ids 1"):
+        make_wrapper()(tokens[:1], state=state)
+
+
+def test_another_file_is_refused(tmp_path, make_wrapper):
+    make_wrapper().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not a saved HMTState"):
+        HMTState.load(tmp_path / "model.safetensors")

@@ -1,0 +1,275 @@
+"""Losses, truncated backpropagation, checkpointing, compilation, Trainer and DDP."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainingArguments
+
+from hf_longctx.hmt import HMTOutput
+
+
+@pytest.fixture
+def distinct():
+    """Five segments of 8 in which every token occurs once, so an embedding row's gradient is that of one position."""
+    return torch.randperm(58, generator=torch.Generator().manual_seed(4))[None, :40] + 3
+
+
+def gradients(model):
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same_gradients(a, b, atol=1e-10):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(
+            a[name], b[name], atol=atol, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def token_losses(logits, ids):
+    return cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")  # (B, T - 1)
+
+
+@pytest.mark.parametrize("mode", ["causal", "paper"])
+def test_losses_are_what_they_say(make_wrapper, tokens, mode):
+    model = make_wrapper(recall_mode=mode)
+    labels = tokens.clone()
+    labels[0, :20] = -100
+    losses = token_losses(model(tokens).logits, tokens)
+    scored = labels[:, 1:] != -100
+    assert_close = partial(torch.testing.assert_close, check_dtype=False, atol=1e-5, rtol=0)  # the loss is fp32
+    assert_close(model(tokens, labels=labels).loss, losses[scored].mean())
+    late = scored & (torch.arange(42) % 8 >= 4)
+    assert_close(model(tokens, labels=labels, score_from=4).loss, losses[late].mean())
+    assert_close(model(tokens, labels=labels, num_items_in_batch=100).loss, losses[scored].sum() / 100)
+    model.config.loss_scope = "last"
+    assert_close(model(tokens, labels=labels).loss, losses[:, -8:].mean())
+    assert_close(model(tokens[:, :6], labels=tokens[:, :6]).loss, losses[:, :5].mean())
+
+
+def test_score_from_counts_from_the_segments_start_in_a_stream(make_wrapper, tokens):
+    model = make_wrapper()
+    losses = token_losses(model(tokens).logits, tokens)
+    state = model(tokens[:, :13], use_cache=True).state
+    loss = model(tokens[:, 13:], labels=tokens[:, 13:], state=state, score_from=4).loss
+    position = torch.arange(42)
+    expected = losses[:, (position >= 13) & (position % 8 >= 4)].mean()
+    torch.testing.assert_close(loss, expected, check_dtype=False, atol=1e-5, rtol=0)
+
+
+def test_recall_report(make_wrapper, tokens):
+    out = make_wrapper()(tokens, output_recall=True)
+    assert [None if s is None else tuple(s.shape) for s in out.recall_scores] == [
+        None,
+        *[(2, n) for n in (1, 2, 3, 4)],
+        None,  # 3 tokens: its query is not complete
+    ]
+    for n, scores in enumerate(out.recall_scores):
+        expected = torch.zeros(2, dtype=torch.long) if scores is None else min(n, 4) - scores.argmax(1)
+        assert torch.equal(out.recall_distance[n], expected)
+        if scores is not None:
+            torch.testing.assert_close(scores.sum(1), torch.ones(2).double())
+    assert [tuple(m.shape) for m in out.memories] == [(2, 1, 16)] * 6
+    assert isinstance(out, HMTOutput)
+    assert make_wrapper()(tokens).recall_scores is None
+
+
+@pytest.mark.parametrize("recall", [True, False])
+@pytest.mark.parametrize("scored, bptt, reached", [(4, None, 0), (3, 2, 16), (4, 2, 32), (4, 3, 24), (4, 1, 32)])
+def test_truncation_really_cuts(make_wrapper, distinct, recall, scored, bptt, reached):
+    """`scored`: the segment whose loss is taken; `reached`: first token that may matter, but for sensory tokens."""
+    model = make_wrapper(bptt_segments=bptt, recall=recall)
+    labels = torch.full_like(distinct, -100)
+    labels[:, 8 * scored + 1 : 8 * scored + 8] = distinct[:, 8 * scored + 1 : 8 * scored + 8]
+    model(distinct, labels=labels).loss.backward()
+    per_token = model.get_input_embeddings().weight.grad[distinct[0]].abs().sum(1)
+    sensory = 3 if reached else 0  # they are embedded anew
+    assert (per_token[: reached - sensory] == 0).all()
+    assert (per_token[reached - sensory : 8 * scored + 7] > 0).all()
+
+
+def test_truncation_equals_detached_chunks(make_wrapper, tokens):
+    ids, labels = tokens[:, :32], tokens[:, :32].clone()
+    labels[:, 16] = -100  # the first token of a call has no prediction
+    whole, chunks = make_wrapper(bptt_segments=2), make_wrapper()
+    whole(ids, labels=labels, num_items_in_batch=60).loss.backward()
+    expected = gradients(whole)
+    whole.zero_grad()
+    first = chunks(ids[:, :16], labels=labels[:, :16], use_cache=True, num_items_in_batch=60)
+    first.loss.backward()
+    chunks(ids[:, 16:], labels=labels[:, 16:], state=first.state.detach(), num_items_in_batch=60).loss.backward()
+    assert_same_gradients(gradients(chunks), expected)
+
+
+def saved_numbers(model, ids):
+    """Numbers kept for the backward pass by one training forward, parameters not counted; and its gradients."""
+    owned, sizes = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in owned:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().size()
+        return x
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    return sum(sizes.values()), gradients(model)
+
+
+def test_checkpointing_saves_segments_only(make_wrapper, tokens):
+    model = make_wrapper().train()
+    plain, expected = saved_numbers(model, tokens)
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
+    assert not any(getattr(layer, "gradient_checkpointing", False) for layer in model.backbone.modules())
+    checkpointed, found = saved_numbers(model, tokens)
+    assert_same_gradients(found, expected)
+    assert checkpointed < plain / 3
+    with pytest.raises(ValueError, match="segments, not layers"):
+        model._set_gradient_checkpointing(every_n_layers=2)
+
+
+def test_offloaded_activations_give_the_same_gradients(make_wrapper, tokens):
+    found = []
+    for offload in (True, False):
+        model = make_wrapper(offload_activations=offload)
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        found.append(gradients(model))
+    assert_same_gradients(*found)
+
+
+def test_summaries_go_through_together(make_wrapper, tokens):
+    model, rows = make_wrapper(summary_batch=7), []  # two rows of three segments fit
+    model.backbone.model.register_forward_hook(lambda module, args, out: rows.append(tuple(out[0].shape[:2])))
+    with torch.no_grad():
+        together = model(tokens[:, :40]).logits
+    # segment 0; segments 1 to 3 summarised together, then read; segment 4; the first halves of segments 2 to 4
+    assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13), (6, 8)]
+    rows.clear()
+    with torch.no_grad():
+        model(tokens[:, :40], logits_to_keep=1)
+    assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13)]
+    one_by_one = make_wrapper(summary_batch=1)
+    torch.testing.assert_close(one_by_one(tokens[:, :40]).logits, together, atol=1e-9, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_backbone_is_one_graph_per_shape(make_wrapper, tokens):
+    model, graphs = make_wrapper(), []
+    expected = model(tokens).logits
+    torch._dynamo.reset()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model.backbone.compile(backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-9, rtol=0)
+        compiled = len(graphs)
+        model(tokens)
+    assert compiled == len(graphs) == 5  # segments 0, 1, 2 to 4, the short one; first halves
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("torch.distributed is not built in")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_finds_no_unused_parameter(make_wrapper, tokens, one_process_group):
+    model = torch.nn.parallel.DistributedDataParallel(make_wrapper().train())
+    for length in (6, 43, 6):  # a text of one segment recalls nothing
+        model(tokens[:, :length], labels=tokens[:, :length]).loss.backward()
+    assert model.module.memory.wq.grad.any()
+
+
+def test_fsdp2_gives_the_same_gradients(make_wrapper, tokens, one_process_group):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = make_wrapper().train()
+    model(tokens, labels=tokens).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for module in (*model.backbone.model.layers, model):
+        fsdp.fully_shard(module, mesh=mesh)
+    model(tokens, labels=tokens).loss.backward()
+    assert_same_gradients({n: p.grad.full_tensor() for n, p in model.named_parameters()}, expected)
+
+
+def test_autocast(make_wrapper, tokens):
+    model = make_wrapper().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(tokens, labels=tokens)
+        out.loss.backward()
+        assert model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None).shape == (2, 55)
+    assert out.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(out.loss, model(tokens, labels=tokens).loss, rtol=0.02, atol=0)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Texts of one length whose scored parts differ."""
+
+    def __init__(self, tokens):
+        self.items = []
+        for i, row in enumerate(tokens):
+            labels = row.clone()
+            labels[: 7 * i] = -100
+            self.items.append({"input_ids": row, "labels": labels})
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+def trained(model, rows, folder, **arguments):
+    pytest.importorskip("accelerate")
+    settings = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
+    settings |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), **settings, **arguments)
+    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("scope", ["all", "last"])
+def test_trainer_accumulates_exactly(make_wrapper, tokens, tmp_path, llama, scope):
+    """Two accumulated rows make the step of one batch of two."""
+    start, results = {n: p.clone() for n, p in llama.named_parameters()}, []
+    rows = Rows(tokens if scope == "all" else tokens[:, :40])
+    for size, accumulation in ((2, 1), (1, 2)):
+        llama.load_state_dict(start)
+        model = make_wrapper(loss_scope=scope)
+        if scope == "last":
+            rows.items[1]["labels"] = rows.items[0]["labels"]  # as many labels in each row
+        arguments = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 1}
+        trainer = trained(model, rows, tmp_path, **arguments)
+        results.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_same_gradients(*results)
+    assert not torch.equal(results[0]["memory.wq"], make_wrapper().memory.wq)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_trainer_checkpoints_segments_and_saves(make_wrapper, tokens, tmp_path):
+    rows = Rows(tokens)
+    new_name, old_name = "activation_checkpointing", "gradient_checkpointing"
+    checkpointing = new_name if new_name in TrainingArguments.__dataclass_fields__ else old_name
+    arguments = {"per_device_train_batch_size": 2, checkpointing: True, "max_steps": 3}
+    model = make_wrapper()
+    trainer = trained(model, rows, tmp_path, **arguments)
+    trainer.save_model(tmp_path / "model")
+    logits = model.eval()(tokens).logits
+    again = type(model).from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(again(tokens).logits, logits)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0]
