@@ -15,6 +15,9 @@ _EXPORTS = {
     "FoxConfig": "hf_longctx.fox",
     "FoxForCausalLM": "hf_longctx.fox",
     "FoxModel": "hf_longctx.fox",
+    "HMTConfig": "hf_longctx.hmt",
+    "HMTState": "hf_longctx.hmt",
+    "HMTWrapper": "hf_longctx.hmt",
     "forgetting_attention": "hf_longctx.fox",
     "forgetting_attention_ref": "hf_longctx.fox",
 }

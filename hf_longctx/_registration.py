@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
-MODELS = ("hf_longctx.fox",)  # each registers itself when it is imported
+MODELS = ("hf_longctx.fox", "hf_longctx.hmt")  # each registers itself when it is imported
 
 
 def register_with_auto_classes():

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 
+
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
     "100m": (640, 10, 10, 1728, 32000),

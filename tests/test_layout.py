@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_longctx"
 # What may import what of ours. scripts and the command line stand above everything.
 ALLOWED = {
     "fox": {"fox"},
+    "hmt": {"hmt"},
     "metrics": {"metrics"},
     "training": {"training", "fox"},
     "corpus": set(),
@@ -19,8 +20,11 @@ ALLOWED = {
     "cli": {"corpus", "fox", "metrics", "training"},
 }
 # Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
-BUNDLES = {"fox": ["configuration_fox", "modeling_fox", "attention_fox"]}
-BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "triton", *sys.stdlib_module_names}
+BUNDLES = {
+    "fox": ["configuration_fox", "modeling_fox", "attention_fox"],
+    "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "backbone_hmt"],
+}
+BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}
 NUMPY_CORES = ["curve", "rope_bounds"]
 
 

@@ -7,6 +7,7 @@ from .convert_hmt import from_official, official_parameters
 from .memory_hmt import HMTMemory, HMTState
 from .modeling_hmt import HMTOutput, HMTWrapper
 
+
 AutoConfig.register(HMTConfig.model_type, HMTConfig)
 AutoModelForCausalLM.register(HMTConfig, HMTWrapper)
 

@@ -10,6 +10,7 @@ import inspect
 
 import torch
 
+
 _LAST_HIDDEN = "hmt_last_hidden_state"
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
 

@@ -38,8 +38,8 @@ class HMTConfig(PreTrainedConfig):
     """
 
     model_type = "hmt"
-    sub_configs = {"backbone_config": AutoConfig}  # noqa: RUF012 (a plain class attribute, as transformers reads it)
-    keys_to_ignore_at_inference = ["state", "recall_scores", "recall_distance", "memories"]  # noqa: RUF012
+    sub_configs = {"backbone_config": AutoConfig}
+    keys_to_ignore_at_inference = ["state", "recall_scores", "recall_distance", "memories"]
 
     backbone_config: dict | PreTrainedConfig | None = None
     segment_length: int = 512

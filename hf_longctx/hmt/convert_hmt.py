@@ -5,6 +5,7 @@ import torch
 from .configuration_hmt import HMTConfig
 from .modeling_hmt import HMTWrapper
 
+
 OFFICIAL_NAMES = {
     "memory_cell.memory": "memory.initial",
     "mem": "memory.summary_prompt",

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+
 # With Wq = Wk = gain * I the scores start as gain^2 q.c / sqrt(h). Memories come out of the final norm with entries of
 # order 1, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to pick, soft enough to learn from.
 SIMILARITY_GAIN = 1.5

@@ -50,6 +50,7 @@ from .backbone_hmt import Backbone
 from .configuration_hmt import HMTConfig
 from .memory_hmt import SIMILARITY_GAIN, HMTMemory, HMTState, recall_distance
 
+
 RETRIEVAL_LOSS_WEIGHT = 0.05  # of the official code
 
 

@@ -5,7 +5,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import hf_longctx
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
 ROOM = {"max_position_embeddings": 64, "intermediate_size": 24}
@@ -18,6 +20,7 @@ BACKBONES = {
     "OPTForCausalLM": {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 8, "max_position_embeddings": 64},
     "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 64},
     "GPTNeoXForCausalLM": {**SIZES, **ROOM},
+    "FoxForCausalLM": {**SIZES, **ROOM, "qk_norm": True, "k_shift": True, "v_shift": True, "output_gate": "sigmoid"},
     "GemmaForCausalLM": {**SIZES, **ROOM, **HEADS},
     "Gemma2ForCausalLM": {**SIZES, **ROOM, **HEADS, "sliding_window": 6, "final_logit_softcapping": 2.0},
     "Gemma3ForCausalLM": {**SIZES, **ROOM, **HEADS, "sliding_window": 6},
@@ -40,7 +43,7 @@ BACKBONES = {
 
 @pytest.fixture(params=BACKBONES)
 def backbone(request):
-    model_class = getattr(transformers, request.param)
+    model_class = getattr(hf_longctx if request.param.startswith("Fox") else transformers, request.param)
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return model_class(model_class.config_class(**BACKBONES[request.param], **special)).eval()

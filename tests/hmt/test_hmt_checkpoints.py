@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 
+
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 
 

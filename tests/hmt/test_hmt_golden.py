@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from hf_longctx.hmt import from_official, official_parameters
 
+
 LLAMA = ["full", "evict", "sumfull", "ragged7", "ragged11", "batch2", "leftpad", "oddL13", "oddL15", "k0", "single"]
 LLAMA += ["stage1", "stage1_bptt2", "rmt", "rmt_m2", "retloss"]
 CASES = [f"llama_{name}" for name in LLAMA]

@@ -6,6 +6,7 @@ from conftest import tiny_llama
 
 from hf_longctx.hmt import HMTState, HMTWrapper
 
+
 CHUNKS = {"one by one": [1] * 43, "ragged": [5, 3, 1, 14, 2, 11, 7], "at j": [4] * 10 + [3], "segments": [8] * 5 + [3]}
 
 
