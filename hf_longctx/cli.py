@@ -202,7 +202,7 @@ def parser():
     p = command(train_demo, "train-demo")
     p.add_argument("output", metavar="FOLDER")
     p.add_argument("--text", metavar="SOURCE", help="as for `curve` (default: English from CPython)")
-    p.add_argument("--steps", type=int, default=1800, metavar="N", help="default: %(default)s")
+    p.add_argument("--steps", type=int, default=600, metavar="N", help="default: %(default)s")
     p.add_argument(
         "--context", type=int, default=768, metavar="TOKENS", help="training context (default: %(default)s)"
     )

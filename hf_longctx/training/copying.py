@@ -1,8 +1,9 @@
 """A small FoX that learns to remember: the model of the demo, trained on text in which passages come back.
 
 Plain text rarely rewards remembering; a passage that is repeated rewards it at every token. Passages have every length
-(one favoured length would teach a fixed offset instead of copying), and most are shuffled snippets or random tokens: a
-small corpus is soon known by heart, and then a repetition of it teaches nothing.
+(one favoured length would teach a fixed offset instead of copying). A small corpus is soon known by heart, and then a
+repetition of it teaches nothing: so most passages are corrupted text, shuffled snippets or random tokens, which can only be
+predicted by someone who has read them.
 """
 
 import random
@@ -17,8 +18,9 @@ from ..fox import FoxConfig, FoxForCausalLM
 
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-# What the blocks of a training row are.
-BLOCKS = {"plain text": 0.2, "repeated text": 0.2, "repeated snippets": 0.3, "repeated random tokens": 0.3}
+# What the blocks of a training row are, and the share of tokens that corruption replaces.
+BLOCKS = {"plain text": 0.15, "repeated text": 0.5, "repeated snippets": 0.15, "repeated random tokens": 0.2}
+CORRUPTION = 0.2
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -61,7 +63,10 @@ class RepeatedPassages(torch.utils.data.Dataset):
                 continue
             length = rng.randint(8, room // 2 - 1)
             if kind == "repeated text":
-                passage = self.text(rng, length)
+                passage = [
+                    rng.randrange(self.vocab_size) if rng.random() < CORRUPTION else token
+                    for token in self.text(rng, length)
+                ]
             elif kind == "repeated snippets":
                 snippets = (self.text(rng, rng.randint(1, 6)) for _ in range(length))
                 passage = [token for snippet in snippets for token in snippet][:length]
@@ -69,8 +74,7 @@ class RepeatedPassages(torch.utils.data.Dataset):
                 passage = [rng.randrange(self.vocab_size) for _ in range(length)]
             passage = [self.bos_token_id, *passage]
             ids += passage * 2
-            # What is shuffled or random can only be predicted when it comes back.
-            labels += (passage if kind == "repeated text" else [-100] * len(passage)) + passage
+            labels += [-100] * len(passage) + passage  # what is corrupted can only be predicted when it comes back
         return {"input_ids": ids[: self.context], "labels": labels[: self.context]}
 
     def text(self, rng, length):
@@ -82,7 +86,7 @@ def train_demo_model(
     text: str,
     output: str | Path,
     *,
-    steps: int = 1500,
+    steps: int = 600,
     context: int = 768,
     batch_size: int = 8,
     vocab_size: int = 1024,
