@@ -6,6 +6,8 @@ note on the import path: as soon as the Auto classes are imported, by whomever, 
 
 import importlib
 import sys
+import threading
+import warnings
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import PathFinder
 
@@ -34,7 +36,8 @@ class _AfterAutoClasses(MetaPathFinder):
     """
 
     def __init__(self):
-        self.depth = 0
+        self.thread = threading.local()  # another thread's unfinished import is none of ours
+        self.registering = False
 
     def find_spec(self, name, path=None, target=None):
         if not name.startswith("transformers."):
@@ -44,10 +47,21 @@ class _AfterAutoClasses(MetaPathFinder):
             spec.loader = _Watched(spec.loader, self)
         return spec
 
-    def finished(self):
-        if self.depth == 0 and AUTO_CLASSES in sys.modules and self in sys.meta_path:
-            sys.meta_path.remove(self)
+    def begin(self):
+        self.thread.depth = getattr(self.thread, "depth", 0) + 1
+
+    def end(self):
+        self.thread.depth -= 1
+        if self.thread.depth or self.registering or AUTO_CLASSES not in sys.modules:
+            return
+        self.registering = True
+        try:
             _import_models()
+        except ImportError as error:  # no reason to keep anyone from using transformers
+            warnings.warn(f"hf_longctx could not register its models with the Auto classes: {error}", stacklevel=2)
+        finally:
+            self.registering = False
+        sys.meta_path.remove(self)  # not reached by an interruption, after which the next import tries again
 
 
 class _Watched(Loader):
@@ -64,9 +78,8 @@ class _Watched(Loader):
 
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self.loader
-        self.watcher.depth += 1
+        self.watcher.begin()
         try:
             self.loader.exec_module(module)
         finally:
-            self.watcher.depth -= 1
-        self.watcher.finished()
+            self.watcher.end()

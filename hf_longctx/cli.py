@@ -19,7 +19,7 @@ def curve(args):
 
     model, tokenizer = _load(args)
     tokens = _tokenize(tokenizer, load_text(args.text), args.text)
-    longest = args.max_length or _default_max_length(model, len(tokens))
+    longest = _default_max_length(model, len(tokens)) if args.max_length is None else args.max_length
     grid = log_lengths if args.log_lengths else linear_lengths
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def main(argv=None) -> int:
     args = parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # the last: no such device, out of memory
         print(f"hf-longctx: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ def load_text(source: str | None = None) -> str:
 
     Args:
         source: path of a text file or of a folder of *.txt files (joined in name order), or the name of a dataset for
-            `datasets.load_dataset` (its "text" column, split "test" if there is one, else "train"). None: the held-out
+            `datasets.load_dataset` (its "text" column, split "test" if there is one, else the first). None: the held-out
             part of `stdlib_text`.
 
     Raises:
@@ -45,7 +45,7 @@ def _dataset_text(name):
         splits = datasets.load_dataset(name)
     except Exception as error:  # offline, unknown name, gated: the library raises many kinds
         raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
-    split = splits["test" if "test" in splits else "train"]
+    split = splits["test" if "test" in splits else next(iter(splits))]
     if "text" not in split.column_names:
         raise ValueError(f'dataset {name} has columns {split.column_names}; a corpus needs a column "text".')
     return "\n\n".join(split["text"])

@@ -17,11 +17,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 wanted=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh | cksum)
 
 install() {
-    pip install -q -c scripts/constraints.txt "$@"
+    .venv/bin/python -m pip install -q -c scripts/constraints.txt "$@"
 }
 
+version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
 install_torch() {
-    version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
     if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
         install "torch==$version+cpu" 2>/dev/null && return
         install "torch==$version+cpu" --extra-index-url https://download.pytorch.org/whl/cpu && return
@@ -30,13 +30,16 @@ install_torch() {
     install "torch==$version"
 }
 
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# One that was interrupted while it was made is made anew.
+if ! { [ -f .venv/bin/activate ] && .venv/bin/python -m pip --version; } >/dev/null 2>&1; then
+    "$python" -m venv --clear .venv
+fi
 . .venv/bin/activate
 installed=".venv/installed-$EXTRA"
 if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into .venv (once) ..."
     install numpy hatchling editables
-    python -c 'import torch' 2>/dev/null || install_torch
+    python -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null || install_torch
     if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
         install -c scripts/constraints-triton.txt --no-build-isolation -e ".[$EXTRA]"
     else # a CUDA build of PyTorch has brought the Triton that it was made with

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 
 GATE_PARTS = 3
 GATE_QUERY = 64.0
-# exp(-1000) is 0 in every dtype; a closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf.
-CLOSED_GATE = -1000.0
+# A closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf. exp(-120) is 0 in float32; a larger constant would
+# cost resolution, since every closed gate adds it to c.
+CLOSED_GATE = -120.0
 
 
 def check_inputs(q, k, v, log_f, scale, attention_mask, cu_seqlens):
@@ -106,7 +107,7 @@ def forgetting_attention_ref(q, k, v, log_f, *, scale=None, attention_mask=None,
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    log_f = log_f.to(dtype).clamp(min=CLOSED_GATE)
+    log_f = log_f.double().clamp(min=-1e4)  # for its sum; exp(-1e4) is 0
     key_positions = torch.arange(kv_length, device=q.device)
     visible = key_positions <= key_positions[-q_length:, None]  # (Tq, Tk), causal
     if attention_mask is not None:
@@ -119,7 +120,8 @@ def forgetting_attention_ref(q, k, v, log_f, *, scale=None, attention_mask=None,
 
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     c = log_f.cumsum(-1)  # (B, Hq, Tk)
-    logits = scale * q.to(dtype) @ k.mT + c[..., -q_length:, None] - c[..., None, :]  # (B, Hq, Tq, Tk)
+    decay = (c[..., -q_length:, None] - c[..., None, :]).to(dtype)
+    logits = scale * q.to(dtype) @ k.mT + decay  # (B, Hq, Tq, Tk)
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
     return (weights @ v).to(q.dtype)

@@ -18,7 +18,6 @@ from transformers.generation import GenerationMixin
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.masking_utils import (
     create_causal_mask,
-    create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_layers import (
@@ -40,11 +39,12 @@ from .attention_fox import fold_keys, fold_queries, unfold_decay
 from .configuration_fox import FoxConfig
 
 
-# Before, `create_recurrent_attention_mask` loses the padding of a prompt that is read in chunks: wrong numbers, no error.
-require_version("transformers>=5.15.0", "FoX needs it for padded prompts: pip install -U transformers")
+require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
 
 # Backends that compute exactly softmax(scaling * q.k + mask) v. Others may drop what they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Below this an additive mask hides a key. It may be the minimum of float16, which the decay of a key can outweigh.
+MASKED = -1e4
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -115,7 +115,8 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     with torch.autocast(query.device.type, enabled=False):
         logits = query.float() @ key.float().mT * scaling  # (B, H, Tq, Tk)
     if attention_mask is not None:
-        logits = logits + attention_mask
+        hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < MASKED
+        logits = (logits + attention_mask.float()).masked_fill(hidden, torch.finfo(torch.float32).min)
     weights = logits.softmax(-1).to(value.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
@@ -272,6 +273,8 @@ class FoxAttention(nn.Module):
             last = layer.keys[:, :, -1:]
         elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # a free slot is 0, and so is its decay
             last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
+        elif length == 0:
+            return torch.zeros_like(c[..., :1])
         else:  # a static window
             length = min(length, layer.max_cache_len)
             last = layer.keys[:, :, length - 1 : length]
@@ -304,6 +307,18 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+def padding_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """Which of the last `length` tokens are real, (B, T) bool; None where all of them are, or nothing is known.
+
+    Not transformers' `create_recurrent_attention_mask`: it takes a token that comes alone for a generated one, but a
+    prompt may be fed token by token.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    real = attention_mask[:, -length:].bool()
+    return None if not torch.compiler.is_compiling() and real.all() else real
+
+
 class FoxPreTrainedModel(PreTrainedModel):
     config: FoxConfig
     base_model_prefix = "model"
@@ -325,7 +340,7 @@ class FoxPreTrainedModel(PreTrainedModel):
         create_mask = create_sliding_window_causal_mask if config.sliding_window else create_causal_mask
         return {
             "attention": create_mask(**shared, past_key_values=past_key_values, position_ids=position_ids),
-            "padding": create_recurrent_attention_mask(**shared),  # None where nothing is padded
+            "padding": padding_mask(attention_mask, inputs_embeds.shape[1]),
         }
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
@@ -95,6 +95,42 @@ def test_padding_changes_nothing_on_real_tokens(variant, padding):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = logits(model, batch, attention_mask=mask, position_ids=positions)[0, mask[0].bool()]
     torch.testing.assert_close(padded, alone[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 12, [4, 1, 5, 2]], ids=str)
+@pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
+@both_blocks
+def test_padded_prompts_in_any_chunks(variant, static, chunks):
+    model, ids = make(variant), tokens(batch=2, length=12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    whole = logits(model, ids, attention_mask=mask)
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    pieces, end = [], 0
+    for chunk in ids.split(chunks, dim=1):
+        end += chunk.shape[1]
+        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], past_key_values=cache))
+    got = torch.cat(pieces, dim=1)[mask.bool()]
+    torch.testing.assert_close(got, whole[mask.bool()], atol=2e-5, rtol=1e-4)
+
+
+def test_a_float16_mask_outweighs_any_decay():
+    model = make("llama", "eager").half()
+    for layer in model.model.layers:
+        layer.self_attn.f_proj.weight.data.zero_()
+        layer.self_attn.f_proj.bias.data.fill_(-400.0)
+    first, second = tokens(1, 200), tokens(1, 200)
+    second[0, -1] = 3 + (second[0, -1] - 2) % 50
+    assert torch.equal(logits(model, first)[:, :-1], logits(model, second)[:, :-1])
+
+
+@with_and_without_window
+def test_a_static_cache_can_be_reset(variant):
+    model, ids = make(variant), tokens(2, 9)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    before = logits(model, ids, past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(logits(model, ids, past_key_values=cache), before)
 
 
 @both_blocks
