@@ -6,6 +6,8 @@ repetition of it teaches nothing: so most passages are corrupted text, shuffled 
 predicted by someone who has read them.
 """
 
+import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -105,8 +107,16 @@ def train_demo_model(
 
     Returns:
         The trained model, on the CPU.
+
+    Raises:
+        ValueError: the text is too short, or `output` holds checkpoints of a training on another text or with other
+            settings (more or fewer `steps` are fine).
     """
     output = Path(output)
+    settings = dict(
+        context=context, batch_size=batch_size, vocab_size=vocab_size, learning_rate=learning_rate, seed=seed
+    )
+    last = _checkpoint_to_resume(output, {"text": hashlib.sha256(text.encode()).hexdigest(), **settings})
     tokenizer = train_tokenizer(text, vocab_size)
     config = FoxConfig.pro(
         vocab_size=len(tokenizer),
@@ -144,13 +154,29 @@ def train_demo_model(
     tokens = tokenizer(text)["input_ids"]
     rows = RepeatedPassages(tokens, context, len(tokenizer), steps * batch_size * 16, tokenizer.bos_token_id, seed)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_stack)
-    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=last)
     trainer.state.save_to_json(str(output / "trainer_state.json"))
     model = model.cpu().eval()
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     return model
+
+
+def _checkpoint_to_resume(output, recipe):
+    """The last checkpoint in `output`, None in a new folder; ValueError if it belongs to another recipe."""
+    checkpoints, file = output / "checkpoints", output / "recipe.json"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    if last is not None:
+        before = json.loads(file.read_text())
+        changed = [name for name in recipe if before[name] != recipe[name]]
+        if changed:
+            raise ValueError(
+                f"{checkpoints} holds a training with another {' and '.join(changed)}. Go on with what it began with, "
+                "or take a new folder."
+            )
+    output.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(recipe, indent=1) + "\n")
+    return last
 
 
 def _stack(rows):

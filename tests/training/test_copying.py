@@ -66,3 +66,5 @@ def test_an_interrupted_training_goes_on(tmp_path):
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4]
     assert not model.training
+    with pytest.raises(ValueError, match="another text and seed"):
+        train_demo_model(text + "!", tmp_path, steps=4, context=64, seed=1)
