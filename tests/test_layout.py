@@ -17,7 +17,8 @@ ALLOWED = {
     "training": {"training", "fox"},
     "corpus": set(),
     "_registration": set(),
-    "cli": {"corpus", "fox", "metrics", "training"},
+    "cli": {"cli", "corpus", "fox", "metrics", "training"},
+    "__main__": {"cli"},
 }
 # Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
 BUNDLES = {

@@ -3,24 +3,13 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_longctx import cli
-from hf_longctx.corpus import load_text, stdlib_text
-
-
-pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
-pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model that `train-demo` made in two steps."""
-    path = tmp_path_factory.mktemp("model")
-    assert cli.main(["train-demo", str(path), "--steps", "2", "--context", "64"]) == 0
-    return path
+from hf_longctx import __version__, cli
 
 
 def test_train_demo_leaves_a_model_and_its_log(folder):
@@ -133,27 +122,13 @@ def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, cap
 
 
 def test_help_reads_well(capsys):
-    for command in ([], ["curve"], ["rope"], ["generate"], ["train-demo"], ["convert"]):
+    for command in ([], *([name] for name in cli.COMMANDS)):
         with pytest.raises(SystemExit) as stop:
             cli.main([*command, "--help"])
         assert stop.value.code == 0
         assert "None" not in capsys.readouterr().out
 
 
-def test_texts(tmp_path):
-    (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a.txt").write_text("first")
-    assert load_text(str(tmp_path)) == "first\n\nsecond"
-    assert load_text(str(tmp_path / "b.txt")) == "second"
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="holds no text"):
-        load_text(str(tmp_path / "empty.txt"))
-    with pytest.raises(ValueError, match="train"):
-        stdlib_text("test")
-
-
-def test_the_held_out_text_is_not_trained_on():
-    train = stdlib_text("train")
-    paragraphs = [p.strip() for p in stdlib_text("held_out").split("\n\n") if len(p) > 200]
-    assert len(paragraphs) > 50
-    assert not any(p in train for p in paragraphs)
+def test_the_package_can_be_run_as_a_module():
+    run = subprocess.run([sys.executable, "-m", "hf_longctx", "--version"], capture_output=True, text=True)
+    assert run.stdout == f"hf-longctx {__version__}\n"

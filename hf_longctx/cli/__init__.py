@@ -1,0 +1,52 @@
+"""The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
+
+A command's module has `add_arguments(parser)` and `run(args)`. It imports what is slow to import inside `run`.
+"""
+
+import argparse
+import sys
+
+from .. import __version__
+from . import convert, curve, generate, rope, train_demo
+
+
+COMMANDS = {
+    "curve": curve,
+    "rope": rope,
+    "generate": generate,
+    "train-demo": train_demo,
+    "convert": convert,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser, all commands included."""
+    top = argparse.ArgumentParser(
+        prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
+    )
+    top.add_argument("--version", action="version", version=f"hf-longctx {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        p = commands.add_parser(
+            name,
+            help=command.__doc__.splitlines()[0],
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(p)
+        p.set_defaults(run=command.run)
+    return top
+
+
+def main(argv=None) -> int:
+    """Run a command; an expected error is one line on stderr and exit status 1."""
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # the last: no such device, out of memory
+        print(f"hf-longctx: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("hf-longctx: interrupted", file=sys.stderr)
+        return 130
+    return 0

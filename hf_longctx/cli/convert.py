@@ -1,0 +1,31 @@
+"""Convert a checkpoint folder to FoX, or a FoX folder back.
+
+official: the authors' implementation. fla: flash-linear-attention. llama: a Llama, Mistral, Qwen2 or Qwen3, which
+gets open forget gates and can then be fine-tuned. Weights pass through memory one tensor at a time. DST appears
+when it is complete.
+"""
+
+
+def add_arguments(parser):
+    parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors files")
+    parser.add_argument("destination", metavar="DST", help="folder to make")
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument(
+        "--from", dest="source_format", default="fox", choices=("official", "fla", "llama"), help="make a FoX of this"
+    )
+    direction.add_argument(
+        "--to", dest="destination_format", default="fox", choices=("official", "fla"), help="make this of a FoX"
+    )
+    parser.add_argument(
+        "--decay-time",
+        type=float,
+        metavar="TOKENS",
+        help="llama: how soon the new gates forget by a factor e (default: 1e5 contexts, hardly ever)",
+    )
+
+
+def run(args):
+    from ..fox import convert_folder
+
+    convert_folder(args.source, args.destination, args.source_format, args.destination_format, args.decay_time)
+    print(f"wrote {args.destination}")

@@ -1,0 +1,83 @@
+"""Measure how far a causal language model remembers: its forgetting curve (Liu et al. 2024).
+
+Writes OUTPUT.json and OUTPUT.png and prints the fine length (copying above 99 %) and the coarse length (copying at
+least 1 % better than guessing from the language). An interrupted run keeps the lengths it has measured.
+"""
+
+import sys
+from pathlib import Path
+
+from . import shared
+
+
+def add_arguments(parser):
+    shared.add_model(parser)
+    shared.add_text(parser)
+    parser.add_argument(
+        "--max-length", type=int, metavar="TOKENS", help="longest passage (default: half the claimed context)"
+    )
+    parser.add_argument(
+        "--points", type=int, default=16, metavar="N", help="lengths to measure (default: %(default)s)"
+    )
+    parser.add_argument("--log-lengths", action="store_true", help="space the lengths logarithmically")
+    parser.add_argument(
+        "--repeats", type=int, default=10, metavar="N", help="passages per length (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-type", choices=("order", "random"), default="order", help="running text or random tokens"
+    )
+    parser.add_argument("--bos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
+    parser.add_argument("--eos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
+    parser.add_argument(
+        "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture"
+    )
+    parser.add_argument(
+        "--output", default="forgetting_curve", metavar="PATH", help="without ending (default: %(default)s)"
+    )
+
+
+def run(args):
+    from ..corpus import load_text
+    from ..metrics import forgetting_curve, linear_lengths, log_lengths
+
+    model, tokenizer = shared.load_model(args)
+    tokens = shared.tokenize(tokenizer, load_text(args.text), args.text)
+    longest = _default_max_length(model, len(tokens)) if args.max_length is None else args.max_length
+    grid = log_lengths if args.log_lengths else linear_lengths
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    train_length = args.train_length
+    if train_length is None:
+        train_length = getattr(model.config, "max_position_embeddings", None)
+
+    def write(result):
+        result.save(output.with_name(output.name + ".json"))
+        result.plot(output.with_name(output.name + ".png"), train_length=train_length)
+        print(result.summary())
+        print(f"wrote {output}.png and {output}.json")
+
+    try:
+        result = forgetting_curve(
+            model,
+            tokens,
+            lengths=grid(longest, args.points),
+            repeats=args.repeats,
+            seed=args.seed,
+            bos_token_id=args.bos_token_id if args.bos_token_id is not None else tokenizer.bos_token_id,
+            eos_token_id=args.eos_token_id if args.eos_token_id is not None else tokenizer.eos_token_id,
+            data_type=args.data_type,
+            progress=True,
+        )
+    except BaseException as error:
+        if getattr(error, "curve", None) is not None and error.curve.points:
+            write(error.curve)
+        raise
+    write(result)
+
+
+def _default_max_length(model, corpus_tokens):
+    """Half of the context that the model claims, as far as the corpus reaches."""
+    claimed = getattr(model.config, "max_position_embeddings", None)
+    longest = corpus_tokens // 3 if claimed is None else min((claimed - 3) // 2, corpus_tokens // 3)
+    print(f"measuring up to {longest} tokens (choose another end with --max-length)", file=sys.stderr)
+    return longest

@@ -1,0 +1,25 @@
+"""Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
+
+Reads the configuration only. A screening number: many good models violate the bound at their claimed length.
+"""
+
+
+def add_arguments(parser):
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or of its config.json")
+    parser.add_argument(
+        "--context-length", type=int, metavar="TOKENS", help="default: the context that the model claims"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run configuration code that comes with the model"
+    )
+
+
+def run(args):
+    from transformers import AutoConfig
+
+    from ..metrics import rope_report
+
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    report = rope_report(config, context_length=args.context_length)
+    print(report.to_json(indent=1) if args.json else report)
