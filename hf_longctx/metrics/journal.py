@@ -1,0 +1,152 @@
+"""A measurement that survives being killed: every finished part is one line of a file, at once and for good.
+
+    with Journal("curve.jsonl", settings) as journal:
+        for length in lengths:
+            if length not in journal.done:
+                journal.append(length, measure(length))
+
+The first line holds the settings, each other line one part. Lines carry no time, so a run that was killed and resumed,
+going through its parts in the same order, ends with the same bytes as one that was not. This file knows no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+FORMAT = 1
+
+
+class Journal:
+    """Results by key, kept in a JSONL file. Close it, or use it in a `with` statement.
+
+    Args:
+        path: the file; made with its folder if missing, resumed if it is a journal of the same settings. A last line
+            that was being written when the run was killed is dropped. None keeps the results in memory only.
+        settings: all that the results depend on, as JSON values: model, seed, tokenizer, hash of the corpus, ...
+
+    Attributes:
+        settings: as given, in JSON types.
+        done: the finished parts, `{key: result}`. Lists within keys are tuples here.
+
+    Raises:
+        ValueError: the file is no journal, is damaged before its last line, or holds a run with other settings; the
+            message names what differs. The file is left as it was.
+    """
+
+    def __init__(self, path: str | os.PathLike | None, settings: dict[str, Any]):
+        self.path = None if path is None else Path(path)
+        self.settings = json.loads(_line(settings))
+        self.done: dict[Any, Any] = {}
+        self._file = None
+        if path is None:
+            return
+        header = _line({"format": FORMAT, "settings": self.settings})
+        found = self.path.read_bytes() if self.path.exists() else b""
+        whole = found[: found.rfind(b"\n") + 1]
+        if whole:
+            self.done = self._check(whole.splitlines())
+        elif not header.startswith(found):
+            raise ValueError(f"{self.path} is no journal: give another path, or move that file away.")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
+        self._file.truncate(len(whole))
+        if not whole:
+            self._write(header)
+
+    def append(self, key, result) -> None:
+        """Add a finished part; once this returns, it is on the disk.
+
+        Args:
+            key: a string, a number, None, or a list or tuple of such, not in `done` yet.
+            result: JSON values. Numbers must be finite.
+
+        Raises:
+            ValueError: the key is there already, or key or result are not such values.
+        """
+        line = _line({"key": key, "result": result})
+        entry = json.loads(line)
+        key = _frozen(entry["key"])
+        if key in self.done:
+            raise ValueError(f"key {key!r} is in the journal already.")
+        if self._file is not None:
+            self._write(line)
+        self.done[key] = entry["result"]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _write(self, line):
+        self._file.write(line)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _check(self, lines):
+        """The results in the lines of a file, whose first one must be our header."""
+        entries = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                entries.append(json.loads(line))
+                complete = {"format", "settings"} if number == 1 else {"key", "result"}
+                if not complete <= entries[-1].keys():
+                    raise ValueError(f"no {sorted(complete)}")
+            except (ValueError, AttributeError) as error:
+                what = "is no journal" if number == 1 else "is a damaged journal"
+                raise ValueError(
+                    f"{self.path} {what}: line {number} cannot be read ({error}). Give another path, or move that file "
+                    "away."
+                ) from None
+        header, *parts = entries
+        if header["format"] > FORMAT:
+            raise ValueError(
+                f"{self.path} has format {header['format']}, and this version of hf-longctx reads up to {FORMAT}. "
+                "Upgrade: pip install -U hf-longctx"
+            )
+        theirs, missing = header["settings"], "nothing"
+        differing = [
+            f"{name} is {theirs.get(name, missing)!r} there and {self.settings.get(name, missing)!r} here"
+            for name in sorted({*theirs, *self.settings})
+            if theirs.get(name, missing) != self.settings.get(name, missing)
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings; "
+                "to measure anew, give another path."
+            )
+        return {_frozen(part["key"]): part["result"] for part in parts}
+
+
+def content_hash(ids) -> str:
+    """SHA-256 of a sequence of token ids, whatever integer type they come in; for the settings of a journal.
+
+    >>> content_hash([1, 2, 3])[:8] == content_hash(np.array([1, 2, 3], dtype=np.uint16))[:8]
+    True
+    """
+    return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
+
+
+def _line(entry) -> bytes:
+    try:
+        return json.dumps(entry, allow_nan=False).encode() + b"\n"
+    except TypeError as error:
+        raise ValueError(f"a journal holds JSON values only: {error}.") from None
+
+
+def _frozen(key):
+    """A key that came from JSON as one that a dictionary takes."""
+    if isinstance(key, dict):
+        raise ValueError(f"a journal's key must be a string, a number, None or a list of such, got {key!r}.")
+    return tuple(map(_frozen, key)) if isinstance(key, list) else key

@@ -1,0 +1,115 @@
+"""Journals: resuming at every byte, other runs' journals, damaged files."""
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+
+from hf_longctx.metrics import journal as module
+from hf_longctx.metrics.journal import Journal, content_hash
+
+
+SETTINGS = {"model": "tiny", "seed": 3, "lengths": (8, 16)}
+PARTS = {8: {"copy": [4, 4]}, "needle": 0.5, ("depth", 0.25, (1, None)): None, 16: "naïve"}
+
+
+def run(path, parts=PARTS):
+    """Do what is not done, in order; returns what had to be done."""
+    measured = []
+    with Journal(path, SETTINGS) as journal:
+        for key, result in parts.items():
+            if key not in journal.done:
+                journal.append(key, result)
+                measured.append(key)
+        assert journal.done == PARTS
+    return measured
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module) == (0, 1)
+
+
+def test_a_run_killed_anywhere_ends_with_the_same_file(tmp_path):
+    run(tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 1 + len(PARTS)
+    for killed_at in range(len(whole) + 1):
+        path = tmp_path / "killed"
+        path.write_bytes(whole[:killed_at])
+        kept = max(sum(end <= killed_at for end in ends) - 1, 0)
+        assert run(path) == list(PARTS)[kept:]
+        assert path.read_bytes() == whole
+
+
+def test_each_part_is_in_the_file_at_once(tmp_path):
+    path = tmp_path / "folder" / "journal"
+    with Journal(path, SETTINGS) as journal:
+        for count, (key, result) in enumerate(PARTS.items(), start=2):
+            journal.append(key, result)
+            lines = path.read_text().splitlines()
+            assert len(lines) == count
+            assert json.loads(lines[-1])["result"] == result
+
+
+def test_without_a_file():
+    with Journal(None, SETTINGS) as journal:
+        journal.append((1, 2), [3])
+    assert journal.done == {(1, 2): [3]}
+
+
+def test_journal_of_another_run(tmp_path):
+    path = tmp_path / "journal"
+    run(path)
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"another run: model is 'tiny' there and 'large' here; seed is 3 there and 4 "
+    ):
+        Journal(path, SETTINGS | {"model": "large", "seed": 4})
+    with pytest.raises(ValueError, match=r"corpus is 'nothing' there and 'abc' here. To resume it"):
+        Journal(path, SETTINGS | {"corpus": "abc"})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("a precious text", "is no journal"),
+        ("a precious text\n", "is no journal: line 1"),
+        ("[]\n", "is no journal: line 1"),
+        ('{"format": 1}\n', "is no journal: line 1"),
+        ('{"format": 2, "settings": {}}\n', "has format 2, and this version of hf-longctx reads up to 1"),
+        ('{"format": 1, "settings": {}}\n{"key": 1, "re\n{"key": 2, "result": 3}\n', "is a damaged journal: line 2"),
+    ],
+)
+def test_other_files_are_left_alone(tmp_path, content, message):
+    path = tmp_path / "journal"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Journal(path, {})
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    "key, result, message",
+    [
+        ("new", float("nan"), "JSON"),
+        ("new", np.int64(3), "JSON values only"),
+        ({"a": 1}, 0, "key must be"),
+        (("a", 1), 0, "in the journal already"),
+    ],
+)
+def test_bad_entries_change_nothing(tmp_path, key, result, message):
+    path = tmp_path / "journal"
+    with Journal(path, {}) as journal:
+        journal.append(["a", 1], 0)
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=message):
+            journal.append(key, result)
+        assert (path.read_bytes(), journal.done) == (before, {("a", 1): 0})
+
+
+def test_content_hash():
+    ids = [1, 2, 300]
+    assert content_hash(ids) == content_hash(np.array(ids, dtype=np.uint16)) != content_hash([1, 2, 301])
