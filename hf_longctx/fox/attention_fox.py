@@ -133,6 +133,22 @@ def folded_width(head_dim, group, device):
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
+def running_sum(log_f, places=None):
+    """Running sum of the log gates, (B, H, T) -> (B, H, T) fp32: the `c` whose differences are the decay.
+
+    places: (B, T), place of each token in its document, where a row holds several one after the other. The sum then starts
+        near 0 with every document, so that its resolution is that of a document and not of the row; by how much it misses 0
+        is the same for a whole document and does not count.
+    """
+    c = log_f.cumsum(-1)
+    if places is None:
+        return c
+    before = (c - log_f).detach()
+    first = torch.arange(places.shape[1], device=places.device) - places  # of the document
+    at_border = before.gather(-1, first[:, None].expand_as(before))
+    return (log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1]))).cumsum(-1)
+
+
 def fold_queries(q, c, scale, gates_per_key):
     """Append to the queries what reads the decay from the keys.
 

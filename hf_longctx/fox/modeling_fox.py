@@ -30,16 +30,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
-from .attention_fox import fold_keys, fold_queries, unfold_decay
+from .attention_fox import fold_keys, fold_queries, running_sum, unfold_decay
 from .configuration_fox import FoxConfig
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
+
+logger = logging.get_logger(__name__)
 
 # Backends that compute exactly softmax(scaling * q.k + mask) v. Others may drop what they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -165,18 +167,19 @@ class FoxAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
+        places: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, H, D)
-        k, v = self.token_shift(x, k, v, padding_mask, position_ids, past_key_values)
+        k, v = self.token_shift(x, k, v, padding_mask, places, past_key_values)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k, v = self.fold_forget_gate(x, q, k, v, padding_mask, past_key_values)  # (B, H, T, D')
+        q, k, v = self.fold_forget_gate(x, q, k, v, padding_mask, places, past_key_values)  # (B, H, T, D')
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
 
@@ -205,10 +208,10 @@ class FoxAttention(nn.Module):
             o = o * self.g_act(self.g_proj(x))
         return self.o_proj(o), weights
 
-    def token_shift(self, x, k, v, padding_mask, position_ids, past_key_values):
+    def token_shift(self, x, k, v, padding_mask, places, past_key_values):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
 
-        The predecessor is the last real token, in the cache or in this call; a document's first token (position 0) has 0.
+        The predecessor is the last real token, in the cache or in this call; a document's first token has 0.
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
@@ -220,7 +223,9 @@ class FoxAttention(nn.Module):
             seen = seen.gather(1, last_real[..., None].expand_as(seen))
         if past_key_values is not None:  # kept as the state of a convolution that reaches back one token
             past_key_values.update_conv_state(seen[:, 1:].mT, self.layer_idx, conv_kernel_size=1)
-        previous = seen[:, :-1].masked_fill((position_ids == 0)[..., None], 0.0)
+        previous = seen[:, :-1]
+        if places is not None:
+            previous = previous.masked_fill((places == 0)[..., None], 0.0)
         k_previous, v_previous = previous.unflatten(2, (-1, self.head_dim)).chunk(2, dim=2)
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
@@ -242,7 +247,7 @@ class FoxAttention(nn.Module):
             return torch.zeros_like(current[:, :1])
         return layers[self.layer_idx].conv_states[0][..., -1:].mT.to(current)
 
-    def fold_forget_gate(self, x, q, k, v, padding_mask, past_key_values):
+    def fold_forget_gate(self, x, q, k, v, padding_mask, places, past_key_values):
         """Move the decay into the keys, continuing the running sum of log f where the cache left it."""
         if self.f_proj is None:
             return q, k, v
@@ -252,7 +257,7 @@ class FoxAttention(nn.Module):
         log_f = self.f_proj(x)  # (B, H, T), or (B, Hkv, T)
         if padding_mask is not None:
             log_f = log_f * padding_mask[:, None].to(log_f.dtype)  # padding does not decay
-        c = log_f.cumsum(-1)
+        c = running_sum(log_f, places)
         if past_key_values is not None:
             c = c + self.decay_so_far(past_key_values, c)
         q = fold_queries(q, c, self.scaling, self.gates_per_key)
@@ -317,6 +322,58 @@ def padding_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tens
         return None
     real = attention_mask[:, -length:].bool()
     return None if not torch.compiler.is_compiling() and real.all() else real
+
+
+def packed_places(inputs_embeds, attention_mask, position_ids, cu_seq_lens_q=None, seq_idx=None):
+    """Place of each token in its own document, (B, T), where rows hold several documents; None where none does.
+
+    Borders are read from what transformers' collators give: `cu_seq_lens_q` (N + 1,), `seq_idx` (B, T), or position ids
+    that do not go up from one token to the next. Where values cannot be looked at (compiling), position ids without a
+    mask are taken for packed, as transformers does.
+    """
+    (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    compiling = torch.compiler.is_compiling()
+    real = padding_mask(attention_mask, length)
+    if cu_seq_lens_q is not None:
+        if batch > 1 or (not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)):
+            raise ValueError(
+                "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must run from "
+                f"0 to the length of the row; got an input of {(batch, length)} tokens and {cu_seq_lens_q.tolist()}."
+            )
+        starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
+        starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
+    elif seq_idx is not None:
+        starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
+    elif position_ids is not None and length > 1 and not (compiling and real is not None):
+        position_ids = position_ids.to(device).expand(batch, -1)
+        before = position_ids[:, :-1]
+        if real is not None:  # of the last real token
+            last_real = (torch.arange(length, device=device) * real).cummax(1).values
+            before = position_ids.gather(1, last_real[:, :-1]).masked_fill(~real.cummax(1).values[:, :-1], -1)
+        starts = F.pad(position_ids[:, 1:] <= before, (1, 0), value=True)
+        starts = starts if real is None else starts & real
+    else:
+        return None
+    if not compiling and not starts[:, 1:].any():
+        return None
+    if real is not None:
+        raise ValueError(
+            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) and their "
+            "attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no mask, only labels "
+            "of -100; or give each document a row of its own."
+        )
+    index = torch.arange(length, device=device)
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def flash_borders(places: torch.Tensor) -> dict:
+    """The borders of packed documents as FlashAttention takes them, over all rows one after the other.
+
+    Left to itself it looks for them in position ids, in each layer again and only in a batch of one.
+    """
+    borders = F.pad((places.flatten() == 0).nonzero()[:, 0], (0, 1), value=places.numel()).int()
+    longest = int(places.max()) + 1
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
 class FoxPreTrainedModel(PreTrainedModel):
@@ -384,6 +441,27 @@ class FoxModel(FoxPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+
+        places = None
+        compiling = torch.compiler.is_compiling()
+        if not isinstance(attention_mask, dict) and not (compiling and past_key_values is not None):
+            borders = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")}
+            places = packed_places(inputs_embeds, attention_mask, position_ids, **borders)
+        if places is not None:
+            if past_key_values is not None:
+                raise ValueError(
+                    "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so), "
+                    "which a cache cannot tell apart. Leave past_key_values out, or run each document as a row of its own."
+                )
+            if use_cache and not compiling:
+                logger.warning_once("Packed documents cannot be continued from a cache: none is returned for them.")
+                use_cache = False
+            if attention_mask is not None and attention_mask.ndim == 2:
+                attention_mask = None  # nothing but ones
+            if position_ids is None:
+                position_ids = places
+            if self.config._attn_implementation.startswith("flash_attention") and "cu_seq_lens_q" not in kwargs:
+                kwargs |= flash_borders(places)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -396,8 +474,8 @@ class FoxModel(FoxPreTrainedModel):
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
+                past_key_values=past_key_values if places is None else None,
+                position_ids=places,
             )
 
         hidden_states = inputs_embeds
@@ -409,6 +487,7 @@ class FoxModel(FoxPreTrainedModel):
                 attention_mask=masks["attention"],
                 padding_mask=masks["padding"],
                 position_ids=position_ids,
+                places=places,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 **kwargs,

@@ -8,61 +8,12 @@ import sys
 import pytest
 import torch
 import transformers
+from tiny_fox import ROPE, TINY, both_blocks, every_variant, logits, make, tokens, with_and_without_window
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.modeling_fox import FoxForgetGate, decay_time_bias
-
-
-TINY = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    pad_token_id=0,
-)
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-VARIANTS = {
-    "llama": lambda: FoxConfig(**TINY),
-    "pro": lambda: FoxConfig.pro(**TINY),
-    "pro with grouped heads and rope": lambda: FoxConfig.pro(**TINY, num_key_value_heads=2, rope_parameters=ROPE),
-    "one gate per key head": lambda: FoxConfig(**TINY, num_key_value_heads=2, forget_gate_per_kv_head=True),
-    "window": lambda: FoxConfig(**TINY, sliding_window=7),
-    "pro with a window": lambda: FoxConfig.pro(**TINY, sliding_window=7),
-    "only v shift, shared norm, biases": lambda: FoxConfig(
-        **TINY, v_shift=True, qk_norm=True, qk_norm_shared=True, qkv_bias=True
-    ),
-    "bias only": lambda: FoxConfig(**TINY, forget_gate="bias_only", decay_time_min=2, decay_time_max=64),
-    "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64),
-    "no gate": lambda: FoxConfig(**TINY, forget_gate="none", rope_parameters=ROPE),
-}
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
-with_and_without_window = pytest.mark.parametrize(
-    "variant", ["llama", "pro with grouped heads and rope", "window", "pro with a window"]
-)
-
-
-def make(variant, backend="sdpa", seed=0):
-    """A small model whose every parameter is far from its initial value."""
-    torch.manual_seed(seed)
-    model = FoxForCausalLM(VARIANTS[variant]()).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    model.set_attn_implementation(backend)
-    return model
-
-
-def tokens(batch=2, length=24, seed=1):
-    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model, ids, **kwargs):
-    return model(ids, **kwargs).logits
 
 
 @every_variant
@@ -131,16 +82,6 @@ def test_a_static_cache_can_be_reset(variant):
     before = logits(model, ids, past_key_values=cache)
     cache.reset()
     torch.testing.assert_close(logits(model, ids, past_key_values=cache), before)
-
-
-@both_blocks
-def test_packed_documents_equal_separate_rows(variant):
-    model, lengths = make(variant), [5, 1, 9]
-    documents = [tokens(1, n, seed=n) for n in lengths]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = logits(model, torch.cat(documents, dim=1), position_ids=positions, use_cache=False)
-    alone = torch.cat([logits(model, document) for document in documents], dim=1)
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-4)
 
 
 GENERATION = {

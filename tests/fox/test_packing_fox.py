@@ -1,0 +1,165 @@
+"""Documents packed into one row equal documents in rows of their own, however the borders are told."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_fox import both_blocks, logits, make, tokens, with_and_without_window
+from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_longctx.fox.attention_fox import running_sum
+
+
+LENGTHS = [5, 1, 9]
+DOCUMENTS = [tokens(1, n, seed=n) for n in LENGTHS]
+
+
+def collate(*keep, **options):
+    """What transformers' collator makes of the documents; of that, the ids and what is named."""
+    batch = DataCollatorWithFlattening(**options)([{"input_ids": document[0]} for document in DOCUMENTS])
+    return {name: batch[name] for name in ("input_ids", *keep)}
+
+
+FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BORDERS = {
+    "position ids": lambda: collate("position_ids"),
+    "position ids and a mask of ones": lambda: {
+        **collate("position_ids"),
+        "attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long),
+    },
+    "position ids from 2": lambda: collate("position_ids", position_ids_start=2),
+    "position ids and cu_seq_lens": lambda: collate("position_ids", *FLASH, return_flash_attn_kwargs=True),
+    "cu_seq_lens": lambda: collate(*FLASH, return_flash_attn_kwargs=True, return_position_ids=False),
+    "seq_idx": lambda: collate("seq_idx", return_seq_idx=True, return_position_ids=False),
+}
+every_border = pytest.mark.parametrize("borders", BORDERS)
+
+
+def alone(model):
+    return torch.cat([logits(model, document) for document in DOCUMENTS], dim=1)
+
+
+@with_and_without_window
+@every_border
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_packed_documents_equal_separate_rows(variant, borders, backend):
+    model = make(variant, backend)
+    packed = logits(model, **BORDERS[borders]())
+    torch.testing.assert_close(packed, alone(model), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow  # it is compiled
+def test_flex_attention_packs_too():
+    packed = logits(make("pro with a window", "flex_attention"), **BORDERS["cu_seq_lens"]())
+    torch.testing.assert_close(packed, alone(make("pro with a window")), atol=2e-5, rtol=1e-4)
+
+
+@both_blocks
+def test_rows_packed_differently(variant):
+    model, first = make(variant), BORDERS["position ids"]()
+    second = {"input_ids": tokens(1, 15, seed=3), "position_ids": torch.arange(15)[None]}
+    batch = {name: torch.cat([first[name], second[name]]) for name in first}
+    want = torch.cat([alone(model), logits(model, second["input_ids"])])
+    torch.testing.assert_close(logits(model, **batch), want, atol=2e-5, rtol=1e-4)
+
+
+def flash_attention(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, cu_seq_lens_k, **kwargs):
+    """What transformers' `flash_attention_forward` does on a GPU when it is given the borders."""
+    assert attention_mask is None
+    assert torch.equal(cu_seq_lens_q, cu_seq_lens_k) and cu_seq_lens_q.dtype == torch.int32
+    lengths = cu_seq_lens_q.diff().tolist()
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == max(lengths)
+    flat = [x.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for x in (query, key, value)]  # (H, n, D') each
+    attend = F.scaled_dot_product_attention
+    documents = [attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in zip(*flat)]
+    return torch.cat(documents, dim=1).transpose(0, 1).unflatten(0, (query.shape[0], -1)), None
+
+
+@both_blocks
+@pytest.mark.parametrize("borders, rows", [*((name, 1) for name in BORDERS), ("position ids", 2), ("seq_idx", 2)])
+def test_flash_attention_is_told_the_borders(variant, borders, rows, monkeypatch):
+    batch = BORDERS[borders]()
+    if rows == 2:  # which the collator does not make
+        batch = {name: x.repeat(2, 1) for name, x in batch.items()}
+    model = make(variant)
+    want = alone(model).expand(rows, -1, -1)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_attention)
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(logits(model, **batch), want, atol=2e-5, rtol=1e-4)
+
+
+@both_blocks
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_packed_documents(variant, checkpointing):
+    batch = collate("position_ids", "labels")
+    model, separate = make(variant).train(), make(variant).train()
+    if checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    count = sum(LENGTHS) - len(LENGTHS)
+    loss = model(**batch, num_items_in_batch=count).loss
+    loss.backward()
+    whole = sum(separate(x, labels=x, num_items_in_batch=count).loss for x in DOCUMENTS if x.shape[1] > 1)
+    whole.backward()
+    torch.testing.assert_close(loss, whole)
+    for (name, p), q in zip(model.named_parameters(), separate.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant, borders", [("pro with grouped heads and rope", "position ids"), ("llama", "cu_seq_lens")]
+)
+def test_packed_documents_compile_without_graph_break(variant, borders):
+    torch._dynamo.reset()
+    model, batch = make(variant), BORDERS[borders]()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled, **batch), alone(model), atol=2e-5, rtol=1e-4)
+
+
+@both_blocks
+def test_positions_that_leap_are_one_document(variant):
+    """As when positions are drawn from a longer context for RoPE's sake."""
+    model, ids = make(variant), tokens(1, 12)
+    positions = torch.cat([torch.arange(6), torch.arange(100, 106)])[None]
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    want = logits(model, ids, position_ids=positions, attention_mask=mask)
+    torch.testing.assert_close(logits(model, ids, position_ids=positions), want, atol=2e-5, rtol=1e-4)
+
+
+def test_the_running_sum_keeps_the_resolution_of_a_document():
+    lengths = [700, 300] * 100
+    log_f = F.logsigmoid(torch.randn(1, 2, sum(lengths), generator=torch.Generator().manual_seed(0)) - 2)
+    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    error = {}
+    for name, c in (("row", running_sum(log_f)), ("document", running_sum(log_f, places))):
+        parts = zip(c.double().split(lengths, dim=-1), log_f.double().split(lengths, dim=-1))
+        error[name] = max(((c - c[..., :1]) - (x.cumsum(-1) - x[..., :1])).abs().max() for c, x in parts)
+    assert error["document"] < 1e-3 < error["row"]
+
+
+def test_no_cache_comes_back_from_packed_documents():
+    with torch.no_grad():
+        assert make("llama")(**BORDERS["position ids"](), use_cache=True).past_key_values is None
+
+
+PADDED = torch.tensor([[1] * 13 + [0] * 2])
+BAD = {
+    "a cache": (lambda model: dict(past_key_values=DynamicCache(config=model.config)), "which a cache cannot tell"),
+    "padding": (lambda model: dict(attention_mask=PADDED), "Leave attention_mask out"),
+    "two rows": (
+        lambda model: dict(input_ids=tokens(2, 15), cu_seq_lens_q=torch.tensor([0, 15])),
+        r"needs a batch of one .* got an input of \(2, 15\)",
+    ),
+    "borders of another row": (
+        lambda model: dict(cu_seq_lens_q=torch.tensor([0, 5, 14])),
+        r"run from 0 to the length of the row; got an input of \(1, 15\) tokens and \[0, 5, 14\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_cannot_be_packed_is_refused(bad):
+    model = make("llama")
+    change, message = BAD[bad]
+    with pytest.raises(ValueError, match=message):
+        model(**{**BORDERS["position ids"](), **change(model)})
