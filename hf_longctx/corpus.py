@@ -1,40 +1,127 @@
-"""Texts to measure and to train on: a file, a folder, a `datasets` name, or the English that ships with CPython."""
+"""Texts to measure and to train on: a file, a folder, a `datasets` name, PG-19, or the English that ships with CPython.
 
+Texts come as documents, read one by one and only as far as needed. Their tokens are kept in the Hugging Face cache, by
+content: of the document and of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
+STDLIB = "stdlib"
+PATIENCE = 10.0  # seconds to wait for the first book of PG-19 before we do without
+
+
+class Corpus(NamedTuple):
+    """A tokenised corpus."""
+
+    tokens: np.ndarray  # (N,) int64, the documents one after another, without special tokens
+    name: str  # where it came from
+
+
+def load_tokens(tokenizer, source: str | None = None, *, at_least: int | None = None) -> Corpus:
+    """Read a corpus as token ids; documents are tokenised one by one, without special tokens, and only once.
+
+    Args:
+        tokenizer: of transformers.
+        source: as for `load_text`; None is PG-19 where a hub can be reached at once, else the standard library's text.
+        at_least: stop reading documents once there are so many tokens. Default: all of them.
+
+    Raises:
+        ValueError: the text is empty, the dataset has no "text" column, or the tokenizer maps everything to one id.
+        ImportError, FileNotFoundError: as for `load_text`.
+    """
+    name, documents = open_source(source)
+    identity, parts, read = tokenizer_hash(tokenizer), [], 0
+    for document in documents:
+        parts.append(_cached_tokens(tokenizer, identity, document))
+        read += len(parts[-1])
+        if at_least is not None and read >= at_least:
+            break
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    distinct = len(np.unique(tokens))
+    if distinct < 2:
+        raise ValueError(
+            f"the tokenizer turns {name} into {len(tokens)} tokens with {distinct} distinct ids; it does not seem to "
+            "know this language."
+        )
+    return Corpus(tokens, name)
 
 
 def load_text(source: str | None = None) -> str:
-    """Read a corpus.
+    """Read a whole corpus.
 
     Args:
-        source: path of a text file or of a folder of *.txt files (joined in name order), or the name of a dataset for
-            `datasets.load_dataset` (its "text" column, split "test" if there is one, else the first). None: the held-out
-            part of `stdlib_text`.
+        source: path of a text file or of a folder of *.txt files (in name order); the name of a dataset for
+            `datasets.load_dataset` (its "text" column, split "test" if there is one, else the first); "pg19" for
+            the test books of PG-19; "stdlib" or None for the held-out part of `stdlib_text`.
+
+    Returns:
+        The documents with an empty line between them.
 
     Raises:
         ValueError: the text is empty, or the dataset has no "text" column.
         ImportError: a dataset was named and `datasets` is not installed.
         FileNotFoundError: neither a path nor a dataset of that name could be found.
     """
+    return "\n\n".join(open_source(source or STDLIB)[1])
+
+
+def open_source(source: str | None) -> tuple[str, Iterator[str]]:
+    """Name and documents of a source, none of them empty; see `load_tokens` and `load_text`."""
     if source is None:
-        return stdlib_text("held_out")
+        with suppress(ImportError):
+            import datasets  # noqa: F401 - not within the time given to the hub
+        with suppress(Exception):  # no `datasets`, no hub, one that hangs: the text we always have will do
+            return PG19, _in_time(lambda: _filled(PG19, _dataset(PG19)), PATIENCE)
+        source = STDLIB
+    if source == STDLIB:
+        return "Python language reference, held-out part", iter([stdlib_text("held_out")])
+    if source == "pg19":
+        source = PG19
     path = Path(source)
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
         if not files:
             raise ValueError(f"folder {source} holds no *.txt file; give a folder of plain text or one file.")
-        text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-    elif path.is_file():
-        text = path.read_text(encoding="utf-8")
-    else:
-        text = _dataset_text(source)
-    if not text.strip():
+        return source, _filled(source, (file.read_text(encoding="utf-8") for file in files))
+    if path.is_file():
+        return source, _filled(source, iter([path.read_text(encoding="utf-8")]))
+    return source, _filled(source, _dataset(source))
+
+
+def _filled(source, documents):
+    """The documents that hold any text, the first of which is read at once."""
+    documents = (document for document in documents if document.strip())
+    first = next(documents, None)
+    if first is None:
         raise ValueError(f"{source} holds no text; a corpus needs at least a few hundred words.")
-    return text
+
+    def resume():
+        yield first
+        yield from documents
+
+    return resume()
 
 
-def _dataset_text(name):
+def _dataset(name):
+    """The texts of a dataset, streamed where there is a hub, or from the cache that `datasets` has."""
+    from huggingface_hub import is_offline_mode
+
     try:
         import datasets
     except ImportError:
@@ -42,13 +129,72 @@ def _dataset_text(name):
             f"{name} is no file or folder; reading it as a dataset needs: pip install 'hf-longctx[training]'"
         ) from None
     try:
-        splits = datasets.load_dataset(name)
+        splits = datasets.load_dataset(name, streaming=not is_offline_mode())
     except Exception as error:  # offline, unknown name, gated: the library raises many kinds
         raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
     split = splits["test" if "test" in splits else next(iter(splits))]
-    if "text" not in split.column_names:
-        raise ValueError(f'dataset {name} has columns {split.column_names}; a corpus needs a column "text".')
-    return "\n\n".join(split["text"])
+    columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
+    if "text" not in columns:
+        raise ValueError(f'dataset {name} has columns {columns}; a corpus needs a column "text".')
+    return (row["text"] for row in split)
+
+
+def _in_time(work, seconds):
+    """What `work` returns or raises; TimeoutError if it takes longer, as a network can whatever its own timeouts are."""
+    outcome = {}
+
+    def run():
+        try:
+            outcome["result"] = work()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)  # is left behind if it hangs, and does not keep Python alive
+    thread.start()
+    thread.join(seconds)
+    if "result" in outcome:
+        return outcome["result"]
+    raise outcome.get("error") or TimeoutError(f"no answer within {seconds} seconds")
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """SHA-256 of what decides how a tokenizer splits texts; the name of its folder does not."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        described = json.loads(backend.to_str())
+        described = {name: value for name, value in described.items() if name not in ("truncation", "padding")}
+    else:
+        options = {name: repr(value) for name, value in getattr(tokenizer, "init_kwargs", {}).items()}
+        described = {
+            "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+            "vocabulary": tokenizer.get_vocab(),
+            "options": {name: value for name, value in options.items() if "path" not in name and "file" not in name},
+        }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _cached_tokens(tokenizer, identity, document):
+    """Ids of a document, (n,) int64, from the cache if they are there and whole."""
+    from huggingface_hub.constants import HF_HOME
+
+    content = hashlib.sha256(document.encode(errors="surrogatepass")).hexdigest()
+    path = Path(HF_HOME) / "hf_longctx" / "tokens" / identity[:32] / f"{content}.bin"
+    with suppress(OSError):
+        kept = path.read_bytes()
+        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+            return np.frombuffer(kept[32:], dtype="<i4").astype(np.int64)
+    ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    data = np.asarray(ids, dtype="<i4").tobytes()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(file.name, path)  # at once, so that no other process reads half of it
+    except OSError as error:
+        warnings.warn(
+            f"tokens are not kept for the next run, because the cache cannot be written: {error}", stacklevel=3
+        )
+    return np.asarray(ids, dtype=np.int64)
 
 
 def stdlib_text(part: str) -> str:

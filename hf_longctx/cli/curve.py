@@ -37,18 +37,16 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..corpus import load_text
     from ..metrics import forgetting_curve, linear_lengths, log_lengths
 
     model, tokenizer = shared.load_model(args)
-    tokens = shared.tokenize(tokenizer, load_text(args.text), args.text)
-    longest = _default_max_length(model, len(tokens)) if args.max_length is None else args.max_length
+    claimed = getattr(model.config, "max_position_embeddings", None)
+    tokens = shared.load_tokens(args, tokenizer, args.max_length or claimed)
+    longest = _default_max_length(claimed, len(tokens)) if args.max_length is None else args.max_length
     grid = log_lengths if args.log_lengths else linear_lengths
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    train_length = args.train_length
-    if train_length is None:
-        train_length = getattr(model.config, "max_position_embeddings", None)
+    train_length = claimed if args.train_length is None else args.train_length
 
     def write(result):
         result.save(output.with_name(output.name + ".json"))
@@ -75,9 +73,8 @@ def run(args):
     write(result)
 
 
-def _default_max_length(model, corpus_tokens):
+def _default_max_length(claimed, corpus_tokens):
     """Half of the context that the model claims, as far as the corpus reaches."""
-    claimed = getattr(model.config, "max_position_embeddings", None)
     longest = corpus_tokens // 3 if claimed is None else min((claimed - 3) // 2, corpus_tokens // 3)
     print(f"measuring up to {longest} tokens (choose another end with --max-length)", file=sys.stderr)
     return longest

@@ -1,5 +1,7 @@
 """What several commands have in common: naming a model, loading it, reading a text."""
 
+import sys
+
 
 def add_model(parser):
     """Arguments that name a model and how to run it; see `load_model`."""
@@ -10,10 +12,13 @@ def add_model(parser):
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
 
 
-def add_text(parser):
-    """Argument that names a text for `hf_longctx.corpus.load_text`."""
+def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
+    """Argument that names a text for `hf_longctx.corpus`."""
     parser.add_argument(
-        "--text", metavar="SOURCE", help="text file, folder of *.txt or dataset name (default: English from CPython)"
+        "--text",
+        metavar="SOURCE",
+        help="text file, folder of *.txt, dataset name, pg19, or stdlib for English from CPython "
+        f"(default: {default})",
     )
 
 
@@ -38,12 +43,13 @@ def load_model(args):
     return model.to(args.device).eval(), tokenizer
 
 
-def tokenize(tokenizer, text, source):
-    """Ids of a text, without special tokens; `source` names it in the error if the tokenizer does not know its language."""
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if len(set(tokens)) < 2:
-        raise ValueError(
-            f"the tokenizer turns {source or 'the text'} into {len(tokens)} tokens with {len(set(tokens))} distinct ids; "
-            "it does not seem to know this language."
-        )
-    return tokens
+def load_tokens(args, tokenizer, longest=None):
+    """Ids of the text that `add_text` names, without special tokens; says which text it is.
+
+    From a dataset no more documents are read than make a million tokens, or ten times the `longest` stretch needed.
+    """
+    from ..corpus import load_tokens
+
+    corpus = load_tokens(tokenizer, args.text, at_least=max(1_000_000, 10 * (longest or 0)))
+    print(f"text: {corpus.name}, {len(corpus.tokens)} tokens", file=sys.stderr)
+    return corpus.tokens

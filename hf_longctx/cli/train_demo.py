@@ -5,7 +5,7 @@ from . import shared
 
 def add_arguments(parser):
     parser.add_argument("output", metavar="FOLDER")
-    shared.add_text(parser)
+    shared.add_text(parser, default="the training part of stdlib")
     parser.add_argument("--steps", type=int, default=600, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--context", type=int, default=768, metavar="TOKENS", help="training context (default: %(default)s)"

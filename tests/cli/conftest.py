@@ -13,3 +13,10 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     assert cli.main(["train-demo", str(path), "--steps", "2", "--context", "64"]) == 0
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_hub(tmp_path_factory, monkeypatch):
+    """No network, and a cache of tokens that is not the user's."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -1,0 +1,109 @@
+"""Answers to retrieval questions, and how they are scored without a judge.
+
+A model is asked something that only its context can tell, with the answer known. Two scores need one forward pass over
+question and answer: the probability of the answer, and whether every token of it is the model's first choice, which
+is when greedy decoding would give it word for word. The third looks into the text that the model generates.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+SCORES = ("match_rate", "exact_rate", "probability")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model made of one question.
+
+    Attributes:
+        log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.
+        tokens: tokens in the right answer.
+        exact: every token of it is the likeliest one.
+        reply: what the model generates; None if it was not asked to.
+        matched: the reply holds the answer; equal to `exact` without a reply.
+    """
+
+    log_prob: float
+    tokens: int
+    exact: bool
+    reply: str | None
+    matched: bool
+
+    @property
+    def probability(self) -> float:
+        """Probability of a token of the answer, geometric mean over its tokens."""
+        return math.exp(self.log_prob / self.tokens)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to questions of one kind, each rate from 0 to 1."""
+
+    answers: tuple[Answer, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "answers", tuple(self.answers))
+        if not self.answers:
+            raise ValueError("there is no answer to score.")
+
+    @property
+    def match_rate(self) -> float:
+        """Share of the answers found in the replies."""
+        return sum(a.matched for a in self.answers) / len(self.answers)
+
+    @property
+    def exact_rate(self) -> float:
+        """Share of the answers that greedy decoding gives token for token."""
+        return sum(a.exact for a in self.answers) / len(self.answers)
+
+    @property
+    def probability(self) -> float:
+        """Mean over answers of the probability of a token."""
+        return sum(a.probability for a in self.answers) / len(self.answers)
+
+    def rates(self) -> dict[str, float]:
+        return {score: getattr(self, score) for score in SCORES}
+
+    def to_list(self) -> list[dict]:
+        return [asdict(answer) for answer in self.answers]
+
+    @classmethod
+    def from_list(cls, answers: Sequence[dict]) -> Answers:
+        return cls(Answer(**answer) for answer in answers)
+
+
+def holds_text(reply: str, expected: str) -> bool:
+    """Whether the words of `expected` occur in `reply` one after another; case and punctuation do not count.
+
+    >>> holds_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
+    True
+    >>> holds_text("eat two sandwiches", "eat a sandwich")
+    False
+    """
+    said, wanted = (" ".join(re.findall(r"\w+", text.lower())) for text in (reply, expected))
+    return f" {wanted} " in f" {said} "
+
+
+def first_number(reply: str) -> int | None:
+    """The first whole number in a reply.
+
+    >>> first_number("<4096> is the content of line 12")
+    4096
+    """
+    found = re.search(r"\d+", reply)
+    return int(found.group()) if found else None
+
+
+def check_score(score: str) -> str:
+    """
+    Raises:
+        ValueError: no such score.
+    """
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
+    return score

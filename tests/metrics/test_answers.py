@@ -1,0 +1,55 @@
+"""Scoring answers without a judge."""
+
+import doctest
+import math
+
+import pytest
+
+from hf_longctx.metrics import answers as module
+from hf_longctx.metrics.answers import Answer, Answers, check_score, first_number, holds_text
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "reply, expected, held",
+    [
+        ("Eat a sandwich.", "eat a sandwich", True),
+        ("I'd say: eat   a\tSANDWICH!", " eat a sandwich.", True),
+        ("seat a sandwich", "eat a sandwich", False),
+        ("eat a sandwiches", "eat a sandwich", False),
+        ("eat a", "eat a sandwich", False),
+        ("", "eat", False),
+        ("Straße 12", "straße 12", True),
+    ],
+)
+def test_text_in_a_reply(reply, expected, held):
+    assert holds_text(reply, expected) is held
+
+
+@pytest.mark.parametrize("reply, number", [(" <123>\nline 7", 123), ("no idea", None), ("it is 0042.", 42)])
+def test_number_in_a_reply(reply, number):
+    assert first_number(reply) == number
+
+
+def test_rates():
+    answers = Answers(
+        [
+            Answer(math.log(0.25), 2, exact=True, reply=None, matched=True),
+            Answer(math.log(1e-3), 3, exact=False, reply="It is", matched=True),
+            Answer(0.0, 1, exact=False, reply="no", matched=False),
+        ]
+    )
+    assert answers.rates() == pytest.approx(
+        {"match_rate": 2 / 3, "exact_rate": 1 / 3, "probability": (0.5 + 0.1 + 1) / 3}
+    )
+    assert Answers.from_list(answers.to_list()) == answers
+
+
+def test_nothing_to_score():
+    with pytest.raises(ValueError, match="no answer"):
+        Answers([])
+    with pytest.raises(ValueError, match="'judge'"):
+        check_score("judge")

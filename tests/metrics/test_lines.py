@@ -1,0 +1,58 @@
+"""Line retrieval: the records and the JSON."""
+
+import doctest
+import json
+import math
+import re
+
+import pytest
+
+from hf_longctx.metrics import lines as module
+from hf_longctx.metrics.answers import Answer, first_number
+from hf_longctx.metrics.lines import NAMES, LineRetrieval, LinesPoint, draw_record
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module) == (0, 1)
+
+
+@pytest.mark.parametrize("lines", [1, 2, 40, len(NAMES)])
+def test_record(lines):
+    record = draw_record(lines, seed=3, repeat=1)
+    contents = re.findall(r"^line (\w+-\w+): REGISTER_CONTENT is <(\d+)>$", record.text, re.MULTILINE)
+    assert len(contents) == len(dict(contents)) == lines
+    name, number = contents[record.asked_line]
+    assert int(number) == record.number == first_number(record.answer)
+    assert record.question.count(f"line {name}") == 2
+    assert f"line {name}: REGISTER_CONTENT is{record.answer}" in record.text
+    assert record == draw_record(lines, seed=3, repeat=1)
+
+
+def test_records_differ():
+    records = {draw_record(8, seed, repeat).text for seed in range(3) for repeat in range(3)}
+    assert len(records) == 9
+    asked = {draw_record(4, 0, repeat).asked_line for repeat in range(40)}
+    assert asked == {0, 1, 2, 3}
+
+
+def test_names_are_unique():
+    assert len(set(NAMES)) == len(NAMES) > 10_000
+
+
+@pytest.mark.parametrize("lines", [0, len(NAMES) + 1])
+def test_no_record(lines):
+    with pytest.raises(ValueError, match=f"from 1 to {len(NAMES)} lines, got {lines}"):
+        draw_record(lines, 0, 0)
+
+
+def test_json(tmp_path):
+    answers = [Answer(math.log(0.5), 3, exact=x, reply=" <7>", matched=True) for x in (True, False)]
+    result = LineRetrieval([LinesPoint(answers, 10, [200, 210], [3, 9])], {"seed": 0})
+    result.save(tmp_path / "lines.json")
+    text = (tmp_path / "lines.json").read_text()
+    assert LineRetrieval.from_json(text) == result
+    assert LineRetrieval.from_json(text).to_json() == text
+    point = json.loads(text)["points"][0]
+    assert (point["exact_rate"], point["match_rate"], point["mean_tokens"]) == (0.5, 1.0, 205)
+    assert result.summary() == "found: 100% of 10 lines (205 tokens); 2 repeats"
+    assert LineRetrieval(()).summary() == "nothing measured"
