@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from .. import __version__
-from . import convert, curve, generate, rope, train_demo
+from . import convert, curve, generate, register_metrics, rope, train_demo
 
 
 COMMANDS = {
@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": generate,
     "train-demo": train_demo,
     "convert": convert,
+    "register-metrics": register_metrics,
 }
 
 

@@ -8,6 +8,8 @@ import importlib
 
 
 _HOME = {
+    "module_path": "evaluate_modules",
+    "register": "evaluate_modules",
     "CurvePoint": "curve",
     "ForgettingCurve": "curve",
     "MemoryLength": "curve",

@@ -1,0 +1,231 @@
+"""Our modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
+
+A module is a folder `modules/NAME/NAME.py` with its card, as the Hub keeps it in a Space. evaluate takes one from three
+places: a path (`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation, and
+where there is none the cache is asked; so `register` leaves one line there, which imports our module. The line needs
+no renewal when this package is upgraded.
+
+What the modules have in common is here too: how `compute` is given a model, and how it is given predictions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+from .curve import CurvePoint, ForgettingCurve, longest_length, scored_tokens
+
+
+MODULES = Path(__file__).with_name("modules")
+# What each module's compute() takes beside the model, the corpus and the tokenizer. `evaluate.combine` hands every
+# keyword to all modules, so each leaves alone what belongs to another, and refuses what belongs to none.
+OPTIONS = {
+    "forgetting_curve": (
+        *("lengths", "repeats", "seed", "data_type", "bos_token_id", "eos_token_id", "irrelevant_tokens", "id_range"),
+        *("progress", "protocol"),
+    ),
+    "rope_base_check": ("context_length", "minimum_base", "head_dim"),
+}
+
+
+def module_path(name: str) -> str:
+    """The folder of a module: `evaluate.load(module_path("forgetting_curve"))` needs neither `register` nor a network.
+
+    Raises:
+        ValueError: there is no module of that name.
+    """
+    if name not in OPTIONS:
+        raise ValueError(f"there is no evaluate module {name!r}; there are {', '.join(OPTIONS)}.")
+    return str(MODULES / name)
+
+
+def register() -> list[Path]:
+    """Let `evaluate.load` find our modules by their bare names, in this and all later processes of this user.
+
+    Writes one file for each into evaluate's cache of modules (`HF_MODULES_CACHE`). Calling it again changes nothing.
+    Where the Hub is behind a firewall that answers nothing, evaluate itself waits minutes before it looks into its
+    cache: set HF_EVALUATE_OFFLINE=1 there, or load by `module_path`.
+
+    Returns:
+        the files.
+
+    Raises:
+        ImportError: evaluate is not installed.
+    """
+    try:
+        from evaluate.loading import init_dynamic_modules
+    except ImportError as error:
+        raise ImportError("the evaluate library is missing: pip install 'hf-longctx[metrics]'") from error
+    cache = Path(init_dynamic_modules()) / "metrics"  # "metrics" whatever the type of the module
+    written = []
+    for name in OPTIONS:
+        class_name = name.title().replace("_", "")
+        line = f"from {__package__}.modules.{name}.{name} import {class_name}\n"
+        file = cache / f"evaluate-metric--{name}" / hashlib.sha256(line.encode()).hexdigest() / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{name}.{os.getpid()}.partial")
+        partial.write_text(line)
+        partial.replace(file)  # another process may be loading it
+        os.utime(file)  # evaluate takes the newest of the versions it holds
+        written.append(file)
+    return written
+
+
+def own_options(name: str, options: dict) -> dict:
+    """Those options that the module `name` takes.
+
+    Raises:
+        TypeError: one of them belongs to no module.
+    """
+    known = {option for taken in OPTIONS.values() for option in taken}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(OPTIONS[name])}.")
+    return {option: value for option, value in options.items() if option in OPTIONS[name]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The forgetting curve
+
+
+def score_predictions(predictions, references) -> ForgettingCurve:
+    """The curve of greedy predictions that were made elsewhere, by the protocol of `curve`.
+
+    Args:
+        predictions: per target S of n tokens a pair [copy, lm]: the ids predicted for the n tokens of the last S in
+            `[bos] S [bos] S [eos]` and in `[bos] I [bos] S [eos]`, by teacher forcing. The second half counts.
+        references: per target its ids, S. Targets of one length are the repeats of a point.
+
+    Raises:
+        ValueError: there is no target, or some row has another form.
+
+    >>> score_predictions([[[9, 5, 6, 7], [9, 5, 0, 7]]], [[4, 5, 6, 7]]).points[0].copy_mean
+    1.0
+    """
+    if len(predictions) != len(references) or not len(references):
+        raise ValueError(
+            f"got {len(predictions)} predictions for {len(references)} references; there must be one pair of "
+            "predictions [copy, lm] for each reference, and at least one."
+        )
+    counts = defaultdict(lambda: ([], []))
+    for i, (pair, target) in enumerate(zip(predictions, references)):
+        if len(pair) != 2 or not len(target) or any(len(row) != len(target) for row in pair):
+            raise ValueError(
+                f"predictions[{i}] has rows of {[len(row) for row in pair]} ids and references[{i}] has {len(target)}; "
+                "there must be two rows, [copy, lm], with one predicted id for each id of the target."
+            )
+        begin = len(target) - scored_tokens(len(target))
+        for kind, row in zip(counts[len(target)], pair):
+            kind.append(sum(int(a) == int(b) for a, b in zip(row[begin:], target[begin:])))
+    return ForgettingCurve([CurvePoint(n, copy, lm) for n, (copy, lm) in sorted(counts.items())])
+
+
+def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options) -> ForgettingCurve:
+    """`forgetting_curve` for a model given by name or as an object, on a text or on token ids.
+
+    Args:
+        model: a causal language model, or its name or folder.
+        corpus: a text, a list of texts (joined by blank lines) or token ids. Not used for data_type="random".
+        tokenizer: for a text; by default, that of the model's name.
+        lengths: default: 16 from 8 tokens to what the model claims to read, as far as the corpus reaches.
+        options: of `forgetting_curve`.
+
+    Raises:
+        ValueError: a text came without a tokenizer, or there is nothing to tell how far to measure.
+    """
+    from .curve import linear_lengths
+    from .runner import forgetting_curve, text_config
+
+    name = model if isinstance(model, str) else model.config._name_or_path
+    if isinstance(model, str):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    tokens = corpus
+    if isinstance(corpus, str) or (isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str)):
+        text = corpus if isinstance(corpus, str) else "\n\n".join(corpus)
+        tokens = _tokenizer(tokenizer, name)(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if lengths is None:
+        claimed = getattr(text_config(model), "max_position_embeddings", None)
+        ends = [] if claimed is None else [longest_length(claimed)]
+        ends += [] if tokens is None else [len(tokens) // 3]
+        if not ends:
+            raise ValueError(
+                "the model claims no context and there is no corpus; say how far to measure: lengths=[...]."
+            )
+        lengths = linear_lengths(min(ends), 16)
+    return forgetting_curve(model, tokens, lengths=lengths, **options)
+
+
+def _tokenizer(tokenizer, name):
+    if tokenizer is not None:
+        return tokenizer
+    if not name:
+        raise ValueError("corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=...")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def curve_result(curve: ForgettingCurve) -> dict:
+    """A curve in plain JSON types: its two lengths, then what `ForgettingCurve.from_json` reads again."""
+    fine, coarse = curve.fine_length, curve.coarse_length
+    return {
+        "fine_length": int(fine),
+        "fine_open_ended": fine.open_ended,
+        "coarse_length": int(coarse),
+        "coarse_open_ended": coarse.open_ended,
+        "summary": curve.summary(),
+        **json.loads(curve.to_json()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The RoPE bound
+
+
+def check_model(model, **options) -> dict:
+    """`rope_report` in plain JSON types, for a model, its configuration, or the name of either."""
+    from .rope_verdict import rope_report
+
+    if isinstance(model, str):
+        from transformers import AutoConfig
+
+        model = AutoConfig.from_pretrained(model)
+    return rope_report(model, **options).to_dict()
+
+
+def check_bases(bases, context_lengths, head_dim: int) -> dict:
+    """Whether RoPE bases satisfy B_m >= 0 for m = 0 .. context length - 1 (arXiv 2405.14591, eq. 17 and 18).
+
+    Args:
+        bases: RoPE bases (rope_theta).
+        context_lengths: as many contexts, in tokens.
+        head_dim: dimensions of a query or key head, all of them rotating.
+
+    Returns:
+        plain JSON types: `holds`, the share of pairs that do, and per pair `verdicts`, `context_bounds` (how far the
+        base reaches; None if it never ends) and `minimum_bases` (the smallest base for the context).
+
+    Raises:
+        ValueError: a number is out of its range, or the lists differ in length.
+    """
+    from .rope_bounds import rope_base_bound, rope_context_bound
+
+    if len(bases) != len(context_lengths) or not len(bases):
+        raise ValueError(
+            f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
+        )
+    bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
+    minimum = {n: float(rope_base_bound(int(n) - 1, head_dim).base) for n in set(context_lengths)}
+    holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]
+    return {
+        "holds": sum(holds) / len(holds),
+        "verdicts": ["holds" if good else "violated" for good in holds],
+        "context_bounds": [None if bound is None else int(bound) for bound in bounds],
+        "minimum_bases": [minimum[n] for n in context_lengths],
+        "head_dim": head_dim,
+    }

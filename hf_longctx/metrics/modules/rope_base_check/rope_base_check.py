@@ -1,0 +1,72 @@
+"""The bound on the RoPE base as a module of the evaluate library: does the base support the claimed context?"""
+
+import datasets
+import evaluate
+
+from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
+
+
+_DESCRIPTION = """
+A rotary position embedding (RoPE) lets a query prefer a similar key to a random one up to some distance only, and how
+far depends on its base. This checks the bound for a model's claimed context, or for pairs of a base and a context.
+It is a screening number: below the bound the paper found low perplexity but poor retrieval at a distance.
+"""
+
+_KWARGS_DESCRIPTION = """
+Either a model:
+    model: a model or configuration of transformers, or its name or folder (the weights are not loaded).
+    context_length (int): the claim to check, in tokens; default: the context that the configuration claims.
+    minimum_base (bool): whether to compute the smallest base too, which takes seconds for long contexts. Default True.
+    corpus, tokenizer: not used; accepted so that one call can serve modules combined with this one.
+Or predictions and references:
+    predictions (list of float): RoPE bases.
+    references (list of int): the contexts they should support, in tokens.
+    head_dim (int): dimensions of a query or key head, all of them rotating.
+Returns:
+    for a model, the report of hf_longctx.metrics.rope_report: holds (bool), claimed_context, claimed_by, groups (list
+    of dict: one per kind of layers, with its base, scaling, verdict, context_bound and minimum_base), notes, caveat.
+    Else holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases.
+Examples:
+    >>> check = evaluate.load("rope_base_check")
+    >>> result = check.compute(predictions=[10000.0, 500000.0], references=[8192, 8192], head_dim=128)
+    >>> print(result["verdicts"])
+    ['violated', 'holds']
+"""
+
+_CITATION = """
+@article{men2024base,
+    title={Base of RoPE Bounds Context Length},
+    author={Men, Xin and Xu, Mingyu and Wang, Bingning and Zhang, Qingyu and Lin, Hongyu and Han, Xianpei and
+        Chen, Weipeng},
+    journal={arXiv preprint arXiv:2405.14591},
+    year={2024}
+}
+"""
+
+
+@evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _KWARGS_DESCRIPTION)
+class RopeBaseCheck(evaluate.Metric):
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description=_KWARGS_DESCRIPTION,
+            features=datasets.Features(
+                {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
+            ),
+            reference_urls=["https://arxiv.org/abs/2405.14591"],
+        )
+
+    def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
+        """Check a model, or pairs of a base and a context: those given here and those added before."""
+        options = evaluate_modules.own_options("rope_base_check", options)
+        if model is None:
+            if options.keys() != {"head_dim"}:
+                raise ValueError("bases and contexts need head_dim=..., and nothing else; a model, model=...")
+            return super().compute(predictions=predictions, references=references, **options)
+        if predictions is not None or references is not None or len(self):
+            raise ValueError("compute() takes a model, or predictions and references, not both.")
+        return evaluate_modules.check_model(model, **options)
+
+    def _compute(self, predictions, references, head_dim):
+        return evaluate_modules.check_bases(predictions, references, head_dim)

@@ -1,0 +1,341 @@
+"""Our modules in the evaluate library: how they are found, what they take, what they return."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
+
+import evaluate
+from datasets import DownloadConfig
+
+from hf_longctx import cli
+from hf_longctx.metrics import ForgettingCurve, forgetting_curve, module_path, register, rope_report
+from hf_longctx.metrics.evaluate_modules import OPTIONS, check_bases, score_predictions
+from hf_longctx.training.copying import train_tokenizer
+
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = list(OPTIONS)
+TEXT = "In line {i} the {j} foxes of a village met, and {k} of them forgot. "
+TEXT = "".join(TEXT.format(i=i, j=i * i % 97, k=i % 13) for i in range(60))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """evaluate's caches in a new folder, and no network."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", True)
+        patch.setattr(evaluate.config, "HF_MODULES_CACHE", folder / "modules")
+        patch.setattr(evaluate.config, "HF_METRICS_CACHE", folder / "metrics")
+        patch.setattr(sys, "path", [*sys.path])
+        yield folder
+        for name in [name for name in sys.modules if name.split(".")[0] == "evaluate_modules"]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def curve_module(cache):
+    return evaluate.load(module_path("forgetting_curve"))
+
+
+@pytest.fixture(scope="module")
+def rope_module(cache):
+    return evaluate.load(module_path("rope_base_check"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXT, 320)
+
+
+# -- how they are found
+
+FRESH_PROCESS = """
+import evaluate
+from hf_longctx.metrics import register
+register()
+print([evaluate.load(name).name for name in {names}])
+"""
+
+
+@pytest.mark.slow
+def test_bare_names_in_a_new_process(tmp_path):
+    """Where no test has touched evaluate's settings; what `register` wrote is all that is found."""
+    offline = {"HF_HOME": str(tmp_path), "HF_EVALUATE_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", FRESH_PROCESS.format(names=NAMES)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if not key.startswith("HF_")} | offline,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(NAMES)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Points evaluate to a server on this machine that knows one Space, ours; yields the paths it was asked for."""
+    asked = []
+
+    class Hub(SimpleHTTPRequestHandler):
+        def translate_path(self, path):
+            asked.append(path)
+            known = path.startswith("/spaces/someone/forgetting_curve/resolve/main/")
+            return str(Path(module_path("forgetting_curve")) / Path(path).name) if known else "/nowhere"
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        go_online(monkeypatch, server.server_address[1])
+        yield asked
+        server.shutdown()
+
+
+def go_online(monkeypatch, port):
+    monkeypatch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", False)
+    monkeypatch.setattr(evaluate.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # that is another server
+    url = evaluate.config.HUB_EVALUATE_URL.replace(evaluate.config.HF_ENDPOINT, f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", url)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def test_bare_names_with_a_hub_that_does_not_know_them(hub):
+    register()
+    for name in NAMES:
+        assert evaluate.load(name).name == evaluate.load(name, module_type="metric").name == name
+    assert any("evaluate-metric/forgetting_curve" in path for path in hub)
+
+
+def test_a_space(hub, tmp_path):
+    curve = evaluate.load("someone/forgetting_curve", download_config=DownloadConfig(cache_dir=tmp_path))
+    assert curve.compute(predictions=PAIRS, references=TARGETS)["fine_length"] == 3
+    assert any(path.endswith("/main/forgetting_curve.py") for path in hub)
+
+
+def test_bare_names_with_a_hub_that_cannot_be_reached(monkeypatch):
+    with socket.socket() as taken:  # bound, but listening to nobody
+        taken.bind(("127.0.0.1", 0))
+        go_online(monkeypatch, taken.getsockname()[1])
+        register()
+        for name in NAMES:
+            assert evaluate.load(name).name == name
+
+
+def test_registering_again_changes_nothing_and_supersedes_older_lines(cache):
+    files = register()
+    old = files[0].parent.with_name("0" * 64) / files[0].name
+    old.parent.mkdir()
+    old.write_text("raise ImportError('a module of the past')\n")
+    assert register() == files
+    assert evaluate.load("forgetting_curve").name == "forgetting_curve"
+    assert [path.name for path in files] == [f"{name}.py" for name in NAMES]
+
+
+def test_the_command_registers(cache, capsys):
+    assert cli.main(["register-metrics"]) == 0
+    printed = capsys.readouterr().out
+    for name in NAMES:
+        assert f'evaluate.load("{name}"): {cache}' in printed
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="no evaluate module 'perplexity'; there are forgetting_curve"):
+        module_path("perplexity")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_space_has_its_card_and_its_program(name):
+    from huggingface_hub import ModelCard
+
+    folder = Path(module_path(name))
+    card = ModelCard.load(folder / "README.md", ignore_metadata_errors=False).data.to_dict()
+    assert card["sdk"] == "gradio" and card["app_file"] == "app.py" and {"evaluate", "metric"} <= set(card["tags"])
+    assert card["title"].lower().replace(" ", "_") == name
+    assert {"title", "emoji", "colorFrom", "colorTo", "sdk_version", "description"} <= card.keys()
+    compile((folder / "app.py").read_text(), "app.py", "exec")
+    assert any(line.startswith("hf-longctx[") for line in (folder / "requirements.txt").read_text().splitlines())
+    assert not (folder / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_examples_in_the_descriptions(name, curve_module, rope_module, monkeypatch):
+    import doctest
+
+    module = {"forgetting_curve": curve_module, "rope_base_check": rope_module}[name]
+    monkeypatch.setattr(evaluate, "load", lambda name: module)
+    examples = doctest.DocTestParser().get_doctest(module.inputs_description, {"evaluate": evaluate}, name, None, 0)
+    assert examples.examples
+    assert doctest.DocTestRunner().run(examples).failed == 0
+
+
+def test_the_folders_are_part_of_the_wheel(tmp_path):
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling").WheelBuilder(str(ROOT))
+    (file,) = wheel.build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(file) as archive:
+        packaged = set(archive.namelist())
+    for name in NAMES:
+        for part in (f"{name}.py", "README.md", "app.py", "requirements.txt"):
+            assert f"hf_longctx/metrics/modules/{name}/{part}" in packaged
+
+
+def test_a_missing_package_is_named_as_pip_knows_it():
+    from evaluate.loading import get_imports
+
+    for name in NAMES:
+        imports = get_imports(str(Path(module_path(name)) / f"{name}.py"))
+        assert {pip for _, library, pip, _ in imports if library == "hf_longctx"} == {"hf-longctx"}
+
+
+# -- the forgetting curve
+
+
+def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, tokenizer, tmp_path):
+    tokens = tokenizer(TEXT)["input_ids"]
+    expected = forgetting_curve(model, tokens, lengths=[4, 9], repeats=2, seed=3)
+    options = dict(model=model, lengths=[4, 9], repeats=2, seed=3)
+    result = curve_module.compute(corpus=tokens, **options)
+    assert ForgettingCurve.from_json(json.dumps(result, allow_nan=False)) == expected
+    assert result["fine_length"] == expected.fine_length and result["summary"] == expected.summary()
+    assert curve_module.compute(corpus=TEXT, tokenizer=tokenizer, **options)["points"] == result["points"]
+    pieces = TEXT.split("\n\n")
+    assert curve_module.compute(corpus=pieces, tokenizer=tokenizer, **options)["points"] == result["points"]
+
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    by_name = curve_module.compute(corpus=TEXT, **options | {"model": str(tmp_path)})
+    assert by_name["points"] == result["points"] and by_name["settings"]["model"] == str(tmp_path)
+
+
+def test_lengths_default_to_half_of_the_claimed_context(curve_module, model):
+    result = curve_module.compute(model=model, data_type="random", repeats=1)
+    assert [p["length"] for p in result["points"]][-1] == (64 - 3) // 2
+    result = curve_module.compute(model=model, corpus=list(range(3, 60)), repeats=1)
+    assert [p["length"] for p in result["points"]][-1] == 57 // 3
+
+
+TARGETS = [[5, 6, 7, 8, 9], [4, 3, 4, 3, 4], [7, 7, 8]]
+PAIRS = [[[0, 0, 7, 8, 9], [0, 0, 7, 0, 0]], [[4, 3, 0, 3, 4], [0, 0, 0, 0, 0]], [[0, 7, 8], [0, 0, 8]]]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["lists", "arrays", "tensors"])
+def test_predictions_are_counted_in_the_second_half(curve_module, kind):
+    if kind is list:
+        result = curve_module.compute(predictions=PAIRS, references=TARGETS)
+        points = result["points"]
+        assert [p["length"] for p in points] == [3, 5]
+        assert [p["copy_correct"] for p in points] == [[2], [3, 2]]
+        assert [p["lm_correct"] for p in points] == [[1], [1, 0]]
+        assert result["fine_length"] == 3 and result["coarse_length"] == 5 and result["coarse_open_ended"] is True
+    else:
+        result = curve_module.compute(predictions=kind(PAIRS[:2]), references=kind(TARGETS[:2]))
+        assert result["points"][0]["copy_correct"] == [3, 2]
+
+
+def test_predictions_can_be_added_one_by_one(curve_module):
+    for pair, target in zip(PAIRS[:2], TARGETS):
+        curve_module.add(prediction=pair, reference=target)
+    curve_module.add_batch(predictions=PAIRS[2:], references=TARGETS[2:])
+    assert curve_module.compute() == curve_module.compute(predictions=PAIRS, references=TARGETS)
+
+
+def test_results_are_saved_and_read_again(curve_module, tmp_path):
+    result = curve_module.compute(predictions=PAIRS, references=TARGETS)
+    file = evaluate.save(tmp_path / "result.json", **result)
+    assert ForgettingCurve.from_json(Path(file).read_text()) == score_predictions(PAIRS, TARGETS)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(model="m", predictions=PAIRS, references=TARGETS), "a model, or predictions and references, not both"),
+        (dict(predictions=PAIRS, references=TARGETS, repeats=3), "repeats came without a model"),
+        (dict(corpus="A text."), "corpus came without a model"),
+        (dict(predictions=[[[1, 2]]], references=[[1, 2]]), r"rows of \[2\] ids and references\[0\] has 2"),
+        (dict(predictions=[[[1], [1, 2]]], references=[[1, 2]]), r"rows of \[1, 2\] ids and references\[0\] has 2"),
+    ],
+    ids=["both", "option without a model", "corpus without a model", "one row", "short row"],
+)
+def test_wrong_arguments_of_the_curve(curve_module, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        curve_module.compute(**arguments)
+
+
+def test_no_predictions_and_no_tokenizer(model):
+    with pytest.raises(ValueError, match="at least one"):
+        score_predictions([], [])
+    with pytest.raises(ValueError, match="1 predictions for 2 references"):
+        score_predictions([[[1], [1]]], [[1], [2]])
+    with pytest.raises(ValueError, match="give tokenizer="):
+        evaluate.load(module_path("forgetting_curve")).compute(model=model, corpus=TEXT)
+
+
+# -- the RoPE bound
+
+
+def test_a_model_or_its_configuration_or_its_folder_is_checked(rope_module, model, tmp_path):
+    expected = rope_report(model.config, context_length=32).to_dict()
+    assert rope_module.compute(model=model.config, context_length=32) == expected
+    assert rope_module.compute(model=model, context_length=32)["groups"] == expected["groups"]
+    model.config.save_pretrained(tmp_path)
+    assert rope_module.compute(model=str(tmp_path), context_length=32)["groups"] == expected["groups"]
+    json.dumps(expected, allow_nan=False)
+
+
+def test_bases_hold_from_the_smallest_base_on():
+    contexts = [256, 256, 100, 100]
+    minimum = check_bases([1e4] * 4, contexts, 32)["minimum_bases"]
+    bases = [minimum[0] * 1.001, minimum[1] * 0.999, minimum[2] * 1.001, minimum[3] * 0.999]
+    result = check_bases(bases, contexts, 32)
+    assert result["verdicts"] == ["holds", "violated", "holds", "violated"] and result["holds"] == 0.5
+    assert [bound is None or bound >= n - 1 for bound, n in zip(result["context_bounds"], contexts)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_wrong_arguments_of_the_check(rope_module, model):
+    with pytest.raises(ValueError, match="head_dim"):
+        rope_module.compute(predictions=[1e4], references=[100])
+    with pytest.raises(ValueError, match="not both"):
+        rope_module.compute(model=model, predictions=[1e4], references=[100])
+    with pytest.raises(ValueError, match="as many"):
+        check_bases([1e4], [1, 2], 32)
+
+
+# -- several at once
+
+
+def test_combined(curve_module, rope_module, model, tmp_path):
+    both = evaluate.combine([curve_module, rope_module])
+    options = dict(model=model, corpus=list(range(3, 60)), lengths=[4, 9], repeats=1, minimum_base=False)
+    result = both.compute(**options)
+    assert len(result["points"]) == 2 and len(result["groups"]) == 1
+    assert json.loads(Path(evaluate.save(tmp_path / "both.json", **result)).read_text())["holds"] == result["holds"]
+    with pytest.raises(TypeError, match=r"no argument lenghts; forgetting_curve takes lengths"):
+        both.compute(model=model, lenghts=[4])
