@@ -6,6 +6,8 @@ token shift on keys and values. The gate is folded into the keys (see attention_
 and generation method of transformers works unchanged.
 """
 
+import copy
+import inspect
 import math
 
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import ContinuousBatchingConfig, GenerationMixin
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.masking_utils import (
     create_causal_mask,
@@ -35,7 +38,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
-from .attention_fox import fold_keys, fold_queries, running_sum, unfold_decay
+from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
 from .configuration_fox import FoxConfig
 
 
@@ -169,26 +172,34 @@ class FoxAttention(nn.Module):
         position_ids: torch.LongTensor | None = None,
         places: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
+        cache: PagedAttentionCache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, H, D)
-        k, v = self.token_shift(x, k, v, padding_mask, places, past_key_values)
-        q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
-        if position_embeddings is not None:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k, v = self.fold_forget_gate(x, q, k, v, padding_mask, places, past_key_values)  # (B, H, T, D')
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:  # continuous batching
+            q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
+            attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
+        else:
+            k, v = self.token_shift(x, k, v, padding_mask, places, past_key_values)
+            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+            if position_embeddings is not None:
+                q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            q, k, v = self.fold_forget_gate(x, q, k, v, padding_mask, places, past_key_values)  # (B, H, T, D')
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_idx)
 
-        if self.config._attn_implementation not in ATTENTION_BACKENDS:
+        backend = self.config._attn_implementation
+        if cache is not None:
+            backend = backend.removeprefix("paged|")
+        if backend not in ATTENTION_BACKENDS:
             raise ValueError(
                 f"attention implementation {self.config._attn_implementation!r} is not known to compute forgetting "
                 f"attention exactly; choose one of {ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
             )
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
         o, weights = attend(
             self,
@@ -263,6 +274,43 @@ class FoxAttention(nn.Module):
         q = fold_queries(q, c, self.scaling, self.gates_per_key)
         k = fold_keys(k, c, self.scaling)
         return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
+
+    def through_pages(self, x, q, k, v, position_embeddings, cache, kwargs):
+        """Queries, and the folded keys and values of every request, where transformers batches continuously.
+
+        A page has no place for a running state, and requests may share it. So it holds a token as it is by itself: its key
+        and value and, in the columns that folding adds, log f and the weights of the token shift. What depends on the
+        tokens before it is made after reading.
+        """
+        shifted = self.k_shift_proj is not None or self.v_shift_proj is not None
+        log_f = x.new_zeros(1, k.shape[2], x.shape[1], dtype=torch.float32) if self.f_proj is None else self.f_proj(x)
+        if shifted:
+            projections = (self.k_shift_proj, self.v_shift_proj)
+            weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).float().sigmoid().to(k) for p in projections]
+            v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
+            q = self.q_norm(q).transpose(1, 2)
+        else:
+            q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+            if position_embeddings is not None:
+                q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            k = k.transpose(1, 2)
+        k, v = fold_keys(k.transpose(1, 2), log_f, self.scaling), v.transpose(1, 2)
+        width = k.shape[-1]
+        k, v = cache.update(k, F.pad(v, (0, width - v.shape[-1])), self.layer_idx, kwargs)  # (1, Hkv, all, D')
+
+        borders = kwargs["cu_seq_lens_k"]  # of the requests
+        index = torch.arange(k.shape[2], device=k.device)
+        places = (index - borders[torch.bucketize(index, borders, right=True) - 1])[None]
+        c = running_sum(unfold_decay(k, self.head_dim, self.gates_per_key, self.scaling), places)
+        k, v, weights = k[..., : self.head_dim], v[..., : self.head_dim], v[..., self.head_dim : self.head_dim + 2]
+        if shifted:
+            first = (places == 0)[:, None, :, None]
+            k_previous, v_previous = (F.pad(y, (0, 0, 1, -1)).masked_fill(first, 0.0) for y in (k, v))
+            k = torch.lerp(k, k_previous, weights[..., :1])
+            v = torch.lerp(v, v_previous, weights[..., 1:])
+            k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
+        q = fold_queries(q, log_f, self.scaling, self.gates_per_key)
+        return q, fold_keys(k, c, self.scaling), F.pad(v, (0, width - self.head_dim))
 
     def decay_so_far(self, past_key_values, c):
         """c of the last cached token, (B, H, 1), read back from its key; 0 if the cache is empty."""
@@ -444,7 +492,8 @@ class FoxModel(FoxPreTrainedModel):
 
         places = None
         compiling = torch.compiler.is_compiling()
-        if not isinstance(attention_mask, dict) and not (compiling and past_key_values is not None):
+        paged = "cache" in kwargs  # continuous batching: transformers has prepared the mask
+        if not (paged or isinstance(attention_mask, dict) or (compiling and past_key_values is not None)):
             borders = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")}
             places = packed_places(inputs_embeds, attention_mask, position_ids, **borders)
         if places is not None:
@@ -540,6 +589,47 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    @torch.no_grad()
+    def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
+        """As transformers', with pages that have room for what a token of FoX keeps; see `FoxAttention.through_pages`.
+
+        Raises:
+            NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE or a
+                sliding window.
+        """
+        config = self.config
+        shifted = config.k_shift or config.v_shift
+        if shifted and (config.rope_parameters or config.sliding_window):
+            raise NotImplementedError(
+                "continuous batching keeps keys as they are before the token shift, and so neither turned by RoPE nor with "
+                "the one before the sliding window: with k_shift or v_shift it needs a model without both. Use `generate`."
+            )
+        if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa"):
+            raise NotImplementedError(
+                f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write the "
+                "pages themselves: model.set_attn_implementation('sdpa')."
+            )
+        if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+            raise NotImplementedError(
+                "continuous batching of FoX needs transformers>=5.23: pip install -U transformers"
+            )
+        batching = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
+        batching.auto_switch_to_flash = False
+
+        attention = self.model.layers[0].self_attn
+        pages = copy.copy(config)
+        pages.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
+        pages.layer_types = ["sliding_attention" if config.sliding_window else "full_attention"] * len(
+            self.model.layers
+        )
+        self.config = pages  # where the manager looks
+        try:
+            manager = super().init_continuous_batching(generation_config, batching, **kwargs)
+            manager.batch_processor = manager._create_batch_processor()
+        finally:
+            self.config = config
+        return manager
 
 
 class FoxForSequenceClassification(GenericForSequenceClassification, FoxPreTrainedModel):
