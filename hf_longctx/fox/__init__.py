@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .attention_fox import forgetting_attention, forgetting_attention_ref
+from .cache_fox import PrunedCache
 from .configuration_fox import FoxConfig
 from .convert_folder_fox import convert_folder
 from .convert_fox import from_fla, from_llama, from_official, to_fla, to_official
@@ -47,6 +48,7 @@ __all__ = [
     "FoxForTokenClassification",
     "FoxModel",
     "FoxPreTrainedModel",
+    "PrunedCache",
     "convert_folder",
     "forgetting_attention",
     "forgetting_attention_ref",

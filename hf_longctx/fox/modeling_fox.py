@@ -200,6 +200,8 @@ class FoxAttention(nn.Module):
                 f"attention exactly; choose one of {ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
             )
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
+        if hasattr(past_key_values, "wrap_attention"):  # a PrunedCache, whose heads differ in length
+            attend = past_key_values.wrap_attention(attend)
         dropout = self.config.attention_dropout if self.training else 0.0
         o, weights = attend(
             self,

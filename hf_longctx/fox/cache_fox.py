@@ -1,0 +1,420 @@
+"""A KV cache that lets go of what the forget gates have forgotten, with a proven bound of the error.
+
+**Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the running sum of log f, and `U` a bound of every
+`|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least `exp(-U)` and
+
+    w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
+
+Gates are at most 1, so `c` only falls: what holds for query t holds for every later one. Let S be a set of keys with
+
+    sum_{j in S} exp(c_t - c_j) <= tolerance * exp(-2U).                                                    (1)
+
+Without S, every query i >= t loses attention weight of at most `tolerance`, and its output `o_i` moves by at most
+`2 * tolerance * max_S,kept |v_j|`: with lost weight d, `o_i = (1 - d) * pruned_i + d * (a mean of the lost values)`.
+
+(1) holds if each of L lost keys has `c_t - c_j <= -(2U + log L) + log tolerance`, the rule of adaptive computation pruning
+(arXiv 2504.06949) for one block of a known length. The sum needs no L and so holds however long generation goes on: the
+cache carries `log sum_{j in S} exp(-c_j)` along and charges every key that it drops to the same budget.
+
+The left side of (1) grows with every key and old keys have faded most, so a head forgets from the left: what remains of it
+is a suffix. Heads of similar length share tensors, and attention runs once per such group, through the model's own
+attention function, on the last columns of its own mask. Attention of the remaining keys is exact.
+
+**What `U` is.** `logit_bound="weights"`: of the weights alone, so it holds for every input. With QK-norm each head's queries
+and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d` is small. Without it
+the input norm and the largest singular values of the projections bound them: true, but so large (some hundred) that little
+is ever dropped. `logit_bound="observed"`: 1.25 times the largest `scale * |q| * |k|` that the cache has seen. No one can
+promise that a later query stays below; the cache therefore keeps measuring, `lost_weight` is what (1) proves about the
+queries that did come, and a warning says so should that exceed the tolerance.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.utils import logging
+
+from .attention_fox import folded_width, unfold_decay
+
+
+logger = logging.get_logger(__name__)
+
+# Queries and keys of a bfloat16 model exceed their norm by the rounding of norm, weight and rotation, 2^-8 each.
+ROUNDING = 1.03
+# Logits that are a quarter larger than all seen before still keep the tolerance; every 0.25 of it costs exp(U / 2) of budget.
+HEADROOM = 1.25
+
+
+@torch.no_grad()
+def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
+    """U of each query head, (Hq,) fp32: no input makes `|scale * q.k|` larger (see above).
+
+    Raises:
+        ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), so its weights are not
+            all there is.
+    """
+    attention = decoder_layer.self_attn
+    config, head_dim = attention.config, attention.head_dim
+    heads, group = config.num_attention_heads, attention.num_key_value_groups
+    if config.qk_norm:
+        q, k = (norm.weight.float().abs().view(-1, head_dim) for norm in (attention.q_norm, attention.k_norm))
+        q = q.expand(heads, -1)  # (Hq, D), also where the heads share one weight
+        k = k.repeat_interleave(heads // len(k), dim=0)
+        # a rotation moves weight between dimensions, so under RoPE the two maxima may meet
+        largest = (q * k).amax(1) if config.rope_parameters is None else q.amax(1) * k.amax(1)
+        return ROUNDING * attention.scaling * head_dim * largest
+    norms = []
+    for projection in (attention.q_proj, attention.k_proj):
+        if type(projection) is not nn.Linear:
+            raise ValueError(
+                f"a {type(projection).__name__} projects queries and keys; a bound of the logits can only be read from the "
+                'weights of a plain linear layer. Merge the adapter, or use logit_bound="observed".'
+            )
+        weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
+        weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden), of an input of norm sqrt(hidden)
+        norm = torch.linalg.eigvalsh(weight @ weight.mT)[:, -1].clamp(min=0).sqrt() * config.hidden_size**0.5
+        if projection.bias is not None:
+            norm = norm + projection.bias.float().view(-1, head_dim).norm(dim=1)
+        norms.append(norm)
+    return ROUNDING * attention.scaling * norms[0] * norms[1].repeat_interleave(group)
+
+
+class HeadGroup:
+    """Key heads that remember equally many tokens: keys and values (B, h, capacity, D'), of which `length` are filled."""
+
+    def __init__(self, heads, keys, values, length, queries_per_key):
+        self.heads, self.keys, self.values, self.length = heads, keys, values, length
+        queries = heads[:, None] * queries_per_key + torch.arange(queries_per_key, device=heads.device)
+        self.query_heads = queries.flatten()
+
+    @classmethod
+    def empty(cls, heads, like, capacity, queries_per_key):
+        """Room for `capacity` tokens of a list of heads; `like` (B, H, T, D') gives the other sizes."""
+        keys, values = (like.new_empty(like.shape[0], len(heads), capacity, like.shape[3]) for _ in range(2))
+        return cls(torch.tensor(heads, device=like.device), keys, values, 0, queries_per_key)
+
+    def append(self, keys, values, room):
+        """Add the tokens of all H heads (B, H, T, D'); when full, make place for them and `room` more."""
+        end = self.length + keys.shape[2]
+        if end > self.keys.shape[2]:
+            more = (0, 0, 0, end + room - self.keys.shape[2])
+            self.keys, self.values = (nn.functional.pad(x, more) for x in (self.keys, self.values))
+        self.keys[:, :, self.length : end] = keys[:, self.heads]
+        self.values[:, :, self.length : end] = values[:, self.heads]
+        self.length = end
+
+    def select_rows(self, rows):
+        self.keys, self.values = (x.index_select(0, rows) for x in (self.keys, self.values))
+
+
+def group_heads(available, needed, short):
+    """Split heads into groups that share a length: [(length, heads), ...], longest first.
+
+    A head may keep more than it needs, but at most twice as much, `short` tokens apart, and no more than is `available`.
+
+    >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
+    [(900, [0, 3]), (40, [1, 2])]
+    """
+    groups, rest = [], sorted(range(len(needed)), key=lambda head: -needed[head])
+    while rest:
+        length = needed[rest[0]]
+        fits = [h for h in rest if available[h] >= length and (2 * needed[h] >= length or length <= short)]
+        groups.append((length, sorted(fits)))
+        rest = [h for h in rest if h not in fits]
+    return groups
+
+
+class PrunedLayer(DynamicLayer):
+    """One layer of a `PrunedCache`. `keys` and `values` hold the last token alone, whose key carries c; `groups` hold all.
+
+    Heads forget at the beginning of a call, when at least `prune_every` tokens have come since the last time. The c of
+    the last cached token then bounds that of all queries to come, however many tokens the call brings.
+    """
+
+    def __init__(self, attention, logit_bound, tolerance, prune_every):
+        super().__init__()
+        self.head_dim, self.scaling = attention.head_dim, attention.scaling
+        self.queries_per_key, self.gates_per_key = attention.num_key_value_groups, attention.gates_per_key
+        self.kv_heads = attention.config.num_key_value_heads
+        self.weight_bound = logit_bound  # (Hq,), or None: watch queries and keys
+        self.log_tolerance = math.log(tolerance) if tolerance else -math.inf
+        self.prune_every = prune_every
+        self._forget_everything()
+
+    def _forget_everything(self):
+        self.groups: list[HeadGroup] = []
+        self.order = None  # query heads of all groups -> their place in the model, None for a single group
+        self.length = 0  # tokens seen
+        self.pruned_at = 0  # `length` when something was dropped last: there is no way back behind it
+        self.since_pruning = 0
+        self.log_lost = None  # log sum_{dropped j} exp(-c_j), (B, Hkv, G), fp64
+        self.log_spent = None  # log_lost + c when it was pruned: (1) for the query that loses most
+        self.worst = -math.inf  # log of the largest weight that a query may have lost before the last pruning
+        self.largest_query = self.largest_key = None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append tokens, (B, Hkv, T, D'). Returns them alone: `attend` knows the others."""
+        width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
+        if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
+            raise ValueError(
+                f"keys of {key_states.shape[1]} heads of width {key_states.shape[3]} came to a PrunedCache for "
+                f"{self.kv_heads} heads of width {width}: it was made for another model. Make one: PrunedCache(model)."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.since_pruning >= self.prune_every:
+            self.prune()
+        if not self.groups:
+            capacity = key_states.shape[2] + self.prune_every
+            everyone = list(range(self.kv_heads))
+            self.groups = [HeadGroup.empty(everyone, key_states, capacity, self.queries_per_key)]
+        for group in self.groups:
+            group.append(key_states, value_states, room=self.prune_every)
+        self.length += key_states.shape[2]
+        self.since_pruning += key_states.shape[2]
+        self.keys, self.values = (x[:, :, -1:].clone() for x in (key_states, value_states))
+        return key_states, value_states
+
+    def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
+        """What the attention function would return with all tokens in the cache, up to the tolerance.
+
+        Dropped tokens have weight 0 where the function returns weights.
+        """
+        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
+            raise NotImplementedError(
+                "a PrunedCache needs a mask that it can cut, and flex_attention's it cannot; use another backend: "
+                "model.set_attn_implementation('sdpa')."
+            )
+        if attention_mask is not None and attention_mask.shape[-1] != self.length:
+            raise ValueError(
+                f"the attention mask covers {attention_mask.shape[-1]} tokens, cache and call hold {self.length}; it must "
+                "cover the dropped tokens too."
+            )
+        if self.weight_bound is None:
+            self._watch(query, key)
+        outputs, weights = [], []
+        for group in self.groups:
+            mask = attention_mask
+            if mask is not None:
+                mask = mask[..., self.length - group.length :]
+                if mask.ndim == 4 and mask.shape[1] > 1:
+                    mask = mask[:, group.query_heads]
+            output, weight = attention_function(
+                module,
+                query if self.order is None else query[:, group.query_heads],
+                group.keys[:, :, : group.length],
+                group.values[:, :, : group.length],
+                mask,
+                **kwargs,
+            )
+            outputs.append(output)
+            if weight is not None:
+                weights.append(nn.functional.pad(weight, (self.length - group.length, 0)))
+        if self.order is None:
+            return outputs[0], weights[0] if weights else None
+        return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
+
+    def _watch(self, query, key):
+        for name, x in (("largest_query", query), ("largest_key", key)):
+            norm = x[..., : self.head_dim].detach().float().norm(dim=-1).amax((0, 2))  # (H,)
+            before = getattr(self, name)
+            setattr(self, name, norm if before is None else torch.maximum(before, norm))
+
+    def logit_bound(self):
+        """U of each gate, (Hkv, G): of the weights, or of the queries and keys seen so far."""
+        bound = self.weight_bound
+        if bound is None:
+            bound = self.scaling * self.largest_query * self.largest_key.repeat_interleave(self.queries_per_key)
+        return bound.view(self.kv_heads, self.gates_per_key, -1).amax(2).double()
+
+    @torch.no_grad()
+    def prune(self):
+        """Drop what every query to come may lose by (1), in all rows alike."""
+        self.since_pruning = 0
+        if not self.groups or self.length == 0:
+            return
+        self.worst = self.log_lost_weight()
+        bound = self.logit_bound().to(self.device) * (HEADROOM if self.weight_bound is None else 1)
+        if self.log_lost is None:
+            size = (self.groups[0].keys.shape[0], self.kv_heads, self.gates_per_key)
+            self.log_lost = torch.full(size, -math.inf, dtype=torch.float64, device=self.device)
+        now = unfold_decay(self.keys, self.head_dim, self.gates_per_key, self.scaling)  # (B, H, 1)
+        now = now.unflatten(1, (self.kv_heads, -1)).double()
+        budget = self.log_tolerance - 2 * bound[..., None] - now  # of log_lost, (B, Hkv, G, 1)
+
+        lost, place, available, needed = {}, {}, [0] * self.kv_heads, [0] * self.kv_heads
+        for group in self.groups:
+            keys = group.keys[:, :, : group.length]
+            c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling).double()
+            c = c.unflatten(1, (len(group.heads), -1))  # (B, h, G, n)
+            losses = torch.logaddexp(self.log_lost[:, group.heads, :, None], (-c).logcumsumexp(-1))
+            droppable = (losses <= budget[:, group.heads]).sum(-1).amin((0, 2))  # (h,)
+            for i, (head, count) in enumerate(zip(group.heads.tolist(), droppable.tolist())):
+                lost[head], place[head] = losses[:, i], (group, i)
+                available[head], needed[head] = group.length, group.length - count
+
+        groups = []
+        for length, heads in group_heads(available, needed, short=self.prune_every):
+            kept = HeadGroup.empty(heads, self.keys, length + self.prune_every, self.queries_per_key)
+            kept.length = length
+            for i, head in enumerate(heads):
+                group, at = place[head]
+                suffix = slice(group.length - length, group.length)
+                kept.keys[:, i, :length] = group.keys[:, at, suffix]
+                kept.values[:, i, :length] = group.values[:, at, suffix]
+                if length < available[head]:
+                    self.log_lost[:, head] = lost[head][..., available[head] - length - 1]
+                    self.pruned_at = self.length
+            groups.append(kept)
+        self.groups = groups
+        self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
+        self.log_spent = self.log_lost + now[..., 0]
+        if self.weight_bound is None and self.worst > self.log_tolerance:
+            logger.warning_once(
+                f"queries or keys grew beyond {HEADROOM} times what was seen when a PrunedCache dropped tokens: the "
+                "attention weight that a query lost may exceed the tolerance. See cache.lost_weight for its bound; a "
+                "smaller tolerance leaves more room."
+            )
+
+    def log_lost_weight(self):
+        """Log of a bound of the attention weight that any query so far has lost."""
+        if self.log_spent is None:
+            return self.worst
+        return max(self.worst, (self.log_spent + 2 * self.logit_bound().to(self.device)).max().item())
+
+    def dropped(self):
+        """Tokens dropped per key head, (Hkv,)."""
+        dropped = torch.zeros(self.kv_heads, dtype=torch.long)
+        for group in self.groups:
+            dropped[group.heads.cpu()] = self.length - group.length
+        return dropped
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        removed = abs(tokens_to_remove)
+        if removed and self.length - removed < self.pruned_at:
+            raise ValueError(
+                f"the cache holds {self.length} tokens and was pruned after {self.pruned_at}; {removed} cannot be taken back, "
+                "because earlier queries may need what was dropped. Crop less, or use a DynamicCache."
+            )
+        super().crop(tokens_to_remove)
+        if not removed or not self.is_initialized:
+            return
+        self.length -= removed
+        self.since_pruning = max(0, self.since_pruning - removed)
+        for group in self.groups:
+            group.length -= removed
+        ends = [(x.keys[:, :, x.length - 1 : x.length], x.values[:, :, x.length - 1 : x.length]) for x in self.groups]
+        place = torch.cat([group.heads for group in self.groups]).argsort()
+        self.keys, self.values = (torch.cat(parts, 1)[:, place] for parts in zip(*ends))
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget_everything()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        rows = beam_idx.to(self.device) if self.is_initialized else beam_idx
+        for group in self.groups:
+            group.select_rows(rows)
+        if self.log_lost is not None:
+            self.log_lost, self.log_spent = (x.index_select(0, rows) for x in (self.log_lost, self.log_spent))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.groups:
+            self.reorder_cache(torch.arange(self.groups[0].keys.shape[0]).repeat_interleave(repeats))
+
+
+class PrunedHybridLayer(PrunedLayer, LinearAttentionAndFullAttentionLayer):
+    """The same beside the state of a token shift."""
+
+
+class PrunedCache(Cache):
+    """A growing cache that drops what a FoX model has forgotten. See the top of this file for the theorem.
+
+        cache = PrunedCache(model, tolerance=1e-4)
+        model.generate(**inputs, past_key_values=cache)
+        cache.dropped
+
+    It follows beams, and can be cropped back to the last pruning.
+
+    Args:
+        model: the FoX model that will use it, with or without a head. Only sizes and bounds are kept of it.
+        tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
+        logit_bound: "weights", for a bound that holds for every input, or "observed", the choice for models without
+            QK-norm.
+        prune_every: tokens between two prunings. Each copies what is kept, and short heads hold so many tokens more.
+
+    Raises:
+        ValueError: the model is not a FoX or has no forget gate, or an argument is out of its range.
+        NotImplementedError: the model has a sliding window.
+    """
+
+    def __init__(self, model, tolerance: float = 1e-4, logit_bound: str = "weights", prune_every: int = 256):
+        decoder_layers = [m for m in model.modules() if hasattr(getattr(m, "self_attn", None), "fold_forget_gate")]
+        if not decoder_layers:
+            raise ValueError(
+                f"{type(model).__name__} is not a FoX; a PrunedCache follows its forget gates. Use DynamicCache."
+            )
+        config = decoder_layers[0].self_attn.config
+        if config.forget_gate == "none":
+            raise ValueError(
+                'forget_gate is "none": this model forgets nothing. Use DynamicCache(config=model.config).'
+            )
+        if config.sliding_window is not None:
+            raise NotImplementedError(
+                f"the sliding window of {config.sliding_window} tokens bounds the cache already. "
+                "Use DynamicCache(config=model.config)."
+            )
+        if not 0 <= tolerance < 1:
+            raise ValueError(
+                f"tolerance is {tolerance}; it is a share of the attention weight, at least 0 and below 1."
+            )
+        if logit_bound not in ("weights", "observed"):
+            raise ValueError(f'logit_bound is {logit_bound!r}; it must be "weights" or "observed".')
+        if prune_every < 1:
+            raise ValueError(f"prune_every is {prune_every}; it must be at least 1 token.")
+        layer_class = PrunedHybridLayer if config.k_shift or config.v_shift else PrunedLayer
+        super().__init__(
+            layers=[
+                layer_class(
+                    layer.self_attn,
+                    logit_bound_of_weights(layer) if logit_bound == "weights" else None,
+                    tolerance,
+                    prune_every,
+                )
+                for layer in decoder_layers
+            ]
+        )
+
+    def wrap_attention(self, attention_function):
+        """The attention function of a model, made to see all groups of heads."""
+
+        def attend(module, *args, **kwargs):
+            return self.layers[module.layer_idx].attend(attention_function, module, *args, **kwargs)
+
+        return attend
+
+    def prune(self) -> None:
+        """Drop now what can be dropped, rather than at the next call that is due: after a long prompt, for instance."""
+        for layer in self.layers:
+            layer.prune()
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """Tokens that each head of each layer no longer holds, (layers, Hkv), of `get_seq_length()` seen."""
+        return torch.stack([layer.dropped() for layer in self.layers])
+
+    @property
+    def lost_weight(self) -> float:
+        """A proven bound of the attention weight that any query so far has lost in any layer and head."""
+        return math.exp(max(layer.log_lost_weight() for layer in self.layers))
+
+
+__all__ = ["PrunedCache"]

@@ -1,0 +1,400 @@
+"""Pruned decoding: the bound holds, whatever gates and queries do, and the cache behaves as any other."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, modeling_fox
+from hf_longctx.fox.attention_fox import fold_keys, fold_queries
+from hf_longctx.fox.cache_fox import PrunedLayer, group_heads, logit_bound_of_weights
+from hf_longctx.fox.modeling_fox import eager_attention_forward
+
+
+TINY = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+    decay_time_min=0.5,
+    decay_time_max=100,
+)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+VARIANTS = {
+    "llama": lambda: FoxConfig(**TINY),
+    "pro": lambda: FoxConfig.pro(**TINY),
+    "grouped heads": lambda: FoxConfig.pro(**TINY, num_key_value_heads=2, rope_parameters=ROPE),
+    "one gate per key head": lambda: FoxConfig(**TINY, num_key_value_heads=2, forget_gate_per_kv_head=True),
+    "only v shift, shared norm, biases": lambda: FoxConfig(
+        **TINY, v_shift=True, qk_norm=True, qk_norm_shared=True, qkv_bias=True
+    ),
+    "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed"),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+both_blocks = pytest.mark.parametrize("variant", ["llama", "grouped heads"])
+
+
+def make(variant, backend="sdpa"):
+    """A small model with fast and slow heads, its other parameters far from their initial value."""
+    torch.manual_seed(0)
+    model = FoxForCausalLM(VARIANTS[variant]()).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "f_proj" not in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.set_attn_implementation(backend)
+    return model
+
+
+def pruned(model, tolerance=1e-6, prune_every=8):
+    return PrunedCache(model, tolerance, "weights" if model.config.qk_norm else "observed", prune_every)
+
+
+def tokens(batch=2, length=160, seed=1):
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, **kwargs):
+    return model(ids, **kwargs).logits
+
+
+def in_chunks(model, ids, cache, chunks):
+    return torch.cat([logits(model, chunk, past_key_values=cache) for chunk in ids.split(chunks, dim=1)], dim=1)
+
+
+def stored_bytes(cache):
+    return sum(x.keys.nbytes + x.values.nbytes for layer in cache.layers for x in getattr(layer, "groups", [layer]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_grouping_keeps_what_heads_need_and_no_more_than_they_have(seed):
+    g = torch.Generator().manual_seed(seed)
+    available = torch.randint(1, 2000, (12,), generator=g)
+    needed = (available * torch.rand(12, generator=g) ** 4).long().clamp(min=1)
+    groups = group_heads(available.tolist(), needed.tolist(), short=16)
+    assert sorted(head for _, heads in groups for head in heads) == list(range(12))
+    for length, heads in groups:
+        for head in heads:
+            assert needed[head] <= length <= available[head]
+            assert length <= max(2 * needed[head], 16)
+
+
+GATES = {
+    "open": lambda g, shape: torch.zeros(shape),
+    "random": lambda g, shape: -torch.rand(shape, generator=g),
+    "all at once": lambda g, shape: torch.zeros(shape).index_fill_(2, torch.tensor([60]), -30.0),
+    "closed for a while": lambda g, shape: torch.zeros(shape).index_fill_(2, torch.arange(30, 35), -200.0),
+    "heads and rows apart": lambda g, shape: -torch.rand(*shape[:2], 1, generator=g).add(0.3).expand(shape),
+}
+
+
+def queries_and_keys(kind, g, rows, heads, kv_heads, length, head_dim):
+    """Of norm sqrt(3 sqrt(D)): |scale * q.k| <= 3."""
+    if kind == "random":
+        q, k = (torch.randn(rows, h, length, head_dim, generator=g) for h in (heads, kv_heads))
+    else:  # old keys attract all queries as much as the bound allows, recent ones repel them
+        q, k = (torch.zeros(rows, h, length, head_dim) for h in (heads, kv_heads))
+        q[..., 0] = 1.0
+        k[..., 0] = torch.where(torch.arange(length) < length // 2, 1.0, -1.0)
+    return ((3 * head_dim**0.5) ** 0.5 * x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+
+
+@pytest.mark.parametrize("kind", ["random", "adversarial"])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-5])
+@pytest.mark.parametrize("group, gates_per_key", [(1, 1), (2, 2), (2, 1)])
+def test_no_query_loses_more_than_the_tolerance(kind, gates, tolerance, group, gates_per_key):
+    g = torch.Generator().manual_seed(0)
+    rows, kv_heads, length, head_dim = 2, 3, 120, 4
+    heads, scale = kv_heads * group, 0.5
+    q, k = queries_and_keys(kind, g, rows, heads, kv_heads, length, head_dim)
+    v = torch.randn(rows, kv_heads, length, head_dim, generator=g)
+    c = GATES[gates](g, (rows, kv_heads * gates_per_key, length)).cumsum(-1)
+    folded_q, folded_k = fold_queries(q, c, scale, gates_per_key), fold_keys(k, c, scale)
+    folded_v = torch.nn.functional.pad(v, (0, folded_k.shape[-1] - head_dim))
+    attention = SimpleNamespace(
+        head_dim=head_dim,
+        scaling=scale,
+        num_key_value_groups=group,
+        gates_per_key=gates_per_key,
+        config=SimpleNamespace(num_key_value_heads=kv_heads),
+        training=False,
+    )
+    layer = PrunedLayer(attention, torch.full((heads,), 3.0), tolerance, prune_every=5)
+    causal = torch.zeros(1, 1, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
+    exact, weights = eager_attention_forward(attention, folded_q, folded_k, folded_v, causal, scale)
+    exact, begin, most = exact.transpose(1, 2), 0, 0.0
+    for step in [40, 20, 7] + [1] * (length - 67):
+        end = begin + step
+        layer.update(folded_k[:, :, begin:end], folded_v[:, :, begin:end])
+        out, kept = layer.attend(
+            eager_attention_forward,
+            attention,
+            folded_q[:, :, begin:end],
+            folded_k[:, :, begin:end],
+            folded_v[:, :, begin:end],
+            causal[..., begin:end, :end],
+            scaling=scale,
+        )
+        lost = weights[:, :, begin:end, :end].masked_fill(kept > 0, 0.0).sum(-1)
+        assert lost.max() <= tolerance * 1.001
+        error = (out.transpose(1, 2) - exact[:, :, begin:end]).norm(dim=-1)
+        assert error.max() <= 2 * tolerance * v.norm(dim=-1).max() + 1e-5
+        most, begin = max(most, lost.max().item()), end
+    assert layer.dropped().any() == (gates != "open")
+    if kind == "adversarial" and gates == "random":
+        assert most > tolerance / 10, "no bound can be much tighter; is this one what the theorem says?"
+
+
+@every_variant
+def test_no_input_exceeds_the_bound_of_the_weights(variant, monkeypatch):
+    """Inputs that climb towards the largest logit come close to the bound, and never above it."""
+    model = make(variant, "eager")
+    layer, seen = model.model.layers[0], []
+    for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+        projection.weight.data.mul_(10)  # far above the epsilon of QK-norm
+    bound = logit_bound_of_weights(layer)
+
+    def attend(module, query, key, *args, **kwargs):
+        q, k = (x[..., : module.head_dim] for x in (query, key.repeat_interleave(module.num_key_value_groups, 1)))
+        seen.append(module.scaling * (q @ k.mT).abs().amax((0, 2, 3)) / bound)
+        return eager_attention_forward(module, query, key, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_fox, "eager_attention_forward", attend)
+    x = torch.randn(16, 3, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.1)
+    positions = torch.arange(3)[None]
+    for _ in range(80):
+        rope = model.model.rotary_emb(x, positions) if model.model.rotary_emb is not None else None
+        layer(x, position_embeddings=rope, position_ids=positions)
+        optimizer.zero_grad()
+        (-seen[-1].sum()).backward()
+        optimizer.step()
+    assert all((ratio <= 1).all() for ratio in seen)
+    assert seen[-1].max() > 0.7, "the bound is far from anything an input can do"
+
+
+@every_variant
+@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-3), ("sdpa", 1e-6)])
+def test_logits_stay_close_in_any_chunks(variant, backend, tolerance):
+    model, ids = make(variant, backend), tokens()
+    for chunks in ([40, 1, 50, 1, 1, 60, 7], [110] + [1] * 30 + [20]):
+        cache = pruned(model, tolerance)
+        got = in_chunks(model, ids, cache, chunks)
+        assert cache.dropped.any()
+        assert cache.lost_weight <= tolerance * (1 if model.config.qk_norm else 2)
+        exact = in_chunks(model, ids, DynamicCache(config=model.config), chunks)
+        torch.testing.assert_close(got, exact, atol=10 * tolerance + 2e-5, rtol=1e-4)
+
+
+def test_no_tolerance_drops_nothing():
+    model, ids = make("pro"), tokens()
+    cache = pruned(model, tolerance=0)
+    torch.testing.assert_close(in_chunks(model, ids, cache, 8), logits(model, ids), atol=2e-5, rtol=1e-4)
+    assert cache.get_seq_length() == 160
+    assert not cache.dropped.any()
+
+
+GENERATION = {
+    "greedy": dict(),
+    "beams": dict(num_beams=3),
+    "prompt lookup": dict(prompt_lookup_num_tokens=3),
+    "chunked prefill": dict(prefill_chunk_size=20),
+}
+
+
+@both_blocks
+@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+def test_generation_is_that_of_the_full_cache(variant, options):
+    model = make(variant)
+    rows = 1 if "prompt_lookup_num_tokens" in options else 3
+    settings = dict(max_new_tokens=40, do_sample=False, eos_token_id=None, return_dict_in_generate=True, **options)
+    prompt, cache = tokens(rows, 120), pruned(model)
+    full = model.generate(prompt, **settings, output_logits=True)
+    got = model.generate(prompt, **settings, output_logits=True, past_key_values=cache)
+    assert torch.equal(got.sequences, full.sequences)
+    assert cache.dropped.any()
+    for a, b in zip(got.logits, full.logits):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
+
+
+@both_blocks
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_padded_rows(variant, backend):
+    model, ids = make(variant, backend), tokens(2, 160)
+    mask = torch.ones(2, 160, dtype=torch.long)
+    mask[0, :30] = 0
+    mask[1, 90:93] = 0
+    whole, cache, pieces, end = logits(model, ids, attention_mask=mask), pruned(model), [], 0
+    for chunk in ids.split([80, 1, 59] + [1] * 20, dim=1):
+        end += chunk.shape[1]
+        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], past_key_values=cache))
+    assert cache.dropped.any()
+    got = torch.cat(pieces, dim=1)[mask.bool()]
+    torch.testing.assert_close(got, whole[mask.bool()], atol=3e-5, rtol=1e-4)
+
+
+ROWS = {
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+}
+
+
+@both_blocks
+@pytest.mark.parametrize("change, rows", ROWS.values(), ids=ROWS)
+def test_rows_can_be_moved(variant, change, rows):
+    model, ids = make(variant), tokens(3)
+    cache = pruned(model)
+    in_chunks(model, ids[:, :100], cache, 20)
+    change(cache)
+    got = in_chunks(model, ids[rows, 100:], cache, 6)
+    torch.testing.assert_close(got, logits(model, ids)[rows, 100:], atol=2e-5, rtol=1e-4)
+    assert cache.dropped.any()
+
+
+@both_blocks
+def test_cropping_up_to_the_last_pruning(variant):
+    model, ids = make(variant), tokens()
+    cache = pruned(model, prune_every=100)
+    cache.activate_past_recording()
+    in_chunks(model, ids[:, :140], cache, 125)
+    assert cache.dropped.any()
+    cache.crop(-15)
+    assert cache.get_seq_length() == 125
+    got = in_chunks(model, ids[:, 125:], cache, 5)
+    torch.testing.assert_close(got, logits(model, ids)[:, 125:], atol=5e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="cannot be taken back"):
+        cache.crop(-100)
+
+
+@both_blocks
+def test_a_reset_cache_is_new(variant):
+    model, ids = make(variant), tokens()
+    cache = pruned(model)
+    in_chunks(model, tokens(seed=7), cache, 40)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.dropped.any() and cache.lost_weight == 0
+    torch.testing.assert_close(in_chunks(model, ids, cache, 40), logits(model, ids), atol=5e-5, rtol=1e-4)
+
+
+@both_blocks
+def test_a_copied_cache_can_be_continued(variant):
+    model, ids = make(variant), tokens()
+    cache = pruned(model)
+    in_chunks(model, ids[:, :100], cache, 50)
+    for again in (copy.deepcopy(cache), cache):
+        torch.testing.assert_close(
+            in_chunks(model, ids[:, 100:], again, 7), logits(model, ids)[:, 100:], atol=5e-5, rtol=1e-4
+        )
+
+
+def test_memory_falls_to_what_is_remembered():
+    model, ids = make("pro"), tokens(2, 400)
+    full, cache = DynamicCache(config=model.config), pruned(model)
+    in_chunks(model, ids, full, 20)
+    in_chunks(model, ids, cache, 20)
+    cache.prune()
+    assert stored_bytes(cache) < 0.7 * stored_bytes(full)
+    room = cache.layers[0].prune_every
+    remembered = (400 + room - cache.dropped).sum() * 2 * 2 * cache.layers[0].keys[0, 0].nbytes
+    assert stored_bytes(cache) == remembered
+    assert cache.dropped.shape == (2, 4)
+    fast, slow = cache.dropped[:, 0], cache.dropped[:, 3]
+    assert (fast > 300).all() and not slow.any()
+
+
+@both_blocks
+def test_what_was_dropped_before_counts(variant):
+    """A second pruning at once finds the budget spent."""
+    cache = pruned(make(variant))
+    in_chunks(make(variant), tokens(), cache, 80)
+    cache.prune()
+    dropped = cache.dropped
+    assert dropped.any()
+    cache.prune()
+    assert torch.equal(cache.dropped, dropped)
+
+
+def test_dropped_tokens_have_no_weight():
+    model, ids = make("pro", "eager"), tokens(1, 80)
+    cache = pruned(model)
+    with torch.no_grad():
+        exact = model(ids, output_attentions=True).attentions
+        model(ids[:, :79], past_key_values=cache)
+        weights = model(ids[:, 79:], past_key_values=cache, output_attentions=True).attentions
+    for layer, (got, want) in enumerate(zip(weights, exact)):
+        assert got.shape == (1, 4, 1, 80)
+        torch.testing.assert_close(got, want[:, :, -1:], atol=2e-6, rtol=1e-4)
+        for head, dropped in enumerate(cache.dropped[layer]):
+            assert not got[0, head, 0, :dropped].any()
+            assert got[0, head, 0, dropped:].all()
+
+
+def test_queries_beyond_the_observed_bound_are_reported(caplog):
+    """Dropped under small queries, missed under large ones: the loss is then above the tolerance, and its bound says so."""
+    model, ids = make("llama"), tokens(1, 120)
+    cache = pruned(model, tolerance=1e-4)
+    in_chunks(model, ids[:, :100], cache, 25)
+    assert 0 < cache.lost_weight <= 1e-4
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(30)
+    in_chunks(model, ids[:, 100:], cache, 1)
+    assert cache.lost_weight > 1e-4
+
+
+def test_bound_of_adapted_weights_is_refused():
+    model = make("llama")
+    model.model.layers[1].self_attn.q_proj = torch.nn.Sequential(model.model.layers[1].self_attn.q_proj)
+    with pytest.raises(ValueError, match=r"Sequential projects.*observed"):
+        PrunedCache(model)
+    PrunedCache(model, logit_bound="observed")
+
+
+BAD_ARGUMENTS = {
+    "tolerance": (dict(tolerance=1.0), "tolerance is 1.0"),
+    "bound": (dict(logit_bound=7.0), "logit_bound is 7.0"),
+    "interval": (dict(prune_every=0), "prune_every is 0"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PrunedCache(make("pro"), **arguments)
+
+
+def test_models_that_forget_nothing_are_refused():
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    with pytest.raises(ValueError, match="not a FoX"):
+        PrunedCache(llama)
+    sizes = {name: value for name, value in TINY.items() if not name.startswith("decay")}
+    with pytest.raises(ValueError, match="forgets nothing"):
+        PrunedCache(FoxForCausalLM(FoxConfig(**sizes, forget_gate="none")))
+    with pytest.raises(NotImplementedError, match="window"):
+        PrunedCache(FoxForCausalLM(FoxConfig(**TINY, sliding_window=8)))
+
+
+def test_a_cache_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="made for another model"):
+        make("grouped heads")(tokens(), past_key_values=pruned(make("pro")))
+
+
+def test_a_mask_that_leaves_out_dropped_tokens_is_refused():
+    model = make("llama")
+    cache = pruned(model)
+    in_chunks(model, tokens(1, 100), cache, 50)
+    mask = torch.zeros(1, 1, 1, 60)
+    with pytest.raises(ValueError, match="mask covers 60 tokens"):
+        logits(model, tokens(1, 1), past_key_values=cache, attention_mask={"attention": mask, "padding": None})
+
+
+def test_flex_attention_is_refused():
+    model = make("llama")
+    with pytest.raises(NotImplementedError, match="flex_attention"):
+        logits(model, tokens(), past_key_values=pruned(model), attention_mask={"attention": "blocks", "padding": None})
