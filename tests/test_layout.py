@@ -23,7 +23,7 @@ ALLOWED = {
 # Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
 BUNDLES = {
     "fox": ["configuration_fox", "modeling_fox", "attention_fox"],
-    "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "backbone_hmt"],
+    "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}
 NUMPY_CORES = ["answers", "curve", "documents", "haystack", "journal", "lines", "loss", "rope_bounds"]

@@ -15,6 +15,9 @@ class HMTConfig(PreTrainedConfig):
             (The paper's L counts the prompts and the sensory tokens too: its 256 is 222 new tokens at k = 32.)
         sensory_tokens: k, the last tokens of the previous segment that are read again before a segment.
         memory_size: N, memory embeddings kept for recall, oldest dropped first. None keeps all.
+        recalled_pages: r. Instead of being dropped, the oldest embeddings go to pages in CPU memory or in a file, and a
+            recall also attends to the r pages that fit best (`pages_hmt.py`). None has no pages.
+        page_size: memory embeddings per page at first; pages grow with the square root of the text.
         sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
             so a tie goes to the even number, as in the official code.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
@@ -45,6 +48,8 @@ class HMTConfig(PreTrainedConfig):
     segment_length: int = 512
     sensory_tokens: int = 32
     memory_size: int | None = 300
+    recalled_pages: int | None = None
+    page_size: int = 16
     sum_fraction: float = 0.5
     recall: bool = True
     memory_tokens: int = 1
@@ -99,10 +104,16 @@ class HMTConfig(PreTrainedConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
-        for name in ("memory_size", "recall_dim", "bptt_segments", "summary_batch"):
+        for name in ("memory_size", "recalled_pages", "page_size", "recall_dim", "bptt_segments", "summary_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
+        if self.recalled_pages is not None and (self.memory_size is None or not self.recall):
+            raise ValueError(
+                f"recalled_pages is {self.recalled_pages}, with memory_size={self.memory_size} and recall={self.recall}; "
+                "pages hold what recall drops beyond memory_size. Set memory_size and recall=True, or leave "
+                "recalled_pages at None."
+            )
         text_config = self.backbone_config and self.backbone_config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit

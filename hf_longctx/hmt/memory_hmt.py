@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from .pages_hmt import MemoryPages
+
 
 # With Wq = Wk = gain * I the scores start as gain^2 q.c / sqrt(h). Memories come out of the final norm with entries of
 # order 1, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to pick, soft enough to learn from.
@@ -38,6 +40,13 @@ class HMTMemory(nn.Module):
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
 
+    def direction(self, query):
+        """q Wq^T Wk / sqrt(h), (B, 1, d) in at least fp32: its products with memory embeddings are recall scores."""
+        with torch.autocast(query.device.type, enabled=False):
+            query, wq, wk = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, self.wq, self.wk))
+            # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
+            return query @ wq.mT @ wk * wq.shape[0] ** -0.5
+
     def recall(self, query, bank, valid):
         """Attend to the remembered segments (paper, sec. 3.2): softmax(q Wq^T (C Wk^T)^T / sqrt(h)) C.
 
@@ -50,11 +59,9 @@ class HMTMemory(nn.Module):
             prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32. A row without any memory gets `initial`.
         """
         with torch.autocast(query.device.type, enabled=False):
-            wide = torch.promote_types(bank.dtype, torch.float32)
-            query, bank_wide, wq, wk = (x.to(bank.device, wide) for x in (query, bank, self.wq, self.wk))
-            # (q Wq^T) Wk first: h * d products in all, where keys would cost h * d for each memory
-            scores = ((query @ wq.mT @ wk) @ bank_wide.mT).squeeze(1) * wq.shape[0] ** -0.5  # (B, c)
-            scores = scores.masked_fill(~valid, torch.finfo(wide).min).softmax(-1)
+            bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
+            scores = (self.direction(query).to(bank_wide) @ bank_wide.mT).squeeze(1)  # (B, c)
+            scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1)
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
         return self.or_initial(prompt, valid), scores
 
@@ -71,6 +78,7 @@ class HMTState:
     of the previous segment; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l) the tokens of the
     segment that is not full yet, l < L'; `front`, `own` its prompts, (B, m, d) and (B, 1, d). The key/value cache of
     the open segment speeds up the next call and is never saved: without it the segment's tokens are read again.
+    `pages` holds what fell out of `bank`, if the model keeps pages.
 
     A state is not changed by a call: keep one to branch off from it later. `position` counts tokens per row, `segment`
     full segments, `padded` says that some position may be padding, `signature` names the model it belongs to.
@@ -85,6 +93,7 @@ class HMTState:
     query: torch.Tensor | None = None
     front: torch.Tensor | None = None
     own: torch.Tensor | None = None
+    pages: MemoryPages | None = field(default=None, repr=False)
     position: int = 0
     segment: int = 0
     padded: bool = False
@@ -93,35 +102,39 @@ class HMTState:
     kv_length: int = 0
 
     @classmethod
-    def empty(cls, batch, width, dtype, device, signature):
-        """The state before the first token."""
+    def empty(cls, batch, width, dtype, device, signature, pages=None):
+        """The state before the first token; `HMTWrapper.new_state` calls this."""
         ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
         mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
         bank = torch.zeros(batch, 0, width, dtype=dtype, device=device)
-        return cls(bank, mask, ids, mask, ids, mask, signature=signature)
+        return cls(bank, mask, ids, mask, ids, mask, signature=signature, pages=pages)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name to tensor, for those that are set."""
+        """Name to tensor, for those that are set; without the pages."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
     def map(self, function) -> "HMTState":
         """A new state with `function` applied to each tensor, and without the key/value cache."""
         changed = {name: function(value) for name, value in self.tensors().items()}
-        return replace(self, **changed, kv_cache=None, kv_length=0)
+        pages = None if self.pages is None else self.pages.map(function)
+        return replace(self, **changed, pages=pages, kv_cache=None, kv_length=0)
 
     def detach(self) -> "HMTState":
         """The same memory, cut from the graph that made it: no gradient reaches earlier calls."""
         return self.map(torch.Tensor.detach)
 
     def to(self, device) -> "HMTState":
-        """The same memory on another device."""
-        return self.map(lambda x: x.to(device))
+        """The same memory on another device; pages stay in CPU memory."""
+        pages = None if self.pages is None else self.pages.to(device)
+        return replace(replace(self, pages=None).map(lambda x: x.to(device)), pages=pages)
 
     def reorder_cache(self, beam_idx):
         """Select rows in place, as beam search does with a `Cache`. beam_idx: (rows,), long."""
         for name, value in self.tensors().items():
             setattr(self, name, value.index_select(0, beam_idx.to(value.device)))
+        if self.pages is not None:
+            self.pages = self.pages.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
         if self.kv_cache is not None:
             self.kv_cache.reorder_cache(beam_idx)
 
@@ -129,8 +142,14 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state, in any process."""
         counters = {"position": self.position, "segment": self.segment, "padded": self.padded}
         metadata = {"hmt_state": json.dumps(counters), "signature": json.dumps(self.signature)}
-        tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.detach().tensors().items()}
-        save_file(tensors, str(path), metadata=metadata)
+        tensors = self.tensors()
+        if self.pages is not None:
+            packed, numbers = self.pages.pack()
+            tensors |= {f"pages.{name}": value for name, value in packed.items()}
+            metadata["pages"] = json.dumps(numbers)
+        # a copy of each: safetensors refuses views of one storage
+        copies = {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
+        save_file(copies, str(path), metadata=metadata)
 
     @classmethod
     def load(cls, path, device="cpu") -> "HMTState":
@@ -140,19 +159,24 @@ class HMTState:
             if "hmt_state" not in metadata:
                 raise ValueError(f"{path} is not a saved HMTState; it must be written by HMTState.save.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith("pages.")}
+        if "pages" in metadata:
+            packed = {name.removeprefix("pages."): value for name, value in packed.items()}
+            tensors["pages"] = MemoryPages.unpack(packed, json.loads(metadata["pages"]))
         return cls(**tensors, **json.loads(metadata["hmt_state"]), signature=json.loads(metadata["signature"]))
 
 
-def recall_distance(scores):
+def recall_distance(scores, ages):
     """Segments between the reader and the memory it attends to most: 1 is the previous one (paper, fig. 11).
 
     Args:
-        scores: (B, c), oldest memory first.
+        scores: (B, c).
+        ages: (B, c), long, 0 for the memory of the previous segment.
 
     Returns:
         (B,), long.
     """
-    return scores.shape[1] - scores.argmax(1)
+    return 1 + ages.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
 
 
 __all__ = ["HMTMemory", "HMTState", "recall_distance"]

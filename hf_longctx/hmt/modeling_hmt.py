@@ -49,6 +49,7 @@ from transformers.utils import ModelOutput, cached_file
 from .backbone_hmt import Backbone
 from .configuration_hmt import HMTConfig
 from .memory_hmt import SIMILARITY_GAIN, HMTMemory, HMTState, recall_distance
+from .pages_hmt import MemoryPages, PageFile
 
 
 RETRIEVAL_LOSS_WEIGHT = 0.05  # of the official code
@@ -61,8 +62,9 @@ class HMTOutput(ModelOutput):
     loss: scalar, when labels were given.
     logits: (B, T, V), or the last `logits_to_keep` positions.
     state: `HMTState` after the last token, with `use_cache=True`.
-    recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first;
-        None for a segment that recalled nothing (the first one, or one whose query is not complete).
+    recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
+        (those in the recalled pages, then the latest); None for a segment that recalled nothing (the first one, or one
+        whose query is not complete).
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d).
     """
@@ -195,7 +197,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         total, length = ids.shape[1], self.config.segment_length
         first_wanted = max(seen, total - logits_to_keep) if logits_to_keep else seen
 
-        logits, first_halves, scores, memories = [], [], [], []
+        logits, first_halves, scores, distances, memories = [], [], [], [], []
         segments = [(ids[:, a : a + length], mask[:, a : a + length]) for a in range(0, total, length)]
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
@@ -205,6 +207,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 state, out, first_half = self._segment(state, *segment, query, wanted, use_cache)
                 logits += [None, out.logits]
                 scores.append(out.recall_scores)
+                distances.append(out.recall_distance)
                 memories.append(out.memories)
                 if first_half is not None:
                     first_halves.append((2 * n, *first_half))
@@ -221,7 +224,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         if output_recall:
             none = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
             output.recall_scores = tuple(scores)
-            output.recall_distance = torch.stack([none if s is None else recall_distance(s) for s in scores])
+            output.recall_distance = torch.stack([none if d is None else d for d in distances])
             output.memories = tuple(m for m in memories if m is not None)
         return output
 
@@ -272,15 +275,15 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             use_cache: whether a segment that stays open will be continued.
 
         Returns:
-            the state after it; `HMTOutput` with logits, recall scores and memory; None, or the pass that gives the
-            first of the wanted logits: its embeddings, its mask, and how many.
+            the state after it; `HMTOutput` with logits, recall scores, distances and memory; None, or the pass that
+            gives the first of the wanted logits: its embeddings, its mask, and how many.
         """
         c, tokens = self.config, ids.shape[1]
-        scores, first_half = None, None
+        scores, distance, first_half = None, None, None
         if state.open_ids.shape[1] == 0:
             state = replace(state, front=self._front_prompt(state), own=None)
         if query is not None:
-            own, scores = self.memory.recall(query, state.bank, state.valid)
+            own, scores, distance = self._recall(state, query)
             state = replace(state, own=own, query=query, kv_cache=None)
 
         # in segment 1 both prompts are its only memory
@@ -308,7 +311,23 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         state = replace(state, kv_cache=kv_cache, kv_length=embeds.shape[1])
         if full:
             state = self._close(state, memory)
-        return state, HMTOutput(logits=logits, recall_scores=scores, memories=memory), first_half
+        out = HMTOutput(logits=logits, recall_scores=scores, recall_distance=distance, memories=memory)
+        return state, out, first_half
+
+    def _recall(self, state, query):
+        """Recall from the bank and, if there are pages, from the best of them.
+
+        Returns:
+            prompt (B, 1, d), scores (B, c), distances (B,).
+        """
+        bank, valid, count = state.bank, state.valid, state.bank.shape[1]
+        ages = torch.arange(count - 1, -1, -1, device=bank.device).expand(len(bank), -1)
+        if state.pages is not None and len(state.pages):
+            found = state.pages.look_up(self.memory.direction(query))
+            bank, valid, ages = (torch.cat(pair, 1) for pair in zip(found, (bank, valid, ages - count)))
+            ages = ages + count
+        prompt, scores = self.memory.recall(query, bank, valid)
+        return prompt, scores, recall_distance(scores, ages)
 
     def _layout(self, state, prompt, ids, mask, close):
         """[prompt, sensory tokens, tokens] and, to close it, the prompt again.
@@ -341,7 +360,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             return self._prompt(self.memory.initial, state.bank)
         if state.query is None:  # no recall at all, or one memory only: nothing to choose from
             return self.memory.or_initial(state.bank[:, -self.config.memory_tokens :], state.valid)
-        return self.memory.recall(state.query, state.bank, state.valid)[0]
+        return self._recall(state, state.query)[0]
 
     def _close(self, state, memory):
         """The state after a full segment: its memory joins the bank, its last tokens become sensory memory."""
@@ -353,8 +372,12 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         bank = torch.cat([state.bank, memory.to(state.bank)], 1)
         valid = torch.cat([state.valid, valid.expand(-1, c.memory_tokens)], 1)
         kept = (c.memory_size or bank.shape[1]) if c.recall else c.memory_tokens
+        pages, dropped = state.pages, bank.shape[1] - kept
+        if pages is not None and dropped > 0:
+            pages = pages.append(bank[:, :dropped], valid[:, :dropped])
         state = replace(
             state,
+            pages=pages,
             bank=bank[:, -kept:],
             valid=valid[:, -kept:],
             sensory_ids=state.open_ids[:, c.segment_length - c.sensory_tokens :],
@@ -430,9 +453,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                     "the tokens of this call only."
                 )
         if state is None:
-            dtype = self.calls.embed(input_ids[:1, :1]).dtype
-            width, device = self.calls.width, input_ids.device
-            state = HMTState.empty(len(input_ids), width, dtype, device, self._signature())
+            state = self.new_state(len(input_ids), device=input_ids.device)
         else:
             self._check_state(state, len(input_ids))
         mask = torch.ones_like(input_ids, dtype=torch.bool)
@@ -496,6 +517,27 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 "left: tokenizer.padding_side = 'left'."
             )
 
+    def new_state(self, batch_size=1, page_file=None, device=None):
+        """The state before the first token. Calls without a state make it themselves.
+
+        Args:
+            batch_size: B.
+            page_file: path of a file to keep the pages in, instead of CPU memory. It is overwritten.
+            device: default that of the model.
+
+        Raises:
+            ValueError: a page file, but no pages.
+        """
+        c, device = self.config, self.device if device is None else device
+        if page_file is not None and c.recalled_pages is None:
+            raise ValueError("page_file is about pages, which this model has not; set config.recalled_pages.")
+        dtype = self.calls.embed(torch.zeros(1, 1, dtype=torch.long, device=device)).dtype
+        sizes, pages = (batch_size, self.calls.width, dtype, device), None
+        if c.recalled_pages is not None:
+            file = None if page_file is None else PageFile(page_file)
+            pages = MemoryPages.empty(*sizes, c.page_size, c.recalled_pages, file)
+        return HMTState.empty(*sizes, self._signature(), pages)
+
     def _signature(self):
         c = self.config
         names = ("segment_length", "sensory_tokens", "memory_size", "sum_fraction", "recall", "memory_tokens")
@@ -504,6 +546,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             "vocab_size": c.vocab_size,
             "width": self.calls.width,
             "recall_mode": c.recall_mode,
+            "pages": None if c.recalled_pages is None else [c.recalled_pages, c.page_size],
             **{name: getattr(c, name) for name in names},
         }
 

@@ -20,6 +20,10 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper, from_official, official_parame
         ({"recall_init": "zero"}, "recall_init is 'zero'"),
         ({"loss_scope": "first"}, "loss_scope is 'first'"),
         ({"memory_size": 0}, "memory_size is 0"),
+        ({"recalled_pages": 0}, "recalled_pages is 0"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"recalled_pages": 2, "memory_size": None}, "pages hold what recall drops beyond memory_size"),
+        ({"recalled_pages": 2, "recall": False}, "pages hold what recall drops beyond memory_size"),
         ({"bptt_segments": 0}, "bptt_segments is 0"),
         (
             {"backbone_config": {"model_type": "nothing"}},
