@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ ON_CPU = (512, (128, 4096))
 ON_ACCELERATOR = (4096, (1024, 16384))
 LOGITS_PER_PASS = 2**24  # of a model that must project by itself, over its whole vocabulary
 TRIAL_TOKENS = 32
+SMALLEST_PASS = 16
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -61,6 +65,20 @@ class Engine:
         self.vocab_size = logits.shape[-1]
         self.head = plain_head(model, hidden, logits)
         self.reuses_prefixes = can_continue(model) and self._continues_exactly(trial, logits)
+
+    def with_less_memory(self, work: Callable[[], T]) -> T | None:
+        """`work()`; if memory runs out, again with a quarter of the tokens per pass, down to 16; then None."""
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.tokens_per_pass <= SMALLEST_PASS:
+                    return None
+            self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Greedy next-token predictions at some positions of inputs of one length.
@@ -121,14 +139,15 @@ class Engine:
             start = stop
         return np.concatenate(best, axis=1)
 
-    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> np.ndarray:
-        """As `read`, each of the texts (B, t) continuing the one text in the cache, which is as before afterwards."""
-        if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
+    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int, texts: int = 1) -> np.ndarray:
+        """As `read`, but the cache is as before afterwards. It has so many `texts`: B, or 1 that all B continue."""
+        if len(ids) == texts and all(type(layer) is DynamicLayer for layer in cache.layers):
             best = self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return best
         branch = copy.deepcopy(cache)  # layers of other types forget, or write over what they were given
-        branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
+        if len(ids) != texts:
+            branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
         return self.read(ids, branch, scored)
 
     def _predict_alone(self, rows, positions):
@@ -286,6 +305,13 @@ def can_continue(model: nn.Module) -> bool:
     types = [getattr(module, "rope_type", None) for module in model.modules()]
     types = [name for kind in types for name in (kind.values() if isinstance(kind, dict) else [kind])]
     return not any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in types)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a device (torch.OutOfMemoryError) or not (what torch's CPU allocator says)."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def equal_rows(rows: np.ndarray) -> list[list[int]]:

@@ -41,7 +41,7 @@ MODELS = {
     "chunked": (
         "llama4_text",
         SMALL | {"attention_chunk_size": 8, "num_local_experts": 2, "num_key_value_heads": 1},
-        True,
+        False,
         True,
     ),
     "experts": ("mixtral", SMALL | {"num_local_experts": 2, "num_key_value_heads": 1}, True, True),
