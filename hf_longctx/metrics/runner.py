@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from .curve import (
     random_samples,
     scored_logits,
 )
+from .engine import Engine, evaluating, first_parameter, text_config
 
 
 class PositionLimitError(ValueError):
@@ -129,7 +129,7 @@ def forgetting_curve(
     if limit is None:
         warn_beyond_claim(model, lengths)
 
-    points = []
+    engine, points = None, []
     bar = tqdm(total=2 * repeats * sum(map(input_tokens, lengths)), unit="tok", unit_scale=True, disable=not progress)
     try:
         with bar, evaluating(model):
@@ -141,7 +141,8 @@ def forgetting_curve(
                         "curve up to there is this error's .curve.",
                         limit,
                     )
-                points.append(measure_point(model, length, draws, bos, eos, bar))
+                engine = engine or Engine(model, model_input(draws[0].target, draws[0].target, bos, eos))
+                points.append(measure_point(engine, length, draws, bos, eos, bar))
     except BaseException as error:
         error.curve = ForgettingCurve(points, settings)
         if hasattr(error, "add_note"):  # Python 3.11
@@ -153,95 +154,32 @@ def forgetting_curve(
 
 
 def measure_point(
-    model: nn.Module, length: int, samples: Sequence[Sample], bos: int, eos: int, bar: tqdm
+    engine: Engine, length: int, samples: Sequence[Sample], bos: int, eos: int, bar: tqdm | None = None
 ) -> CurvePoint:
-    """Count the right predictions of every sample at one length, plainly: one forward pass per input, no cache."""
-    rows = scored_logits(length)
-    correct = {"copy": [], "LM": []}
-    for repeat, sample in enumerate(samples):
-        for kind, prefix in (("copy", sample.target), ("LM", sample.irrelevant)):
-            ids = model_input(prefix, sample.target, bos, eos)
-            predicted = predict(model, ids, rows)
-            if -1 in predicted:
-                raise ValueError(
-                    f"length {length}, repeat {repeat}, {kind} input: the logits at position "
-                    f"{rows[predicted.tolist().index(-1)]} of {len(ids)} are NaN, so there is no prediction to count. "
-                    "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
-                )
-            correct[kind].append(int((predicted == ids[rows.start + 1 : rows.stop + 1]).sum()))
-            bar.update(len(ids))
+    """Count the right predictions of every sample at one length."""
+    scored = scored_logits(length)
+    correct = {}
+    for kind, prefixes in (("copy", [s.target for s in samples]), ("LM", [s.irrelevant for s in samples])):
+        inputs = np.stack([model_input(prefix, s.target, bos, eos) for prefix, s in zip(prefixes, samples)])
+        predicted = engine.predict(inputs, 1 + length, scored)
+        check_no_nan(predicted, length, kind, scored, inputs.shape[1])
+        correct[kind] = (predicted == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
+        if bar is not None:
+            bar.update(inputs.size)
     begins = None if samples[0].begin is None else [sample.begin for sample in samples]
     return CurvePoint(length, correct["copy"], correct["LM"], begins)
 
 
-def predict(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
-    """Greedy next-token predictions at some positions of one input.
-
-    Only the logits of these positions are computed, never (T, V), where the model's forward takes `logits_to_keep`,
-    as the causal models in transformers do.
-
-    Args:
-        ids: the input, (T,) int64.
-        positions: consecutive input positions, ascending.
-
-    Returns:
-        (len(positions),) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
-
-    Raises:
-        ValueError: the model returns neither the logits asked for nor those of all positions.
-    """
-    keep = torch.arange(positions.start, positions.stop)
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        # accelerate would move an index tensor to the first device, while the hidden states end on the last one
-        keep = len(ids) - positions.start
-    device = first_parameter(model).device
-    if device.type == "meta":  # the weights are offloaded, and accelerate moves the input to where they will be
-        device = torch.device("cpu")
-    output = model(torch.from_numpy(ids)[None].to(device), **accepted(model, use_cache=False, logits_to_keep=keep))
-    logits = (output[0] if isinstance(output, tuple) else output.logits)[0]  # (rows, V)
-    if len(logits) in (
-        len(ids),
-        len(ids) - positions.start,
-    ):  # remote code without logits_to_keep, or a number to keep
-        logits = logits[len(logits) - len(ids) + positions.start :][: len(positions)]
-    if len(logits) != len(positions):
+def check_no_nan(predicted: np.ndarray, length: int, kind: str, positions: range, tokens: int) -> None:
+    """Raise ValueError if a prediction is -1, naming the first by repeat and position."""
+    bad = np.argwhere(predicted == -1)
+    if len(bad):
+        repeat, index = bad[0]
         raise ValueError(
-            f"{type(model).__name__} returned logits for {len(logits)} positions; {len(positions)} were asked for, "
-            f"and the input has {len(ids)}. Its forward should honour logits_to_keep or return all logits."
+            f"length {length}, repeat {repeat}, {kind} input: the logits at position {positions[index]} of {tokens} are "
+            "NaN, so there is no prediction to count. A common cause is float16 overflow: load the model in "
+            "torch.bfloat16 or torch.float32."
         )
-    best = logits.max(-1)  # NaN wins a maximum, so that no second pass over (rows, V) is needed to find it
-    return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
-
-
-def accepted(model: nn.Module, **options) -> dict:
-    """Those options that the model's forward takes, by name or through **kwargs as wrappers do."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
-
-
-@contextmanager
-def evaluating(model: nn.Module):
-    """Eval and inference mode; afterwards every module has its own training flag again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def first_parameter(model: nn.Module) -> torch.Tensor:
-    """A tensor with the dtype of the model and the device of its input."""
-    return next(model.parameters(), torch.empty(0))
-
-
-def text_config(model: nn.Module):
-    """The configuration of the language model, which multimodal models keep inside theirs."""
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def vocabulary_size(model: nn.Module) -> int:

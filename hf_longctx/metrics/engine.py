@@ -1,0 +1,375 @@
+"""Greedy predictions at some positions of many inputs, at the least cost that leaves them as they are.
+
+`predict_plainly` is the definition: one forward pass per input. An `Engine` gives the same predictions for less:
+
+- a prefix that inputs share is read once, and its cache cut back after each of them;
+- long inputs are read in passes of a bounded number of tokens, and short inputs share a pass;
+- hidden states are projected only where a prediction is wanted, tile by tile, so that no (T, V) logits exist.
+
+What a model says it cannot do it is not asked to do, and what it can do is tried on a short input first; the definition
+takes the place of either.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+
+# Tokens per pass, and (positions, vocabulary rows) per tile of logits: small where memory is what they cost and larger
+# ones are no faster, large where a device waits for work.
+ON_CPU = (512, (128, 4096))
+ON_ACCELERATOR = (4096, (1024, 16384))
+LOGITS_PER_PASS = 2**24  # of a model that must project by itself, over its whole vocabulary
+TRIAL_TOKENS = 32
+SMALLEST_PASS = 16
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Predicts with one model, in eval and inference mode (see `evaluating`).
+
+    Args:
+        model: a causal language model.
+        trial: a typical input, (T,) int64, T >= 3. Up to 32 of its ids are read to see what the model can do.
+        tokens_per_pass: bound of the tokens in a forward pass, and of those in the caches of inputs that share one.
+            A model whose cache cannot be continued reads an input in one pass, however long it is. Default: 512 on a
+            CPU, 4096 elsewhere.
+
+    Attributes:
+        tokens_per_pass: may be changed at any time.
+        head: weight (V, D) and bias (V,) or None of the projection from hidden states to logits, if that is a plain
+            linear one; else None, and the model projects by itself.
+        reuses_prefixes: whether the model's cache can be continued and cut back.
+    """
+
+    def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
+        self.model = model
+        self.device = input_device(model)
+        default, self.tile = ON_CPU if self.device.type == "cpu" else ON_ACCELERATOR
+        self.tokens_per_pass = tokens_per_pass or default
+        trial = trial[None, :TRIAL_TOKENS]
+        self.head = None
+        logits, hidden = self._logits_and_hidden(trial)
+        self.vocab_size = logits.shape[-1]
+        self.head = plain_head(model, hidden, logits)
+        self.reuses_prefixes = can_continue(model) and self._continues_exactly(trial, logits)
+
+    def with_less_memory(self, work: Callable[[], T]) -> T | None:
+        """`work()`; if memory runs out, again with a quarter of the tokens per pass, down to 16; then None."""
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.tokens_per_pass <= SMALLEST_PASS:
+                    return None
+            self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
+
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        """Greedy next-token predictions at some positions of inputs of one length.
+
+        Args:
+            inputs: (R, T) int64. Equal rows are read once.
+            prefix: length of the beginnings that inputs may share, at most `positions.start`.
+            positions: consecutive input positions, ascending.
+
+        Returns:
+            (R, len(positions)) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
+        """
+        copies = equal_rows(inputs)
+        rows = inputs[[group[0] for group in copies]]
+        best = np.empty((len(rows), len(positions)), dtype=np.int64)
+        batch = max(1, self.tokens_per_pass // inputs.shape[1])
+        alone = []
+        for group in equal_rows(rows[:, :prefix]):
+            if self.reuses_prefixes and len(group) > 1:
+                cache = self.new_cache()
+                self.read(rows[group[:1], :prefix], cache)
+                for some in batches(group, batch):
+                    best[some] = self.read_after(cache, rows[some, prefix : positions.stop], len(positions))
+            else:
+                alone += group
+        for some in batches(alone, batch):
+            best[some] = self._predict_alone(rows[some], positions)
+        found = np.empty((len(inputs), len(positions)), dtype=np.int64)
+        for row, group in enumerate(copies):
+            found[group] = best[row]
+        return found
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of the layers that this model needs."""
+        return DynamicCache(config=text_config(self.model))
+
+    def read(self, ids: np.ndarray, cache: DynamicCache, scored: int = 0) -> np.ndarray:
+        """Read on from a cache, which grows, in passes of at most `tokens_per_pass` tokens.
+
+        Args:
+            ids: (B, t) int64.
+            cache: of as many texts, or a new one.
+            scored: predict at so many positions at the end.
+
+        Returns:
+            (B, scored) int64, as from `predict`.
+        """
+        length, unscored = ids.shape[1], ids.shape[1] - scored
+        step = max(1, self.tokens_per_pass // len(ids))
+        best, start = [np.empty((len(ids), 0), dtype=np.int64)], 0
+        while start < length:
+            stop = min(start + step, length)
+            if self.head is None and start < unscored:
+                stop = min(stop, unscored)
+            elif self.head is None:
+                stop = min(stop, start + max(1, LOGITS_PER_PASS // (len(ids) * self.vocab_size)))
+            best.append(self._pass(ids[:, start:stop], cache, max(0, stop - max(start, unscored))))
+            start = stop
+        return np.concatenate(best, axis=1)
+
+    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int, texts: int = 1) -> np.ndarray:
+        """As `read`, but the cache is as before afterwards. It has so many `texts`: B, or 1 that all B continue."""
+        if len(ids) == texts and all(type(layer) is DynamicLayer for layer in cache.layers):
+            best = self.read(ids, cache, scored)
+            cache.crop(-ids.shape[1])
+            return best
+        branch = copy.deepcopy(cache)  # layers of other types forget, or write over what they were given
+        if len(ids) != texts:
+            branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
+        return self.read(ids, branch, scored)
+
+    def _predict_alone(self, rows, positions):
+        """Predictions (B, P) for inputs (B, T) that share nothing."""
+        if self.reuses_prefixes:
+            return self.read(rows[:, : positions.stop], self.new_cache(), len(positions))
+        if self.head is None:
+            return np.stack([predict_plainly(self.model, row, positions) for row in rows])
+        hidden = self._hidden(rows, None)[:, positions.start : positions.stop]
+        return argmax_tiled(hidden, *self.head, self.tile)
+
+    def _pass(self, ids, cache, keep):
+        """One forward pass; predictions (B, keep) at its last positions."""
+        if self.head is not None:
+            hidden = self._hidden(ids, cache)
+            return argmax_tiled(hidden[:, hidden.shape[1] - keep :], *self.head, self.tile)
+        logits = self._logits(ids, cache, max(keep, 1))
+        return argmax(logits[:, logits.shape[1] - keep :])
+
+    def _hidden(self, ids, cache):
+        """(B, t, D)"""
+        options = accepted(self.model.base_model, past_key_values=cache, use_cache=cache is not None)
+        return self.model.base_model(torch.from_numpy(ids).to(self.device), **options)[0]
+
+    def _logits(self, ids, cache, keep):
+        """(B, keep, V), at the last positions."""
+        options = accepted(self.model, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
+        logits = logits_of(self.model(torch.from_numpy(ids).to(self.device), **options))
+        if logits.shape[1] < keep:
+            raise wrong_logits(self.model, logits.shape[1], keep, ids.shape[1])
+        return logits[:, logits.shape[1] - keep :]
+
+    def _logits_and_hidden(self, ids):
+        """Logits of the whole model at all positions, (1, T, V), and the hidden states its base model gave for them."""
+        seen = []
+        base = getattr(self.model, "base_model", None)
+        watch = isinstance(base, nn.Module) and base is not self.model
+        hook = base.register_forward_hook(lambda *args: seen.append(args[-1])) if watch else None
+        try:
+            options = accepted(self.model, use_cache=False)
+            logits = logits_of(self.model(torch.from_numpy(ids).to(self.device), **options))
+        finally:
+            if hook is not None:
+                hook.remove()
+        hidden = seen[0][0] if len(seen) == 1 else None
+        return logits, hidden if isinstance(hidden, torch.Tensor) else None
+
+    def _continues_exactly(self, ids, logits):
+        """Whether reading in parts, with the end read again, gives the logits of one pass but for rounding."""
+        a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
+        cache = self.new_cache()
+        project = self._logits if self.head is None else lambda *args: F.linear(self._hidden(*args[:2]), *self.head)
+        parts = [project(ids[:, :a], cache, a)]
+        if cache.get_seq_length() != a or not getattr(cache, "is_croppable", False):
+            return False
+        self.read_after(cache, ids[:, a:], 1)
+        parts += [project(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]
+        error = (torch.cat(parts, 1).float() - logits.float()).norm()
+        # Rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
+        exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
+        return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
+
+
+def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
+    """Greedy next-token predictions at some positions of one input, by one forward pass without a cache.
+
+    Only the logits of these positions are computed, never (T, V), where the model's forward takes `logits_to_keep`,
+    as the causal models in transformers do.
+
+    Args:
+        ids: the input, (T,) int64.
+        positions: consecutive input positions, ascending.
+
+    Returns:
+        (len(positions),) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
+
+    Raises:
+        ValueError: the model returns neither the logits asked for nor those of all positions.
+    """
+    keep = torch.arange(positions.start, positions.stop)
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        # accelerate would move an index tensor to the first device, while the hidden states end on the last one
+        keep = len(ids) - positions.start
+    options = accepted(model, use_cache=False, logits_to_keep=keep)
+    logits = logits_of(model(torch.from_numpy(ids)[None].to(input_device(model)), **options))[0]  # (rows, V)
+    if len(logits) in (len(ids), len(ids) - positions.start):  # no logits_to_keep, or a number to keep
+        logits = logits[len(logits) - len(ids) + positions.start :][: len(positions)]
+    if len(logits) != len(positions):
+        raise wrong_logits(model, len(logits), len(positions), len(ids))
+    return argmax(logits)
+
+
+def argmax(logits: torch.Tensor) -> np.ndarray:
+    """Index of the largest of (..., V), the first of equal ones, or -1 where one is NaN; (...) int64."""
+    best = logits.max(-1)  # NaN wins a maximum, so that no second pass over the logits is needed to find it
+    return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
+
+
+def argmax_tiled(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: tuple[int, int]
+) -> np.ndarray:
+    """`argmax(hidden @ weight.T + bias)` with no more logits at a time than a tile has.
+
+    Args:
+        hidden: (B, P, D).
+        weight: (V, D).
+        bias: (V,).
+        tile: positions and vocabulary rows.
+
+    Returns:
+        (B, P) int64.
+    """
+    rows, columns = tile
+    found = []
+    for part in hidden.reshape(-1, hidden.shape[-1]).to(weight.device).split(rows):
+        best, index = None, None
+        for start in range(0, len(weight), columns):
+            some = slice(start, start + columns)
+            tile_best = F.linear(part, weight[some], None if bias is None else bias[some]).max(-1)
+            if best is None:
+                best, index = tile_best
+                continue
+            better = (tile_best.values > best) | tile_best.values.isnan()  # not >=: the first of equal logits counts
+            best = torch.where(better, tile_best.values, best)
+            index = torch.where(better, tile_best.indices + start, index)
+        found.append(index.masked_fill(best.isnan(), -1))
+    return (torch.cat(found) if found else hidden.new_empty(0, dtype=torch.long)).view(hidden.shape[:2]).cpu().numpy()
+
+
+def plain_head(
+    model: nn.Module, hidden: torch.Tensor | None, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of the output embeddings if they make exactly these logits of these hidden states.
+
+    They do not where logits are scaled or capped, nor may they be used alone where hooks watch or move the modules.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if hidden is None or type(head) is not nn.Linear or head.weight.device.type == "meta":
+        return None
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, head)):
+        return None
+    same = torch.equal(F.linear(hidden, head.weight, head.bias), logits)
+    return (head.weight, head.bias) if same else None
+
+
+def can_continue(model: nn.Module) -> bool:
+    """Whether the model says that it works with a growing cache, and does so as if it read all at once."""
+    if not {"past_key_values", "use_cache"} <= accepted(model, past_key_values=None, use_cache=None).keys():
+        return False
+    if not isinstance(text_config(model), PreTrainedConfig) or getattr(model, "_is_stateful", False):
+        return False
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        return False
+    # These change all frequencies at some length, so that keys in a cache no longer fit
+    types = [getattr(module, "rope_type", None) for module in model.modules()]
+    types = [name for kind in types for name in (kind.values() if isinstance(kind, dict) else [kind])]
+    return not any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in types)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a device (torch.OutOfMemoryError) or not (what torch's CPU allocator says)."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def equal_rows(rows: np.ndarray) -> list[list[int]]:
+    """The indices of the rows, those of equal rows together."""
+    groups = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.tobytes(), []).append(index)
+    return list(groups.values())
+
+
+def batches(items: list, size: int) -> Iterator[list]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def logits_of(output) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output.logits
+
+
+def wrong_logits(model, returned, asked, length):
+    return ValueError(
+        f"{type(model).__name__} returned logits for {returned} positions; {asked} were asked for, and the input has "
+        f"{length}. Its forward should honour logits_to_keep or return all logits."
+    )
+
+
+def accepted(model: nn.Module, **options) -> dict:
+    """Those options that the model's forward takes, by name or through **kwargs as wrappers do."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in options.items() if takes_any or name in parameters}
+
+
+@contextmanager
+def evaluating(model: nn.Module):
+    """Eval and inference mode; afterwards every module has its own training flag again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def first_parameter(model: nn.Module) -> torch.Tensor:
+    """A tensor with the dtype of the model and the device of its input."""
+    return next(model.parameters(), torch.empty(0))
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where the model takes its ids."""
+    device = first_parameter(model).device
+    # on "meta" the weights are offloaded, and accelerate moves the input to where they will be
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def text_config(model: nn.Module):
+    """The configuration of the language model, which multimodal models keep inside theirs."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,0 +1,160 @@
+"""The engine against its definition, one plain forward pass per input: any model, any budget, few and bounded passes."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_longctx  # noqa: F401 - registers FoX
+from hf_longctx.metrics.engine import Engine, argmax, argmax_tiled, evaluating, predict_plainly
+
+
+V = 89  # not the size of anything else
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+def build(name, **config):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, vocab_size=V, bos_token_id=1, eos_token_id=2, **config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.5)  # so that predictions vary with the text
+    return model
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+MODELS = {
+    # name: (type, config, has a plain head, reuses prefixes)
+    "llama": ("llama", SMALL, True, True),
+    "gpt2": ("gpt2", GPT2, True, True),
+    "opt": ("opt", SMALL | {"ffn_dim": 16, "word_embed_proj_dim": 16}, False, True),  # does not call its base model
+    "bloom": ("bloom", GPT2, True, True),
+    "neox": ("gpt_neox", SMALL, True, True),
+    "head-with-bias": ("phi", SMALL, True, True),
+    "capped-logits": ("gemma2", SMALL | {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 9}, False, True),
+    "scaled-logits": ("cohere", SMALL, False, True),
+    "sliding-window": ("mistral", SMALL | {"sliding_window": 9, "num_key_value_heads": 1}, True, True),
+    "chunked": (
+        "llama4_text",
+        SMALL | {"attention_chunk_size": 8, "num_local_experts": 2, "num_key_value_heads": 1},
+        False,
+        True,
+    ),
+    "experts": ("mixtral", SMALL | {"num_local_experts": 2, "num_key_value_heads": 1}, True, True),
+    "fox": ("fox", SMALL, True, True),
+    "mamba": ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 2}, True, False),
+    "rwkv": ("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16}, True, False),
+    "dynamic-rope": ("llama", SMALL | {"rope_parameters": ROPE, "max_position_embeddings": 16}, True, False),
+    "longrope": (
+        "phi3",
+        SMALL | {"rope_parameters": LONG | {"original_max_position_embeddings": 16}, "pad_token_id": 0},
+        True,
+        False,
+    ),
+}
+
+
+def inputs_with_shared_prefixes():
+    """Six inputs of 41 ids: four begin with the same 20, two of them are equal."""
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(3, V, size=(6, 41))
+    inputs[[0, 2, 3, 5], :20] = inputs[0, :20]
+    inputs[5] = inputs[2]
+    return inputs
+
+
+@pytest.mark.parametrize("tokens_per_pass", [1, 7, 100, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_predictions_are_those_of_the_definition(name, tokens_per_pass):
+    kind, config, plain_head, reuses = MODELS[name]
+    model, inputs, positions = build(kind, **config), inputs_with_shared_prefixes(), range(27, 39)
+    with evaluating(model):
+        engine = Engine(model, inputs[0], tokens_per_pass)
+        assert (engine.head is not None, engine.reuses_prefixes) == (plain_head, reuses)
+        expected = np.stack([predict_plainly(model, row, positions) for row in inputs])
+        found = engine.predict(inputs, 20, positions)
+    assert np.array_equal(found, expected)
+    assert len(np.unique(expected)) > 5
+
+
+class Watch(TorchDispatchMode):
+    """Sees the largest tensor of logits, and the tokens of each embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits, self.passes = 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (V,):
+            self.logits = max(self.logits, result.numel() // V)
+        if function is torch.ops.aten.embedding.default:
+            self.passes.append(args[1].numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["llama", "scaled-logits"])
+def test_passes_are_bounded_and_shared_prefixes_read_once(name):
+    kind, config, *_ = MODELS[name]
+    model, inputs = build(kind, **config), inputs_with_shared_prefixes()
+    with evaluating(model):
+        engine = Engine(model, inputs[0], tokens_per_pass=8)
+        engine.tile = (5, 1000)
+        with Watch() as watch:
+            engine.predict(inputs, 20, range(27, 39))
+    assert max(watch.passes) == 8
+    assert sum(watch.passes) == 20 + 3 * (39 - 20) + 2 * 39  # nothing is read after the last position
+    assert watch.logits <= (5 if engine.head else 8)
+
+
+def test_short_inputs_share_a_pass():
+    model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
+    with evaluating(model):
+        engine = Engine(model, inputs[0], tokens_per_pass=3 * 41)
+        with Watch() as watch:
+            engine.predict(inputs, 20, range(27, 39))
+    assert watch.passes == [20, 3 * 19, 2 * 39]
+
+
+def test_hooks_are_not_bypassed():
+    """Whoever watches or changes what the head gives does so in the engine too."""
+    model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
+    model.lm_head.register_forward_hook(lambda _, args, logits: logits.roll(1, -1))
+    with evaluating(model):
+        found = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
+        assert np.array_equal(found[0], predict_plainly(model, inputs[0], range(27, 39)))
+
+
+def test_a_cache_that_does_not_do_what_it_says_is_not_used():
+    model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
+    forward = model.model.forward
+
+    def forgetful(input_ids, past_key_values=None, **options):
+        """Positions start anew in each call."""
+        options["position_ids"] = torch.arange(input_ids.shape[1])[None]
+        return forward(input_ids, past_key_values=past_key_values, **options)
+
+    model.model.forward = forgetful
+    with evaluating(model):
+        assert not Engine(model, inputs[0]).reuses_prefixes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (4, 7), (100, 100)])
+def test_argmax_tiled(tile, dtype):
+    """Small integers, so that products are exact and there are many ties: the first of equal logits counts."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randint(-2, 3, (2, 5, 2), generator=rng).to(dtype)
+    weight = torch.randint(-2, 3, (20, 2), generator=rng).to(dtype)
+    bias = torch.randint(-1, 2, (20,), generator=rng).to(dtype)
+    for b in (None, bias):
+        logits = hidden @ weight.T + (0 if b is None else b)
+        assert ((logits == logits.amax(-1, keepdim=True)).sum(-1) > 1).any()
+        assert np.array_equal(argmax_tiled(hidden, weight, b, tile), argmax(logits))
+    weight[11, 0] = torch.nan
+    assert (argmax_tiled(hidden, weight, None, tile) == -1).all()
+    assert argmax_tiled(hidden[:, :0], weight, None, tile).shape == (2, 0)
