@@ -150,6 +150,40 @@ class Engine:
             branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
         return self.read(ids, branch, scored)
 
+    def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
+        """Logits at some positions of one input, a part at a time.
+
+        Args:
+            ids: (T,) int64.
+            positions: consecutive input positions, ascending.
+
+        Yields:
+            (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A model
+            that can neither continue a cache nor be projected apart makes all of them at once before.
+        """
+        rows = max(1, LOGITS_PER_PASS // self.vocab_size)
+        if self.head is None and not self.reuses_prefixes:
+            yield from logits_plainly(self.model, ids, positions).split(rows)
+            return
+        ids = ids[None, : positions.stop]
+        cache = self.new_cache() if self.reuses_prefixes else None
+        step = self.tokens_per_pass if self.reuses_prefixes else positions.stop
+        start = 0
+        while start < positions.stop:
+            stop = min(start + step, positions.stop)
+            if self.head is not None:
+                hidden = self._hidden(ids[:, start:stop], cache)[0, max(0, positions.start - start) :]
+                yield from (
+                    F.linear(part, *self.head) for part in hidden.to(self.head[0].device).split(rows) if len(part)
+                )
+            elif start < positions.start:
+                stop = min(stop, positions.start)
+                self._logits(ids[:, start:stop], cache, 1)
+            else:
+                stop = min(stop, start + rows)
+                yield self._logits(ids[:, start:stop], cache, stop - start)[0]
+            start = stop
+
     def _predict_alone(self, rows, positions):
         """Predictions (B, P) for inputs (B, T) that share nothing."""
         if self.reuses_prefixes:
@@ -214,15 +248,24 @@ class Engine:
 def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
     """Greedy next-token predictions at some positions of one input, by one forward pass without a cache.
 
-    Only the logits of these positions are computed, never (T, V), where the model's forward takes `logits_to_keep`,
-    as the causal models in transformers do.
-
     Args:
         ids: the input, (T,) int64.
         positions: consecutive input positions, ascending.
 
     Returns:
         (len(positions),) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
+
+    Raises:
+        ValueError: the model returns neither the logits asked for nor those of all positions.
+    """
+    return argmax(logits_plainly(model, ids, positions))
+
+
+def logits_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> torch.Tensor:
+    """Logits at some positions of one input (T,), by one forward pass without a cache; (len(positions), V).
+
+    Only the logits of these positions are computed, never (T, V), where the model's forward takes `logits_to_keep`,
+    as the causal models in transformers do.
 
     Raises:
         ValueError: the model returns neither the logits asked for nor those of all positions.
@@ -237,7 +280,7 @@ def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.n
         logits = logits[len(logits) - len(ids) + positions.start :][: len(positions)]
     if len(logits) != len(positions):
         raise wrong_logits(model, len(logits), len(positions), len(ids))
-    return argmax(logits)
+    return logits
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,255 @@
+"""A model behind an OpenAI-compatible completions endpoint, such as vLLM serves, as a source of predictions.
+
+The prompt is sent as token ids, and the reply has the likeliest token at each of its positions: in one of two forms,
+which are tried in turn.
+
+- `prompt_logprobs` (vLLM): per prompt token a dictionary of token ids with log-probability and rank;
+- `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts need
+  not be unique, so numbers are compared: a prompt token is the likeliest one if none has a higher log-probability.
+
+The copies and gaps of the forgetting curve need nothing else. This file knows no local model and no torch.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+
+NO_PREDICTION, ANOTHER = -1, -2  # in place of ids: NaN; a token that the reply does not identify
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
+REFUSED = {400, 404, 405, 422, 501}  # the server does not know the request or something in it
+PROBE = [1, 2, 3]
+
+
+class EndpointModel:
+    """One served model. Making one asks the server for its name and for its form of log-probabilities.
+
+    Args:
+        base_url: up to and including the version, such as "http://localhost:8000/v1".
+        model: its name there; may be left out if the server lists one model only.
+        api_key: sent as bearer token; by default the environment's OPENAI_API_KEY, if there is one.
+        concurrency: requests in flight. A server batches them.
+        timeout: of one request, in seconds. Long prompts take long: no answer comes before they have been read.
+        retries: how often a request is sent again after a broken connection, a timeout or a passing refusal (429, 5xx).
+        backoff: seconds before the first of them, doubled for each further one.
+
+    Attributes:
+        position_limit: longest prompt in tokens, None if the server does not say.
+
+    Raises:
+        ConnectionError: the server cannot be reached.
+        ValueError: there is no such model, or the endpoint gives no log-probabilities of the prompt.
+        RuntimeError: the server refuses, in its own words.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        concurrency: int = 8,
+        timeout: float = 600.0,
+        retries: int = 4,
+        backoff: float = 1.0,
+    ):
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is {base_url!r}; give one like http://localhost:8000/v1.")
+        self.base_url = base_url.rstrip("/").removesuffix("/completions")
+        self.concurrency, self.timeout, self.retries, self.backoff = concurrency, timeout, retries, backoff
+        self._key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
+        self.model, self.position_limit = self._find(model)
+        self.form = self._find_form()
+
+    def __repr__(self):
+        return f"EndpointModel({self.base_url!r}, {self.model!r})"
+
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        """Greedy next-token predictions at some positions of inputs of one length.
+
+        Args:
+            inputs: (R, T) int64. Equal rows are sent once.
+            prefix: not used; a server finds what inputs share.
+            positions: consecutive input positions, ascending; the last one at most T - 2, because a prompt's
+                log-probabilities are those of its own tokens.
+
+        Returns:
+            (R, len(positions)) int64: at each position the likeliest id to come next, -1 where it is NaN, or -2 if it
+            is another one than that in the input and the reply does not say which.
+        """
+        rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            best = np.stack(list(pool.map(lambda row: self.score(row)[0], rows)))
+        # what follows position p is told where the token p + 1 is
+        return best[inverse.reshape(-1)][:, positions.start + 1 : positions.stop + 1]
+
+    def score(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each token of a prompt, what the model expected in its place.
+
+        Args:
+            ids: (T,) integers.
+
+        Returns:
+            The likeliest id, (T,) int64, see `predict`; and the log-probability of the prompt's own token, (T,) float64,
+            in nats. The first of each is -1 and NaN: nothing comes before it.
+
+        Raises:
+            ConnectionError, RuntimeError: as for the class.
+            ValueError: the reply has other than one entry per token, or speaks of other tokens.
+        """
+        ids = [int(i) for i in ids]
+        options, read = FORMS[self.form]
+        reply = self._post("/completions", {"model": self.model, "prompt": ids, **options})
+        found = read(reply["choices"][0], ids)
+        if found is None:
+            raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(ids)} tokens.")
+        return found
+
+    def _find(self, model):
+        """The name, and the longest prompt."""
+        try:
+            listed = self._send("/models", None)["data"]
+        except (RuntimeError, LookupError, TypeError):  # few servers lack the list, but nothing depends on it
+            listed = []
+        names = [entry.get("id") for entry in listed]
+        if model is None and len(names) != 1:
+            raise ValueError(f"{self.base_url} serves {names or 'models it does not list'}; name one: model=...")
+        if model is not None and names and model not in names:
+            raise ValueError(f"{self.base_url} does not serve {model!r}, but {names}.")
+        model = names[0] if model is None else model
+        limits = [entry.get("max_model_len") for entry in listed if entry.get("id") == model]
+        return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
+
+    def _find_form(self):
+        """The first form that gets us log-probabilities."""
+        answers = []
+        for form, (options, read) in FORMS.items():
+            try:
+                reply = self._post("/completions", {"model": self.model, "prompt": PROBE, **options})
+                if read(reply["choices"][0], PROBE) is not None:
+                    return form
+                answers.append(f"with {form} it left them out")
+            except Refused as error:
+                answers.append(f"{form} it refused ({error})")
+        raise ValueError(
+            f"the endpoint {self.base_url} gives no log-probabilities of the tokens of a prompt, without which nothing can "
+            f"be measured: {'; '.join(answers)}. vLLM gives them; chat endpoints and llama.cpp do not."
+        )
+
+    def _post(self, path, body):
+        return self._send(path, json.dumps(body).encode())
+
+    def _send(self, path, data):
+        """The JSON of a reply, tried again as long as that may help."""
+        url = self.base_url + path
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        for attempt in range(self.retries + 1):
+            wait = self.backoff * 2**attempt
+            try:
+                request = urllib.request.Request(url, data, headers)
+                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                    return json.loads(reply.read())
+            except urllib.error.HTTPError as error:
+                said = words_of(error)
+                kind = Refused if error.code in REFUSED else RuntimeError
+                failure = kind(f"{url} answered {error.code}: {said}")
+                if error.code not in PASSING:
+                    raise failure from None
+                asked = error.headers.get("Retry-After", "")
+                wait = float(asked) if asked.isdigit() else wait
+            except (OSError, http.client.HTTPException) as error:  # URLError and time-outs are OSErrors
+                failure = ConnectionError(f"{url} cannot be reached: {getattr(error, 'reason', error) or error!r}")
+            except ValueError as error:
+                raise RuntimeError(f"{url} did not answer in JSON: {error}") from None
+            if attempt < self.retries:
+                time.sleep(wait)
+        raise failure
+
+
+class Refused(RuntimeError):
+    """The server does not take this request."""
+
+
+def words_of(error: urllib.error.HTTPError) -> str:
+    """What the server says about an error."""
+    said = error.read().decode(errors="replace").strip()
+    try:
+        document = json.loads(said)
+        inner = document.get("error", document)
+        said = inner.get("message", said) if isinstance(inner, dict) else inner
+    except (ValueError, AttributeError):
+        pass
+    return str(said)[:500] or str(error.reason)
+
+
+def read_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """vLLM's form: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`."""
+    entries = choice.get("prompt_logprobs")
+    if not entries:
+        return None
+    check_count(len(entries), len(ids))
+    top, own = empty(len(ids))
+    for i, entry in enumerate(entries[1:], start=1):
+        numbers = {int(token): number(value["logprob"]) for token, value in entry.items()}
+        if ids[i] not in numbers:
+            raise ValueError(
+                f"the reply speaks of other tokens than the prompt: at position {i} of {list(numbers)}, not of {ids[i]}. "
+                "Does the endpoint rewrite prompts?"
+            )
+        own[i] = numbers[ids[i]]
+        if not any(map(math.isnan, numbers.values())):
+            highest = max(numbers.values())
+            top[i] = min(token for token, value in numbers.items() if value == highest)  # as argmax does
+    return top, own
+
+
+def read_echo(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """OpenAI's form: `{"token_logprobs": [None, -0.3, ...], "top_logprobs": [None, {" the": -0.2}, ...], ...}`."""
+    lists = choice.get("logprobs") or {}
+    given, best = lists.get("token_logprobs"), lists.get("top_logprobs")
+    if not given or not best or given[0] is not None:  # some servers leave the prompt out, and tell of the completion
+        return None
+    if len(given) != len(ids) + 1:  # one token is generated, but not by every server
+        check_count(len(given), len(ids))
+    top, own = empty(len(ids))
+    for i in range(1, len(ids)):
+        own[i] = number(given[i])
+        highest = max(map(number, best[i].values()), default=own[i])
+        if not math.isnan(own[i]) and not math.isnan(highest):
+            top[i] = ids[i] if own[i] >= highest else ANOTHER
+    return top, own
+
+
+FORMS: dict[str, tuple[dict[str, Any], Callable]] = {
+    "prompt_logprobs": ({"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}, read_prompt_logprobs),
+    "echo": ({"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}, read_echo),
+}
+
+
+def empty(n):
+    return np.full(n, NO_PREDICTION, dtype=np.int64), np.full(n, np.nan)
+
+
+def number(value) -> float:
+    return math.nan if value is None else float(value)
+
+
+def check_count(found, expected):
+    if found != expected:
+        raise ValueError(
+            f"the endpoint returned log-probabilities of {found} tokens for a prompt of {expected}. It may add special "
+            "tokens or cut long prompts: switch that off."
+        )

@@ -1,0 +1,456 @@
+"""Runs a model over per-token loss, needles and line retrieval, by the same engine and journal as the forgetting curve."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm.auto import tqdm
+
+from .answers import Answer, Answers, first_number, holds_text
+from .curve import check_ids, check_lengths
+from .engine import Engine, evaluating, first_parameter, text_config
+from .haystack import (
+    ANSWER,
+    DEPTHS,
+    NeedleCell,
+    NeedleGrid,
+    draw_begins,
+    ends_sentence,
+    haystack_length,
+    hide_needle,
+    insertion_point,
+    needle_pieces,
+    split_encoding,
+)
+from .journal import Journal, content_hash
+from .lines import LineRetrieval, LinesPoint, draw_record
+from .loss import PositionLoss, window_starts
+from .runner import _on_cpu as on_cpu
+from .runner import position_limit, special_ids, vocabulary_size
+
+
+MORE = 16  # tokens that a reply may have beyond the answer
+
+
+def position_loss(
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    context_length: int,
+    sequences: int | None = None,
+    starts: Sequence[int] | None = None,
+    bos_token_id: int | None = None,
+    journal: str | os.PathLike | None = None,
+    tokens_per_pass: int | None = None,
+    progress: bool = False,
+) -> PositionLoss:
+    """Measure the loss of each token of a text, given those before it (Lin et al. 2025, section 4.2).
+
+    A sequence of T tokens is read as `[bos]` and all of them but the last. Logits are made in parts, never (T, V).
+
+    Args:
+        model: a causal language model; runs in its own dtype, on its own device, in eval mode.
+        tokens: the corpus, a flat sequence of ids, encoded without special tokens.
+        context_length: T, tokens per sequence.
+        sequences: how many stretches of the corpus are read, evenly spaced. Default: as many as fit side by side, but
+            at most 32.
+        starts: where the sequences start in the corpus, in place of `sequences`: the beginnings of documents, say.
+        bos_token_id: defaults to that of the model's configuration, or its EOS.
+        journal: file that keeps every finished sequence; a run that was killed goes on from there.
+        tokens_per_pass: bound of the tokens in a forward pass; see `engine.Engine`.
+        progress: show a progress bar, in tokens.
+
+    Returns:
+        `PositionLoss`.
+
+    Raises:
+        ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
+            journal is of another run, or a loss is not finite.
+
+    An exception that leaves this function while measuring has an attribute `result`: the `PositionLoss` over the
+    sequences measured until then, or None.
+    """
+    vocab_size = vocabulary_size(model)
+    corpus = check_ids(on_cpu(tokens), "tokens", vocab_size)
+    bos, _ = special_ids(model, bos_token_id, None, vocab_size)
+    if starts is None:
+        starts = window_starts(len(corpus), context_length, sequences)
+    elif sequences is not None:
+        raise ValueError("give sequences or starts, not both: starts says how many there are.")
+    starts = sorted({int(start) for start in starts})
+    if not starts or starts[0] < 0 or starts[-1] + context_length > len(corpus) or context_length < 1:
+        raise ValueError(
+            f"starts must lie between 0 and {len(corpus) - context_length}, so that {context_length} tokens follow each "
+            f"in a corpus of {len(corpus)}; got {starts}."
+        )
+    check_positions(model, context_length, "context_length")
+    settings = model_settings(model) | {
+        "bos_token_id": bos,
+        "context_length": context_length,
+        "starts": starts,
+        "corpus_tokens": len(corpus),
+        "corpus_sha256": content_hash(corpus),
+    }
+    log = Journal(journal, {"metric": "position_loss", **settings})
+
+    def result():
+        losses = [log.done[start] for start in starts if start in log.done]
+        return PositionLoss(np.mean(losses, axis=0), len(losses), settings) if losses else None
+
+    bar = tqdm(total=context_length * len(starts), unit="tok", unit_scale=True, disable=not progress)
+    with log, bar, keeping(result), evaluating(model):
+        engine = None
+        for start in starts:
+            if start not in log.done:
+                targets = corpus[start : start + context_length]
+                ids = np.concatenate([[bos], targets[:-1]])
+                engine = engine or Engine(model, pad_trial(ids), tokens_per_pass)
+                log.append(start, token_losses(engine, ids, targets, f"sequence from {start}").tolist())
+            bar.update(context_length)
+    return result()
+
+
+def needle_in_a_haystack(
+    model: nn.Module,
+    tokenizer,
+    tokens: Sequence[int],
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEPTHS,
+    mode: str = "standard",
+    repeats: int = 1,
+    seed: int = 0,
+    bos_token_id: int | None = None,
+    generate: bool = True,
+    journal: str | os.PathLike | None = None,
+    tokens_per_pass: int | None = None,
+    progress: bool = False,
+) -> NeedleGrid:
+    """Measure whether a model finds one sentence in a long text (Lin et al. 2025, section 4.3 and appendix B.3).
+
+    Args:
+        model: a causal language model; runs in its own dtype, on its own device, in eval mode.
+        tokenizer: that of the model.
+        tokens: the text of the haystacks, a flat sequence of ids, encoded without special tokens.
+        lengths: of prompt and answer together, BOS included, in tokens, strictly ascending.
+        depths: where the needle goes, from 0, the beginning, to 1, the end.
+        mode: "standard", or "easy" with the question in the needle.
+        repeats: haystacks per length; all depths have the same ones.
+        seed: of Python's `random.Random`, which draws where the haystacks start in `tokens`.
+        bos_token_id: defaults to that of the model's configuration, or its EOS.
+        generate: let the model reply, by its `generate`, greedily. Where it gives the answer token for token anyway,
+            that is the reply. Without replies a cell's `match_rate` equals its `exact_rate`.
+        journal: file that keeps every finished cell; a run that was killed goes on from there.
+        tokens_per_pass: bound of the tokens in a forward pass; see `engine.Engine`.
+        progress: show a progress bar, in tokens.
+
+    Returns:
+        `NeedleGrid` with one cell per length and depth.
+
+    Raises:
+        ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
+            journal is of another run, or a logit is NaN.
+
+    An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until then.
+    """
+    lengths = check_lengths(lengths)
+    depths = sorted({float(depth) for depth in depths})
+    if not depths or depths[0] < 0 or depths[-1] > 1:
+        raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
+    check_questions(model, repeats, generate)
+    vocab_size = vocabulary_size(model)
+    corpus = check_ids(on_cpu(tokens), "tokens", vocab_size)
+    bos, _ = special_ids(model, bos_token_id, None, vocab_size)
+    encode = encoder(tokenizer)
+    pieces = needle_pieces(encode, bos, mode)
+    for name, ids in zip(pieces._fields, pieces):
+        check_ids(ids, f"the {name} as the tokenizer encodes it", vocab_size)
+    begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
+    check_positions(model, lengths[-1] + MORE * generate, "the longest length")
+    settings = model_settings(model) | {
+        "mode": mode,
+        "seed": seed,
+        "repeats": repeats,
+        "generate": generate,
+        "bos_token_id": bos,
+        "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
+        "pieces_sha256": content_hash(np.concatenate(pieces)),
+        "corpus_tokens": len(corpus),
+        "corpus_sha256": content_hash(corpus),
+    }
+    log = Journal(journal, {"metric": "needle", **settings})
+    grid = [(length, depth) for length in lengths for depth in depths]
+
+    def result():
+        done = [(length, depth, log.done[length, depth]) for length, depth in grid if (length, depth) in log.done]
+        return NeedleGrid(
+            [NeedleCell(Answers.from_list(x["answers"]).answers, n, depth, x["positions"]) for n, depth, x in done],
+            settings,
+        )
+
+    sentence_ends = {}  # by id, as far as ids occur
+
+    def ask(length, depth, begin):
+        haystack = corpus[begin : begin + haystack_length(length, pieces)]
+        for i in set(haystack.tolist()) - sentence_ends.keys():
+            sentence_ends[i] = ends_sentence(tokenizer.decode([i]))
+        at = insertion_point(np.array([sentence_ends[i] for i in haystack.tolist()]), depth)
+        return hide_needle(haystack, at, pieces), len(pieces.bos) + at
+
+    bar = tqdm(total=sum(length for length, _ in grid) * repeats, unit="tok", unit_scale=True, disable=not progress)
+    with log, bar, keeping(result), evaluating(model):
+        engine = None
+        for length, depth in grid:
+            if (length, depth) not in log.done:
+                answers, positions = [], []
+                for begin in begins[length]:
+                    prompt, position = ask(length, depth, begin)
+                    engine = engine or Engine(model, pad_trial(prompt), tokens_per_pass)
+                    where = f"length {length}, depth {depth}, haystack from {begin}"
+                    matches = lambda reply: holds_text(reply, ANSWER)  # noqa: E731
+                    answers.append(answer_of(engine, tokenizer, prompt, pieces.answer, matches, generate, where))
+                    positions.append(position)
+                log.append((length, depth), {"positions": positions, "answers": Answers(answers).to_list()})
+            bar.update(length * repeats)
+    return result()
+
+
+def line_retrieval(
+    model: nn.Module,
+    tokenizer,
+    *,
+    lines: Sequence[int],
+    repeats: int = 10,
+    seed: int = 0,
+    bos_token_id: int | None = None,
+    generate: bool = True,
+    journal: str | os.PathLike | None = None,
+    tokens_per_pass: int | None = None,
+    progress: bool = False,
+) -> LineRetrieval:
+    """Measure whether a model finds one of many lines, `line <name>: REGISTER_CONTENT is <number>`, by its name.
+
+    Args:
+        model: a causal language model; runs in its own dtype, on its own device, in eval mode.
+        tokenizer: that of the model.
+        lines: numbers of lines in a record, strictly ascending.
+        repeats: records for each of them, each with one question.
+        seed: of Python's `random.Random`, which makes up the records.
+        bos_token_id, generate, journal, tokens_per_pass, progress: as for `needle_in_a_haystack`.
+
+    Returns:
+        `LineRetrieval` with one point per number of lines.
+
+    Raises:
+        ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
+            journal is of another run, or a logit is NaN.
+
+    An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until then.
+    """
+    lines = check_lengths(lines)
+    check_questions(model, repeats, generate)
+    vocab_size = vocabulary_size(model)
+    bos, _ = special_ids(model, bos_token_id, None, vocab_size)
+    encode = encoder(tokenizer)
+
+    def ask(n, repeat):
+        record = draw_record(n, seed, repeat)
+        prompt, answer = split_encoding(encode, record.text + record.question, record.answer)
+        prompt = check_ids([bos, *prompt], "the record as the tokenizer encodes it", vocab_size)
+        answer = check_ids(answer, "the answer as the tokenizer encodes it", vocab_size)
+        if len(set(prompt[1:].tolist())) < 2:
+            raise ValueError(
+                "the tokenizer turns a record of lines into one id over and over: it does not know this language. Give "
+                "the tokenizer of the model."
+            )
+        return record, prompt, answer
+
+    longest = max(sum(map(len, ask(lines[-1], repeat)[1:])) for repeat in range(repeats))
+    check_positions(model, longest + MORE * generate, f"a record of {lines[-1]} lines")
+    settings = model_settings(model) | {
+        "seed": seed,
+        "repeats": repeats,
+        "generate": generate,
+        "bos_token_id": bos,
+        "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
+        "record_sha256": content_hash(ask(lines[0], 0)[1]),
+    }
+    log = Journal(journal, {"metric": "line_retrieval", **settings})
+
+    def result():
+        done = [(n, log.done[n]) for n in lines if n in log.done]
+        return LineRetrieval(
+            [LinesPoint(Answers.from_list(x["answers"]).answers, n, x["tokens"], x["asked_lines"]) for n, x in done],
+            settings,
+        )
+
+    bar = tqdm(total=sum(lines) * repeats, unit="line", unit_scale=True, disable=not progress)
+    with log, bar, keeping(result), evaluating(model):
+        engine = None
+        for n in lines:
+            if n not in log.done:
+                found = {"tokens": [], "asked_lines": [], "answers": []}
+                for repeat in range(repeats):
+                    record, prompt, answer = ask(n, repeat)
+                    engine = engine or Engine(model, pad_trial(prompt), tokens_per_pass)
+                    matches = lambda reply, number=record.number: first_number(reply) == number  # noqa: E731
+                    where = f"{n} lines, repeat {repeat}"
+                    found["answers"].append(answer_of(engine, tokenizer, prompt, answer, matches, generate, where))
+                    found["tokens"].append(len(prompt) + len(answer))
+                    found["asked_lines"].append(record.asked_line)
+                log.append(n, found | {"answers": Answers(found["answers"]).to_list()})
+            bar.update(n * repeats)
+    return result()
+
+
+def token_losses(engine: Engine, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
+    """Loss of each target at the position of the id before it, in nats; (T,) float64.
+
+    Raises:
+        ValueError: one is NaN or infinite; `where` names the input.
+    """
+    losses = np.concatenate([-own for own, _ in next_tokens(engine, ids, targets, range(len(ids)))])
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if len(bad):
+        raise ValueError(
+            f"{where}: the loss of token {bad[0] + 1} of {len(ids)} is {losses[bad[0]]}: the logits at position {bad[0]} "
+            f"are not finite. {OVERFLOW}"
+        )
+    return losses
+
+
+def answer_of(
+    engine: Engine,
+    tokenizer,
+    prompt: np.ndarray,
+    answer: np.ndarray,
+    matches: Callable[[str], bool],
+    generate: bool,
+    where: str,
+) -> Answer:
+    """Ask a model, and score what it says.
+
+    Args:
+        prompt, answer: ids, (T,) and (n,) int64.
+        matches: whether a reply holds the answer.
+        where: names the question in an error.
+
+    Raises:
+        ValueError: a logit is NaN.
+    """
+    positions = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
+    parts = list(next_tokens(engine, np.concatenate([prompt, answer[:-1]]), answer, positions))
+    log_probs, best = (np.concatenate(part) for part in zip(*parts))
+    bad = np.flatnonzero(np.isnan(log_probs))
+    if len(bad):
+        raise ValueError(f"{where}: the logits at position {positions[bad[0]]} are NaN. {OVERFLOW}")
+    exact, reply = bool((best == answer).all()), None
+    if generate:
+        new = answer if exact else generated(engine.model, prompt, len(answer) + MORE)
+        reply = tokenizer.decode(new, skip_special_tokens=True)
+    return Answer(
+        log_prob=float(max(log_probs.sum(), -1e9)),  # JSON has no infinity
+        tokens=len(answer),
+        exact=exact,
+        reply=reply,
+        matched=exact if reply is None else matches(reply),
+    )
+
+
+OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
+
+
+def next_tokens(
+    engine: Engine, ids: np.ndarray, targets: np.ndarray, positions: range
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Part by part, the log-probability of each target (nats, float64) and the likeliest id at its position."""
+    done = 0
+    for logits in engine.logits(ids, positions):
+        wanted = torch.from_numpy(targets[done : done + len(logits)]).to(logits.device)
+        own = -F.cross_entropy(logits.float(), wanted, reduction="none")
+        yield own.double().cpu().numpy(), logits.argmax(-1).cpu().numpy()
+        done += len(logits)
+
+
+def generated(model: nn.Module, prompt: np.ndarray, tokens: int) -> np.ndarray:
+    """What a model says after a prompt by greedy decoding, (n,) ids, n <= `tokens`."""
+    ids = torch.from_numpy(prompt)[None].to(first_parameter(model).device)
+    pad = getattr(model.generation_config, "pad_token_id", None)
+    said = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        pad_token_id=0 if pad is None else pad,  # of one row, nothing is padded
+    )
+    return said[0, len(prompt) :].cpu().numpy()
+
+
+@contextmanager
+def keeping(result: Callable):
+    """Give an exception what had been measured, as its `result`."""
+    try:
+        yield
+    except BaseException as error:
+        error.result = result()
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note("What had been measured until then is in this error's .result.")
+        raise
+
+
+def encoder(tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def pad_trial(ids: np.ndarray) -> np.ndarray:
+    """An input for the engine to try, which needs three ids."""
+    return np.resize(ids, max(len(ids), 3))
+
+
+def check_questions(model: nn.Module, repeats: int, generate: bool) -> None:
+    """
+    Raises:
+        ValueError: no repeats, or the model is to reply and cannot.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    if generate and not hasattr(model, "generate"):
+        raise ValueError(f"{type(model).__name__} has no generate method; measure without replies: generate=False.")
+
+
+def check_positions(model: nn.Module, tokens: int, what: str) -> None:
+    """
+    Raises:
+        ValueError: `tokens` are more than the model's table of positions has.
+    """
+    limit = position_limit(model)
+    claim = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise ValueError(
+            f"{what} needs {tokens} positions, and the model's position table ends at {limit}. Stay below."
+        )
+    if limit is None and claim is not None and tokens > claim:
+        warnings.warn(
+            f"{what} needs {tokens} positions, more than the {claim} (max_position_embeddings) that the model claims to "
+            "support. It is measured all the same.",
+            stacklevel=3,
+        )
+
+
+def model_settings(model: nn.Module) -> dict:
+    """What a result says about its model."""
+    return {
+        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
+        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
+        "attention": getattr(text_config(model), "_attn_implementation", None),
+    }

@@ -1,0 +1,134 @@
+"""A server on this machine that answers as the known completion endpoints do, with a real model behind it."""
+
+import json
+import threading
+from collections import deque
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+
+class Server:
+    """What is served, and how.
+
+    Attributes:
+        form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo only;
+            unknown fields are refused), "llama.cpp" (log-probabilities of the completion only), "chat" (no completions).
+        troubles: what happens to the next requests for completions instead of an answer: a status, or a function of the
+            handler.
+        spoil: changes a reply before it is sent.
+    """
+
+    def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
+        self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
+        self.troubles, self.spoil, self.requests = deque(), lambda choice: choice, []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def models(self):
+        limit = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
+        return {"object": "list", "data": [{"id": name, "object": "model", **limit} for name in self.names]}
+
+    def complete(self, body):
+        """Status and reply."""
+        unknown = body.keys() - {"model", "prompt", "max_tokens", "temperature", "echo", "logprobs"}
+        if self.form == "chat":
+            return 404, {"detail": "Not Found"}
+        if self.form == "strict" and unknown:
+            return 400, {"error": {"message": f"Unrecognized request arguments: {sorted(unknown)}"}}
+        if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
+            return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
+        with self.lock, torch.inference_mode():
+            log_probs = self.model(torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}
+        if self.form == "vllm" and body.get("prompt_logprobs") is not None:
+            choice["prompt_logprobs"] = vllm_entries(body["prompt"], log_probs)
+        if body.get("logprobs") is not None:
+            prompt = body["prompt"] if body.get("echo") and self.form != "llama.cpp" else []
+            choice["logprobs"] = echo_lists(prompt, log_probs)
+        return 200, {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)]}
+
+
+def vllm_entries(prompt, log_probs):
+    """The prompt's own token first, then the likeliest one; with ranks, as JSON makes it of a dictionary by ids."""
+    entries = [None]
+    for token, row in zip(prompt[1:], log_probs):
+        entry = {}
+        for i in (token, int(row.argmax())):
+            rank = int((row > row[i]).sum()) + 1
+            entry[str(i)] = {"logprob": float(row[i]), "rank": rank, "decoded_token": text_of(i)}
+        entries.append(entry)
+    return entries
+
+
+def echo_lists(prompt, log_probs):
+    """The prompt, if it is to be repeated, and one generated token."""
+    new = int(log_probs[-1].argmax())
+    tokens = [*prompt, new]
+    own = [float(row[token]) for row, token in zip(log_probs, [*prompt[1:], new])]
+    top = [
+        {text_of(token): value, text_of(int(row.argmax())): float(row.max())}
+        for row, token, value in zip(log_probs, [*prompt[1:], new], own)
+    ]
+    if not prompt:
+        tokens, own, top = [new], [float(log_probs[-1].max())], [{text_of(new): float(log_probs[-1].max())}]
+        return {"tokens": [text_of(new)], "token_logprobs": own, "top_logprobs": top, "text_offset": [0]}
+    return {
+        "tokens": [text_of(token) for token in tokens],
+        "token_logprobs": [None, *own],
+        "top_logprobs": [None, *top],
+        "text_offset": list(range(len(tokens))),
+    }
+
+
+def text_of(token):
+    """Several tokens have the same text, as pieces of one character do in practice."""
+    return chr(ord("a") + token % 3)
+
+
+@contextmanager
+def serving(*args, **options):
+    """A `Server` that answers until the end of the `with` statement."""
+    server = Server(*args, **options)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, server.models())
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.requests.append(body)
+            if server.troubles:
+                trouble = server.troubles.popleft()
+                if callable(trouble):
+                    return trouble(self)
+                return self.reply(trouble, {"error": {"message": "in trouble"}})
+            self.reply(*server.complete(body))
+
+        def reply(self, status, document):
+            if server.key is not None and self.headers["Authorization"] != f"Bearer {server.key}":
+                status, document = 401, {"error": "invalid key"}
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.port = http.server_address[1]
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()

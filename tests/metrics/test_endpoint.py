@@ -1,0 +1,232 @@
+"""Served models: both wire formats against the model itself, refusals, broken connections, endpoints that cannot do it."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from endpoint_server import serving
+
+from hf_longctx.metrics.endpoint import ANOTHER, EndpointModel
+
+
+CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
+FORMS = {"vllm": "prompt_logprobs", "openai": "echo", "strict": "echo"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.5)).eval()
+
+
+@pytest.fixture(autouse=True)
+def no_key_or_proxy(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def connect(server, **options):
+    return EndpointModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)
+
+
+# -- the same as the model itself
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_are_those_of_the_model(model, form):
+    with torch.inference_mode():
+        log_probs = model(torch.tensor(CORPUS[None, :60])).logits[0].log_softmax(-1)
+    likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
+    with serving(model, form) as server:
+        endpoint = connect(server)
+        top, own = endpoint.score(CORPUS[:60])
+        assert endpoint.form == FORMS[form]
+    assert np.allclose(own[1:], log_probs[range(59), right], rtol=1e-6)
+    assert np.isnan(own[0])
+    assert top[0] == -1
+    if form == "vllm":
+        assert np.array_equal(top[1:], likeliest)
+    else:
+        assert np.array_equal(top[1:], np.where(likeliest == right, right, ANOTHER))
+    assert 0 < (likeliest == right).sum() < 59
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_predictions_at_positions(model, form):
+    rows = np.stack([CORPUS[:30], CORPUS[50:80], CORPUS[:30]])
+    with torch.inference_mode():
+        likeliest = model(torch.tensor(rows)).logits.argmax(-1).numpy()
+    with serving(model, form) as server:
+        endpoint = connect(server)
+        asked = len(server.requests)
+        found = endpoint.predict(rows, 0, range(4, 29))
+        assert len(server.requests) - asked == 2  # equal rows are sent once
+    wanted, right = likeliest[:, 4:29], rows[:, 5:30]
+    assert np.array_equal(found == right, wanted == right)
+    assert (found == right).any()
+
+
+# -- finding the model
+
+
+def test_the_only_model_is_found(model):
+    with serving(model, max_model_len=100) as server:
+        endpoint = EndpointModel(server.url + "/completions/")
+        assert (endpoint.model, endpoint.position_limit) == ("tiny", 99)
+        assert repr(endpoint) == f"EndpointModel('{server.url}', 'tiny')"
+        assert server.requests[-1]["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    "names, model_name, message",
+    [(("a", "b"), None, r"serves \['a', 'b'\]; name one"), (("a",), "c", r"does not serve 'c', but \['a'\]")],
+)
+def test_which_model(model, names, model_name, message):
+    with serving(model, names=names) as server, pytest.raises(ValueError, match=message):
+        connect(server, model=model_name)
+
+
+def test_one_of_several_models(model):
+    with serving(model, names=("a", "b")) as server:
+        assert connect(server, model="b").model == "b"
+
+
+def test_keys(model, monkeypatch):
+    with serving(model, key="secret") as server:
+        assert connect(server, api_key="secret").form == "prompt_logprobs"
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        endpoint = connect(server)
+        assert "secret" not in repr(endpoint)
+        with pytest.raises(RuntimeError, match="401: invalid key"):
+            connect(server, model="tiny", api_key="wrong")
+
+
+# -- endpoints that cannot do it
+
+
+@pytest.mark.parametrize(
+    "form, message",
+    [
+        (
+            "llama.cpp",
+            "no log-probabilities of the tokens of a prompt.*with prompt_logprobs it left them out; with echo",
+        ),
+        ("chat", r"no log-probabilities of the tokens of a prompt.*prompt_logprobs it refused \(.*404: .*Not Found"),
+    ],
+)
+def test_no_log_probabilities(model, form, message):
+    with serving(model, form) as server, pytest.raises(ValueError, match=message):
+        connect(server)
+
+
+def test_nobody_there(model):
+    with serving(model) as server:
+        url = server.url
+    with pytest.raises(ConnectionError, match=r"/models cannot be reached"):
+        EndpointModel(url, retries=1, backoff=0.01)
+    with pytest.raises(ValueError, match="give one like http://localhost:8000/v1"):
+        EndpointModel("localhost:8000")
+
+
+def drop_entry(choice):
+    for lists in (choice["prompt_logprobs"], *(choice["logprobs"] or {}).values()):
+        if lists:
+            del lists[5:7]
+    return choice
+
+
+def shift_entries(choice):
+    choice["prompt_logprobs"][1:] = choice["prompt_logprobs"][-1:] + choice["prompt_logprobs"][1:-1]
+    return choice
+
+
+@pytest.mark.parametrize(
+    "form, spoil, message",
+    [
+        ("vllm", drop_entry, "returned log-probabilities of 28 tokens for a prompt of 30"),
+        ("openai", drop_entry, "returned log-probabilities of 29 tokens for a prompt of 30"),
+        ("vllm", shift_entries, r"speaks of other tokens than the prompt: at position 1 of \["),
+        ("vllm", lambda choice: {}, "gave no log-probabilities for a prompt of 30 tokens"),
+    ],
+)
+def test_replies_that_do_not_fit(model, form, spoil, message):
+    with serving(model, form) as server:
+        endpoint = connect(server)
+        server.spoil = spoil
+        with pytest.raises(ValueError, match=message):
+            endpoint.score(CORPUS[:30])
+
+
+def make_nan(choice):
+    if choice["prompt_logprobs"]:
+        for value in choice["prompt_logprobs"][6].values():
+            value["logprob"] = float("nan")
+    else:
+        choice["logprobs"]["token_logprobs"][6] = None
+    return choice
+
+
+@pytest.mark.parametrize("form", ["vllm", "openai"])
+def test_nan_is_no_prediction(model, form):
+    with serving(model, form) as server:
+        endpoint = connect(server)
+        server.spoil = make_nan
+        found = endpoint.predict(CORPUS[None, :30], 0, range(3, 20))
+    assert np.flatnonzero(found[0] == -1).tolist() == [2]
+
+
+# -- trouble on the way
+
+
+def hang_up(handler):
+    handler.connection.close()
+
+
+def hang(handler):
+    time.sleep(0.3)
+
+
+def half_a_reply(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices"')
+
+
+@pytest.mark.parametrize("trouble", [503, 429, hang_up, hang, half_a_reply], ids=str)
+def test_passing_trouble(model, trouble):
+    with serving(model) as server:
+        endpoint = connect(server, timeout=0.2 if trouble is hang else 10.0)
+        expected = endpoint.score(CORPUS[:30])[0]
+        server.troubles.extend([trouble] * 2)
+        asked = len(server.requests)
+        assert np.array_equal(endpoint.score(CORPUS[:30])[0], expected)
+        assert len(server.requests) - asked == 3
+
+
+@pytest.mark.parametrize(
+    "trouble, asked, error, message",
+    [
+        (503, 3, RuntimeError, "completions answered 503: in trouble"),
+        (hang_up, 3, ConnectionError, "completions cannot be reached"),
+        (403, 1, RuntimeError, "completions answered 403: in trouble"),
+    ],
+    ids=["503", "hang-up", "403"],
+)
+def test_lasting_trouble(model, trouble, asked, error, message):
+    with serving(model) as server:
+        endpoint = connect(server, retries=2)
+        before = len(server.requests)
+        server.troubles.extend([trouble] * 9)
+        with pytest.raises(error, match=message):
+            endpoint.score(CORPUS[:30])
+        assert len(server.requests) - before == asked
+
+
+def test_too_long_for_the_server(model):
+    with serving(model, max_model_len=20) as server, pytest.raises(RuntimeError, match="400: maximum context length"):
+        connect(server).score(CORPUS[:30])

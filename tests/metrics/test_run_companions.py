@@ -1,0 +1,441 @@
+"""Running models over per-token loss, needles and lines: recorded values, an exact copier, resuming, bad input."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from hf_longctx.metrics import engine as engine_module
+from hf_longctx.metrics.engine import Engine, evaluating
+from hf_longctx.metrics.haystack import ANSWER
+from hf_longctx.metrics.run_companions import line_retrieval, needle_in_a_haystack, position_loss
+
+
+CORPUS = np.random.default_rng(0).integers(3, 32, size=400)
+LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+slow = pytest.mark.slow
+
+
+def build(name, **config):
+    torch.manual_seed(0)
+    config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
+
+
+class RemoteCode(nn.Module):
+    """A model that knows neither caches nor logits_to_keep, and cannot generate."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, idx):
+        return (self.inner(idx).logits,)
+
+
+MODELS = {
+    "llama": lambda: build("llama", **LLAMA),
+    "capped logits": lambda: build("gemma2", **LLAMA, head_dim=4, num_key_value_heads=2, final_logit_softcapping=0.5),
+    "mamba": lambda: build("mamba", hidden_size=8, num_hidden_layers=1, state_size=2),
+    "remote code": lambda: RemoteCode(build("llama", **LLAMA)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+def losses_of(model, bos, targets):
+    """As defined, from all logits at once."""
+    ids = torch.tensor([bos, *targets[:-1]])[None]
+    with torch.inference_mode():
+        output = model(ids)
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    return F.cross_entropy(logits[0].double(), torch.tensor(targets), reduction="none").numpy()
+
+
+# -- logits in parts
+
+
+@pytest.mark.parametrize("tokens_per_pass, rows", [(7, 3), (100, 5), (13, 1000)])
+@pytest.mark.parametrize("positions", [range(0, 40), range(31, 38), range(39, 40)], ids=str)
+def test_logits_in_parts_are_those_of_one_pass(model, monkeypatch, tokens_per_pass, rows, positions):
+    monkeypatch.setattr(engine_module, "LOGITS_PER_PASS", rows * 32)
+    ids = CORPUS[:40]
+    with evaluating(model):
+        output = model(torch.tensor(ids)[None])
+        expected = (output[0] if isinstance(output, tuple) else output.logits)[0, positions.start : positions.stop]
+        parts = list(Engine(model, ids, tokens_per_pass).logits(ids, positions))
+    assert max(map(len, parts)) <= rows
+    assert torch.allclose(torch.cat(parts), expected, atol=1e-5)
+
+
+# -- per-token loss
+
+
+@pytest.mark.parametrize("length", [60, pytest.param(640, marks=slow)])
+@pytest.mark.filterwarnings("ignore:context_length needs 640 positions")
+def test_recorded_loss(golden, length):
+    folder = golden / "forgetting_curve"
+    recorded = json.loads((folder / "per_token_loss.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokens = np.load(folder / "tokens.npy")
+    result = position_loss(model, tokens, context_length=length, starts=recorded["sequence_starts"])
+    assert np.allclose(result.loss, recorded["loss"][:length], atol=2e-4)
+    assert np.allclose(result.perplexity, recorded["perplexity"][:length], rtol=2e-4)
+    assert result.sequences == recorded["M"]
+
+
+def test_loss_is_that_of_the_definition(model):
+    result = position_loss(model, CORPUS, context_length=30, sequences=3, tokens_per_pass=7)
+    starts = [0, 185, 370]
+    assert result.settings["starts"] == starts
+    expected = np.mean([losses_of(model, 1, CORPUS[start : start + 30]) for start in starts], axis=0)
+    assert np.allclose(result.loss, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_contexts(length):
+    model = MODELS["llama"]()
+    result = position_loss(model, CORPUS[:length], context_length=length)
+    assert np.allclose(result.loss, losses_of(model, 1, CORPUS[:length]), atol=1e-5)
+
+
+def test_settings_of_the_loss():
+    model = MODELS["llama"]()
+    settings = position_loss(model, torch.tensor(CORPUS), context_length=8, sequences=1, bos_token_id=5).settings
+    expected = {"model": "LlamaForCausalLM", "dtype": "float32", "bos_token_id": 5, "context_length": 8}
+    assert {name: settings[name] for name in expected} == expected
+    assert (settings["starts"], settings["corpus_tokens"], len(settings["corpus_sha256"])) == ([0], 400, 64)
+
+
+def spoil(model, position, value):
+    """One logit of the whole model becomes NaN or -inf wherever this position is read."""
+    seen = []
+
+    def count(_, args, options):
+        seen.append(options["past_key_values"].get_seq_length() if options.get("past_key_values") else 0)
+
+    def change(_, args, output):
+        index = position - seen[-1]
+        if 0 <= index < output.shape[1]:
+            output = output.clone()
+            output[0, index] = value
+        return output
+
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+    model.model.norm.register_forward_hook(change)
+    return model
+
+
+def test_nan_is_named_with_its_position():
+    model = spoil(MODELS["llama"](), 17, torch.nan)
+    with pytest.raises(
+        ValueError, match=r"sequence from 0: the loss of token 18 of 30 is nan: the logits at position 17"
+    ):
+        position_loss(model, CORPUS, context_length=30, sequences=2, tokens_per_pass=7)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"context_length": 401}, "400 tokens, fewer than context_length=401"),
+        ({"context_length": 0}, "must be at least 1"),
+        ({"context_length": 9, "sequences": 0}, "must be at least 1"),
+        ({"context_length": 9, "sequences": 2, "starts": [1]}, "sequences or starts, not both"),
+        ({"context_length": 9, "starts": [0, 392]}, "must lie between 0 and 391"),
+        ({"context_length": 9, "starts": []}, "must lie between 0 and 391"),
+        ({"context_length": 9, "bos_token_id": 32}, "bos_token_id is 32"),
+        ({"context_length": 25}, "needs 25 positions, and the model's position table ends at 24"),
+    ],
+)
+def test_bad_arguments_of_the_loss(options, message):
+    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=24)
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=message):
+        position_loss(model, CORPUS, **options)
+
+
+def test_a_claim_is_no_limit():
+    with pytest.warns(UserWarning, match=r"context_length needs 20 positions, more than the 16"):
+        position_loss(build("llama", **LLAMA, max_position_embeddings=16), CORPUS, context_length=20, sequences=1)
+
+
+# -- an exact copier answers
+
+
+class Copier(nn.Module):
+    """Predicts what followed the last k ids when they occurred before, if that was at most `window` positions ago."""
+
+    def __init__(self, k, window=10**9, vocab_size=384):
+        super().__init__()
+        self.k, self.window = k, window
+        self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=1)
+
+    def next_ids(self, ids):
+        guess, ended = [0] * len(ids), {}
+        for end in range(self.k - 1, len(ids)):
+            gram = tuple(ids[end - self.k + 1 : end + 1])
+            before = ended.get(gram)
+            if before is not None and end - before <= self.window:
+                guess[end] = ids[before + 1]
+            ended[gram] = end
+        return guess
+
+    def forward(self, input_ids):
+        guess = torch.tensor([self.next_ids(row) for row in input_ids.tolist()])
+        return (9.0 * F.one_hot(guess, self.config.vocab_size),)
+
+
+class Talker(Copier):
+    """Also generates."""
+
+    generation_config = SimpleNamespace(pad_token_id=None)
+    generate_calls = 0
+
+    def generate(self, ids, attention_mask, max_new_tokens, do_sample, **options):
+        assert not do_sample
+        assert attention_mask.all()
+        self.generate_calls += 1
+        ids = ids[0].tolist()
+        for _ in range(max_new_tokens):
+            ids.append(self.next_ids(ids)[-1])
+        return torch.tensor([ids])
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    return transformers.ByT5Tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prose(bytes_tokenizer):
+    text = "".join(f"Sentence {i} is about the number {i * i}. " for i in range(200))
+    return bytes_tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("mode", ["standard", "easy"])
+def test_needles_are_found(bytes_tokenizer, prose, mode):
+    result = needle_in_a_haystack(
+        Copier(12),
+        bytes_tokenizer,
+        prose,
+        lengths=[700, 900],
+        depths=[0, 0.5, 1],
+        mode=mode,
+        repeats=2,
+        generate=False,
+    )
+    assert (result.lengths, result.depths) == ([700, 900], [0, 0.5, 1])
+    assert (result.grid("exact_rate") == 1).all()
+    assert (result.grid("match_rate") == 1).all()
+    assert np.allclose(result.grid("probability"), 1 / (1 + 383 * np.exp(-9)))
+    assert {len(cell.answers) for cell in result.cells} == {2}
+    assert result.cells[0].positions == (1, 1)
+    assert all(cell.answers[0].reply is None for cell in result.cells)
+    assert result.settings["mode"] == mode
+
+
+def test_needles_are_forgotten(bytes_tokenizer, prose):
+    """What lies between needle and answer is the haystack behind the needle and the question, some 400 tokens."""
+    model = Copier(12, window=540)
+    result = needle_in_a_haystack(
+        model, bytes_tokenizer, prose, lengths=[1000], depths=[0, 0.25, 0.75, 1], generate=False
+    )
+    assert result.grid("exact_rate")[:, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_a_needle_lies_between_sentences(bytes_tokenizer, prose):
+    asked = []
+    model = Copier(12)
+    model.register_forward_pre_hook(lambda _, args: asked.append(args[0][0].tolist()))
+    (cell,) = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[900], depths=[0.6], generate=False).cells
+    ids = asked[-1]
+    assert len(ids) == 900 - 1  # all but the last token of the answer
+    before, _, after = bytes_tokenizer.decode(ids[1:]).partition("\nThe best thing to do in San Francisco is" + ANSWER)
+    assert ids[0] == 1
+    assert before.endswith(".")
+    assert after.startswith("\n Sentence")
+    assert cell.positions == (1 + len(before),)
+
+
+@pytest.mark.parametrize("k, asked", [(12, 0), (10**6, 2)], ids=["knows", "does not know"])
+def test_replies(bytes_tokenizer, prose, k, asked):
+    model = Talker(k)
+    (cell,) = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[700], depths=[0.5], repeats=2).cells
+    assert model.generate_calls == asked  # an exact answer is the reply
+    assert (cell.match_rate, cell.answers[0].reply == ANSWER) == ((0, False) if asked else (1, True))
+
+
+def test_replies_of_a_real_model(bytes_tokenizer, prose):
+    model = build("llama", **LLAMA | {"vocab_size": 384})
+    model.generation_config.repetition_penalty = 1.5  # not greedy, strictly
+    (cell,) = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500], depths=[0.5], seed=3).cells
+    (answer,) = cell.answers
+    assert not answer.exact
+    assert answer.log_prob == pytest.approx(-answer.tokens * np.log(384), rel=0.05)
+    model.generation_config.repetition_penalty = 1.0
+    with evaluating(model):
+        same = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500], depths=[0.5], seed=3).cells[0]
+    assert same.answers[0].reply == answer.reply
+
+
+def test_lines_are_found(bytes_tokenizer):
+    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[1, 5, 9], repeats=3)
+    assert [point.match_rate for point in result.points] == [1, 1, 1]
+    assert [point.exact_rate for point in result.points] == [1, 1, 1]
+    assert [point.lines for point in result.points] == [1, 5, 9]
+    assert all(answer.reply.startswith(" <") for point in result.points for answer in point.answers)
+    blind = line_retrieval(Talker(30, window=9), bytes_tokenizer, lines=[5], repeats=2)
+    assert (blind.points[0].match_rate, blind.points[0].exact_rate) == (0, 0)
+
+
+def test_a_number_in_other_words_counts(bytes_tokenizer):
+    """Token for token it is another answer, but it has the number."""
+
+    class Chatty(Talker):
+        def generate(self, ids, **options):
+            said = super().generate(ids, **options)[0].tolist()[ids.shape[1] :]
+            number = bytes_tokenizer.decode(said).partition("<")[2].partition(">")[0]
+            return torch.tensor([[*ids[0].tolist(), *bytes_tokenizer(f" the number {number}!")["input_ids"]]])
+
+        def forward(self, input_ids):
+            return (super().forward(input_ids)[0].roll(1, -1),)
+
+    result = line_retrieval(Chatty(30), bytes_tokenizer, lines=[4], repeats=2)
+    assert (result.points[0].match_rate, result.points[0].exact_rate) == (1, 0)
+
+
+# -- resuming, and what is left after a failure
+
+
+RUNS = {
+    "loss": lambda model, tokenizer, prose, **options: position_loss(
+        model, prose, context_length=50, sequences=4, **options
+    ),
+    "needle": lambda model, tokenizer, prose, **options: needle_in_a_haystack(
+        model, tokenizer, prose, lengths=[500, 600], depths=[0, 1], generate=False, **options
+    ),
+    "lines": lambda model, tokenizer, prose, **options: line_retrieval(
+        model, tokenizer, lines=[1, 2, 3, 4], repeats=1, generate=False, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_killed_run_ends_with_the_same_file(tmp_path, bytes_tokenizer, prose, run):
+    expected = run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    assert len(whole.splitlines()) == 1 + 4
+    for kept in range(4):
+        path = tmp_path / f"killed after {kept}"
+        model, calls = Copier(12), []
+
+        def fail(*_, calls=calls, kept=kept):
+            calls.append(0)
+            if len(calls) > 1 + kept:  # the engine tries the model once
+                raise KeyboardInterrupt
+
+        hook = model.register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run(model, bytes_tokenizer, prose, journal=path)
+        hook.remove()
+        partial = caught.value.result
+        done = 0 if partial is None else len(getattr(partial, "cells", getattr(partial, "points", range(kept))))
+        assert done == kept == len(path.read_bytes().splitlines()) - 1
+        assert run(model, bytes_tokenizer, prose, journal=path) == expected
+        assert path.read_bytes() == whole
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    assert run(model, bytes_tokenizer, prose, journal=path) == expected  # nothing is left to do
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_journal_of_another_run(tmp_path, bytes_tokenizer, prose, run):
+    run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal")
+    with pytest.raises(ValueError, match="journal from another run: bos_token_id is 1 there and 5 here"):
+        run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal", bos_token_id=5)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_nan_logits(bytes_tokenizer, prose, run):
+    class Broken(Copier):
+        def forward(self, input_ids):
+            return (super().forward(input_ids)[0] * torch.nan,)
+
+    with pytest.raises(ValueError, match=r"logits at position \d+ are (NaN|not finite).*bfloat16"):
+        run(Broken(12), bytes_tokenizer, prose)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_progress_bar(capsys, bytes_tokenizer, prose, run):
+    run(Copier(12), bytes_tokenizer, prose, progress=True)
+    assert "100%" in capsys.readouterr().err
+
+
+# -- bad input
+
+
+class OneId:
+    name_or_path = "one"
+
+    def __call__(self, text, **options):
+        return {"input_ids": [5] * len(text)}
+
+    def decode(self, ids, **options):
+        return "?"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lengths": [700, 600]}, "lengths must be"),
+        ({"lengths": [100]}, "length 100 is too short: needle, question and answer take 4"),
+        ({"lengths": [9000]}, "a haystack needs 8"),
+        ({"depths": []}, "depths must be"),
+        ({"depths": [50]}, r"numbers from 0 to 1, got \[50.0\]"),
+        ({"mode": "hard"}, "mode must be one of"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
+        ({"tokens": []}, "tokens is empty"),
+        ({"tokenizer": OneId()}, "does not know this language"),
+        ({"model": Copier(12, vocab_size=40)}, "tokens.* is .* but the model's vocabulary has 40"),
+        ({"generate": True}, "Copier has no generate method; measure without replies: generate=False"),
+    ],
+)
+def test_bad_arguments_of_the_needle(bytes_tokenizer, prose, options, message):
+    arguments = {"model": Copier(10**6), "tokenizer": bytes_tokenizer, "tokens": prose, "lengths": [600]}
+    arguments |= {"depths": [0.5], "generate": False} | options
+    with pytest.raises(ValueError, match=message):
+        needle_in_a_haystack(**arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lines": []}, "lengths must be"),
+        ({"lines": [10**6]}, "from 1 to"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+        ({"tokenizer": OneId()}, "does not know this language"),
+        ({"model": Copier(12, vocab_size=40)}, "the record as the tokenizer encodes it.* vocabulary has 40"),
+    ],
+)
+def test_bad_arguments_of_the_lines(bytes_tokenizer, options, message):
+    arguments = {"model": Copier(12), "tokenizer": bytes_tokenizer, "lines": [2], "generate": False} | options
+    with pytest.raises(ValueError, match=message):
+        line_retrieval(**arguments)
+
+
+def test_positions_of_the_companions(bytes_tokenizer, prose):
+    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=520, vocab_size=384)
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=r"the longest length needs 521 positions, and .* ends at 520"):
+        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], generate=False)
+    with pytest.raises(ValueError, match=r"a record of 30 lines needs .* ends at 520"):
+        line_retrieval(model, bytes_tokenizer, lines=[1, 30])
