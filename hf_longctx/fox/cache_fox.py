@@ -36,12 +36,11 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 from transformers.utils import logging
 
 from .attention_fox import folded_width, unfold_decay
+from .backend_fox import ROUNDING, logit_bound_of_norms
 
 
 logger = logging.get_logger(__name__)
 
-# Queries and keys of a bfloat16 model exceed their norm by the rounding of norm, weight and rotation, 2^-8 each.
-ROUNDING = 1.03
 # Logits that are a quarter larger than all seen before still keep the tolerance; every 0.25 of it costs exp(U / 2) of budget.
 HEADROOM = 1.25
 
@@ -56,14 +55,8 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
     """
     attention = decoder_layer.self_attn
     config, head_dim = attention.config, attention.head_dim
-    heads, group = config.num_attention_heads, attention.num_key_value_groups
     if config.qk_norm:
-        q, k = (norm.weight.float().abs().view(-1, head_dim) for norm in (attention.q_norm, attention.k_norm))
-        q = q.expand(heads, -1)  # (Hq, D), also where the heads share one weight
-        k = k.repeat_interleave(heads // len(k), dim=0)
-        # a rotation moves weight between dimensions, so under RoPE the two maxima may meet
-        largest = (q * k).amax(1) if config.rope_parameters is None else q.amax(1) * k.amax(1)
-        return ROUNDING * attention.scaling * head_dim * largest
+        return logit_bound_of_norms(attention)
     norms = []
     for projection in (attention.q_proj, attention.k_proj):
         if type(projection) is not nn.Linear:
@@ -77,7 +70,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         if projection.bias is not None:
             norm = norm + projection.bias.float().view(-1, head_dim).norm(dim=1)
         norms.append(norm)
-    return ROUNDING * attention.scaling * norms[0] * norms[1].repeat_interleave(group)
+    return ROUNDING * attention.scaling * norms[0] * norms[1].repeat_interleave(attention.num_key_value_groups)
 
 
 class HeadGroup:
@@ -183,8 +176,8 @@ class PrunedLayer(DynamicLayer):
         """
         if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
             raise NotImplementedError(
-                "a PrunedCache needs a mask that it can cut, and flex_attention's it cannot; use another backend: "
-                "model.set_attn_implementation('sdpa')."
+                "a PrunedCache needs a mask that it can cut, and that of flex_attention or forgetting_triton it cannot; use "
+                "another backend: model.set_attn_implementation('sdpa')."
             )
         if attention_mask is not None and attention_mask.shape[-1] != self.length:
             raise ValueError(

@@ -39,6 +39,9 @@ class FoxConfig(PreTrainedConfig):
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift, v_shift: data-dependent token shift on keys and values (eq. 14).
         sliding_window: a token attends to the last `sliding_window` tokens, itself included. Default None: to all.
+        log_pruning_tolerance: `attn_implementation="forgetting_triton"` leaves out what the gates have faded so far that
+            all of it together weighs at most e^log_pruning_tolerance of a row (arXiv 2504.06949; -10 there). At most 0;
+            None computes everything, as the other implementations do.
         format_version: layout of the saved folder.
 
     Raises:
@@ -82,6 +85,7 @@ class FoxConfig(PreTrainedConfig):
     v_shift: bool = False
     sliding_window: int | None = None
     layer_types: list[str] | None = None
+    log_pruning_tolerance: float | int | None = -10.0
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
@@ -138,6 +142,11 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"forget_gate={self.forget_gate!r} is unknown; it must be one of {FORGET_GATES}.")
         if self.output_gate is not None and self.output_gate not in OUTPUT_GATES:
             raise ValueError(f"output_gate={self.output_gate!r} is unknown; it must be None or one of {OUTPUT_GATES}.")
+        if self.log_pruning_tolerance is not None and self.log_pruning_tolerance > 0:
+            raise ValueError(
+                f"log_pruning_tolerance={self.log_pruning_tolerance} is the log of a share, so at most 0; None turns "
+                "pruning off."
+            )
         times = (self.decay_time_min, self.decay_time_max)
         if times == (None, None):
             if self.forget_gate == "fixed":

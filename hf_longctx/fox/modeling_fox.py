@@ -39,6 +39,8 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+from .backend_fox import NAME as FORGETTING_TRITON
+from .backend_fox import why_not
 from .configuration_fox import FoxConfig
 
 
@@ -47,7 +49,7 @@ require_version("transformers>=5.15.0", "FoX is tested from there on: pip instal
 logger = logging.get_logger(__name__)
 
 # Backends that compute exactly softmax(scaling * q.k + mask) v. Others may drop what they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", FORGETTING_TRITON)
 # Below this an additive mask hides a key. It may be the minimum of float16, which the decay of a key can outweigh.
 MASKED = -1e4
 
@@ -178,6 +180,7 @@ class FoxAttention(nn.Module):
         x = hidden_states
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, H, D)
+        takes_gates = self.config._attn_implementation == FORGETTING_TRITON
         if cache is not None:  # continuous batching
             q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
             attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
@@ -187,9 +190,13 @@ class FoxAttention(nn.Module):
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
             if position_embeddings is not None:
                 q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-            q, k, v = self.fold_forget_gate(x, q, k, v, padding_mask, places, past_key_values)  # (B, H, T, D')
+            log_f = self.log_forget_gate(x, padding_mask)  # (B, H, T), or (B, Hkv, T)
+            if log_f is not None and not (takes_gates and past_key_values is None):
+                q, k, v = self.fold_forget_gate(log_f, q, k, v, places, past_key_values)  # (B, H, T, D')
             if past_key_values is not None:
                 k, v = past_key_values.update(k, v, self.layer_idx)
+            if takes_gates:
+                kwargs["log_f"] = log_f
 
         backend = self.config._attn_implementation
         if cache is not None:
@@ -260,16 +267,18 @@ class FoxAttention(nn.Module):
             return torch.zeros_like(current[:, :1])
         return layers[self.layer_idx].conv_states[0][..., -1:].mT.to(current)
 
-    def fold_forget_gate(self, x, q, k, v, padding_mask, places, past_key_values):
-        """Move the decay into the keys, continuing the running sum of log f where the cache left it."""
+    def log_forget_gate(self, x, padding_mask):
+        """log f of the new tokens, (B, H or Hkv, T) fp32, 0 at padding, which does not decay; None without a gate."""
         if self.f_proj is None:
-            return q, k, v
-        if torch.is_autocast_enabled(x.device.type):
+            return None
+        log_f = self.f_proj(x)
+        return log_f if padding_mask is None else log_f * padding_mask[:, None].to(log_f.dtype)
+
+    def fold_forget_gate(self, log_f, q, k, v, places, past_key_values):
+        """Move the decay into the keys, continuing the running sum of log f where the cache left it."""
+        if torch.is_autocast_enabled(q.device.type):
             # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
-            q, k, v = (y.to(torch.get_autocast_dtype(x.device.type)) for y in (q, k, v))
-        log_f = self.f_proj(x)  # (B, H, T), or (B, Hkv, T)
-        if padding_mask is not None:
-            log_f = log_f * padding_mask[:, None].to(log_f.dtype)  # padding does not decay
+            q, k, v = (y.to(torch.get_autocast_dtype(q.device.type)) for y in (q, k, v))
         c = running_sum(log_f, places)
         if past_key_values is not None:
             c = c + self.decay_so_far(past_key_values, c)
@@ -439,6 +448,12 @@ class FoxPreTrainedModel(PreTrainedModel):
     # Serving engines take this as leave to replace the attention by a function of q, k and v of their own.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
+
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        """Asked for by name, the kernels must be there: no other implementation stands in for them unnoticed."""
+        if requested_attention == FORGETTING_TRITON and (reason := why_not(self.config.head_dim)) is not None:
+            raise reason
+        return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):

@@ -498,23 +498,37 @@ def dkdv_kernel(
     store_rows(p_dv + i_b * s_dvb + i_hk * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 
 
+@jit
+def decay_parts(p_i, p_j, s_xp, unit, m_i, m_ij, P: tl.constexpr):
+    """The decay between positions as a sum of P stored parts; each difference is small where the sums are large."""
+    b_d = (tl.load(p_i, mask=m_i, other=0.0).to(tl.float32) - tl.load(p_j, mask=m_ij, other=0.0).to(tl.float32)) * unit
+    for i_p in tl.static_range(1, P):
+        b_xi = tl.load(p_i + i_p * s_xp, mask=m_i, other=0.0).to(tl.float32)
+        b_xj = tl.load(p_j + i_p * s_xp, mask=m_ij, other=0.0).to(tl.float32)
+        b_d += (b_xi - b_xj) * unit
+    return b_d
+
+
 @jit_any_length
 def decode_kernel(
-    p_q, p_k, p_v, p_f, p_first, p_o, p_lse, p_sum,
-    s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_fb, s_fh, s_ft, s_bb, s_bh,
-    Tq, Tk, Hq, G, B, L, n_split, scale,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
+    p_q, p_k, p_v, p_x, p_first, p_end, p_threshold, p_o, p_lse,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
+    Tq, Tk, Hq, G, B, n_split, n_halvings, scale, unit,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
+    ENDS: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all G * Tq query rows of a kv head over keys [i_s * L, i_s * L + L), walked from new to old.
+    """Attention of all G * Tq query rows of a kv head over one of n_split equal parts of the keys that they see.
 
-    Going backwards, the decay from a key to the end of the split is a running sum of log f itself: no c is needed,
-    terms of one sign are added nearest first, and a gate of exactly 0 (log f = -inf) needs no care.
+    What they see is found on the device: the queries end at key p_end, where a cache has free slots; blocks that the
+    decay bounds below p_threshold are left out. So the same launch serves every step, and its work stays evenly split.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # neighbours read the same keys
     i_s = tl.program_id(0) // n_r % n_split
     i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
+    if ENDS:
+        Tk = tl.load(p_end).to(tl.int32)
     o_r = i_r * BM + tl.arange(0, BM)
     o_h = i_hk * G + o_r // Tq
     o_i = Tk - Tq + o_r % Tq  # position of each row
@@ -524,31 +538,42 @@ def decode_kernel(
     p_v += i_b * s_vb + i_hk * s_vh
     p_q_rows = p_q + i_b * s_qb + o_h * s_qh + (o_r % Tq) * s_qt
     b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)  # [BM, BD]
-    p_f_rows = p_f + i_b * s_fb + o_h * s_fh
+    p_x_rows = p_x + i_b * s_xb + i_hk * s_xh + (o_r // Tq).to(tl.int64) * s_xg  # [BM]
+    p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
+    unit = unit * LOG2E
     if BOUNDED:
-        b_first = tl.load(p_first + i_b * s_bb + o_h * s_bh + o_r % Tq, mask=m_r, other=0)  # [BM]
+        b_first = tl.load(p_first + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
     else:
         b_first = tl.zeros([BM], tl.int32)
     m_see = m_r & (b_first <= o_i)
-    begin = tl.maximum(i_s * L, tl.min(tl.where(m_see, b_first, Tk), 0))
-    stop = tl.minimum(tl.minimum(i_s * L + L, Tk), tl.max(tl.where(m_see, o_i + 1, 0), 0))
-    n_blocks = tl.cdiv(tl.maximum(stop - begin, 0), BN)
+    if PRUNED:  # c falls, so the blocks to leave out are a prefix: bisect for the first one to keep
+        b_threshold = tl.load(p_threshold + i_b * Hq + o_h, mask=m_r, other=0.0) * LOG2E
+        b_lo, b_hi = b_first // BN, o_i // BN
+        for _ in range(n_halvings):
+            b_mid = (b_lo + b_hi) // 2
+            m_mid = m_see & (b_lo < b_hi)
+            p_end_rows = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
+            m_drop = m_mid & (decay_parts(p_xi, p_end_rows, s_xp, unit, m_see, m_mid, P) < b_threshold)
+            b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
+        b_first = tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first)
+    begin = tl.min(tl.where(m_see, b_first, Tk), 0)
+    stop = tl.max(tl.where(m_see, o_i + 1, 0), 0)
+    span = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), BN), n_split) * BN
+    begin += i_s * span
+    stop = tl.minimum(begin + span, stop)
 
     b_o = tl.zeros([BM, BD], tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)  # log f summed from the block's last key to the end of the split
-    for i_n in range(n_blocks):
-        i_k = begin + (n_blocks - 1 - i_n) * BN
+    for i_k in range(begin, stop, BN):
         o_j = i_k + tl.arange(0, BN)
         b_k = load_rows(p_k, i_k, begin, stop, s_kt, D, BN, BD, True)  # [BN, BD]
         b_v = load_rows(p_v, i_k, begin, stop, s_vt, D, BN, BD, True)  # [BN, BD]
         m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_first[:, None])
-        m_f = m_s & (o_j[None, :] < o_i[:, None])  # the gate between keys j and j + 1, for rows past j
         m_s = m_s & (o_j[None, :] <= o_i[:, None])
-        b_f = tl.load(p_f_rows[:, None] + (o_j + 1).to(tl.int64)[None, :] * s_ft, mask=m_f, other=0.0)  # [BM, BN]
-        b_f = b_f * LOG2E
-        b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E) + tl.cumsum(b_f, 1, reverse=True) + b_sum[:, None]
+        p_xj = p_x_rows[:, None] + o_j.to(tl.int64)[None, :] * s_xt
+        b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)  # [BM, BN]
+        b_s += decay_parts(p_xi[:, None], p_xj, s_xp, unit, m_see[:, None], m_s, P)
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
@@ -557,33 +582,30 @@ def decode_kernel(
         b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_o = b_o * b_alpha[:, None] + dot(narrow(b_p, b_v.dtype), b_v)
         b_m = b_m_new
-        b_sum += tl.sum(b_f, 1)
     # partial results, (n_split, B, Hq, Tq, ...)
     o_row = ((tl.cast(i_s, tl.int64) * B + i_b) * Hq + i_hk * G) * Tq + o_r
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     tl.store(p_o + o_row[:, None] * D + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < D)[None, :])
     tl.store(p_lse + o_row, b_m + tl.log2(b_l), mask=m_r)
-    tl.store(p_sum + o_row, b_sum, mask=m_r)
 
 
 @jit_any_length
-def merge_kernel(p_o_split, p_lse, p_sum, p_o, s_ob, s_oh, s_ot, Tq, Hq, n_rows, n_split,
+def merge_kernel(p_o_split, p_lse, p_o, s_ob, s_oh, s_ot, Tq, Hq, n_rows, n_split,
                  D: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Joins the splits of one query row, newest first; older ones fade by the gates summed since."""
+    """Joins the splits of one query row."""
     i_row = tl.cast(tl.program_id(0), tl.int64)  # (b * Hq + h) * Tq + t
     o_d = tl.arange(0, BD)
     b_o = tl.zeros([BD], tl.float32)
-    b_l, b_m, b_sum = 0.0, float("-inf"), 0.0
+    b_l, b_m = 0.0, float("-inf")
     for i_n in range(n_split):
-        i_x = (n_split - 1 - i_n) * n_rows + i_row
-        b_s = tl.load(p_lse + i_x) + b_sum
+        i_x = i_n * n_rows + i_row
+        b_s = tl.load(p_lse + i_x)
         b_m_new = tl.maximum(b_m, b_s)
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
         b_alpha, b_p = tl.exp2(b_m - b_shift), tl.exp2(b_s - b_shift)
         b_l = b_l * b_alpha + b_p
         b_o = b_o * b_alpha + b_p * tl.load(p_o_split + i_x * D + o_d, mask=o_d < D, other=0.0)
         b_m = b_m_new
-        b_sum += tl.load(p_sum + i_x)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)
     p_o += i_row // (Tq * Hq) * s_ob + i_row // Tq % Hq * s_oh + i_row % Tq * s_ot
     tl.store(p_o + o_d, narrow(b_o, p_o.dtype.element_ty), mask=o_d < D)
@@ -673,50 +695,53 @@ def _backward(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     return dq, dk, dv, dc
 
 
-def _decode(q, k, v, log_f, first_key, scale):
+def _decode(q, k, v, gates, first_key, end, threshold, scale, unit):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = triton.cdiv(G * Tq, tile.BM) * B * Hkv
+    blocks = triton.cdiv(Tk, tile.BN)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
-    n_split = min(triton.cdiv(2 * processors, rows), triton.cdiv(Tk, tile.BN))
-    L = triton.cdiv(triton.cdiv(Tk, tile.BN), n_split) * tile.BN
-    n_split = triton.cdiv(Tk, L)
+    n_split = min(triton.cdiv(2 * processors, rows), blocks)
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
-    lse, gates = (q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32) for _ in range(2))
+    lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)
     first_key, *s_first = _bound(first_key, B, Hq)
     with _on(q.device):
         _launch(
             decode_kernel, n_split * rows, tile,
-            q, k, v, log_f, first_key, o_split, lse, gates, *_strides(q, k, v, log_f), *s_first,
-            Tq, Tk, Hq, G, B, L, n_split, scale,
-            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None,
+            q, k, v, gates, first_key, end, threshold, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
+            Tq, Tk, Hq, G, B, n_split, blocks.bit_length(), scale, unit,
+            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=gates.shape[-1],
+            ENDS=end is not None, PRUNED=threshold is not None,
         )  # fmt: skip
         _launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
-            o_split, lse, gates, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D,
+            o_split, lse, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D,
         )  # fmt: skip
     return o
 
 
 if triton is not None:
+    # Remote code may be imported beside the installed package, or twice: each copy has operators of its own.
+    _SPACE = __name__.removesuffix(".fox.triton_fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor e, Tensor? first_key, Tensor? stop_query"
     fox_forward = torch.library.custom_op(
-        "hf_longctx::fox_forward", _forward, mutates_args=(), schema=f"({_INPUTS}, float scale) -> (Tensor, Tensor)"
+        f"{_SPACE}::fox_forward", _forward, mutates_args=(), schema=f"({_INPUTS}, float scale) -> (Tensor, Tensor)"
     )
     fox_backward = torch.library.custom_op(
-        "hf_longctx::fox_backward",
+        f"{_SPACE}::fox_backward",
         _backward,
         mutates_args=(),
         schema=f"(Tensor do, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     fox_decode = torch.library.custom_op(
-        "hf_longctx::fox_decode",
+        f"{_SPACE}::fox_decode",
         _decode,
         mutates_args=(),
-        schema="(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor? first_key, float scale) -> Tensor",
+        schema="(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? threshold, "
+        "float scale, float unit) -> Tensor",
     )
 
     @fox_forward.register_fake
@@ -728,7 +753,7 @@ if triton is not None:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(c)
 
     @fox_decode.register_fake
-    def _(q, k, v, log_f, first_key, scale):
+    def _(q, k, v, gates, first_key, end, threshold, scale, unit):
         return _empty_output(q)
 
     def _save(ctx, inputs, output):
@@ -851,7 +876,7 @@ def first_visible_key(
     return first[:, None].int()
 
 
-def _stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
+def stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
     """The transpose of `first_key`: one past the last query that sees each key, 0 for none. int32, (b, h, Tk)."""
     keys = torch.arange(Tk, device=first_key.device, dtype=torch.int32).expand(*first_key.shape[:2], Tk)
     count = torch.searchsorted(first_key.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -881,18 +906,20 @@ def first_kept_key(
     return torch.minimum(dropped * key_block, rows)
 
 
-def _pruning_threshold(q, k, scale, tolerance, logit_bound, first_key, stop_query) -> torch.Tensor:
-    """(B, Hq): what the decay must fall below so that all that is pruned weighs at most e^tolerance of a row."""
-    Tk = k.shape[2]
-    if logit_bound is None:
-        rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
-        keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
-        if first_key is not None:  # padding may hold anything
-            t = torch.arange(Tk, device=k.device)
-            rows = torch.where(first_key <= t[Tk - q.shape[2] :], rows, 0.0)
-            keys = torch.where(stop_query > t, keys, 0.0)
-        logit_bound = rows.amax(-1) * keys.amax(-1).repeat_interleave(q.shape[1] // k.shape[1], 1) * abs(scale)
-    bound = torch.as_tensor(logit_bound, device=q.device, dtype=torch.float64).expand(q.shape[:2])
+def _bound_from_norms(q, k, scale, first_key, stop) -> torch.Tensor:
+    """(B, Hq): upper bound of |scale * q.k| from the largest norms of the rows that take part."""
+    rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
+    keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
+    if first_key is not None:  # padding may hold anything
+        t = torch.arange(k.shape[2], device=k.device)
+        rows = torch.where(first_key <= t[k.shape[2] - q.shape[2] :], rows, 0.0)
+        keys = torch.where(stop > t, keys, 0.0)
+    return rows.amax(-1) * keys.amax(-1).repeat_interleave(q.shape[1] // k.shape[1], 1) * abs(scale)
+
+
+def pruning_threshold(q, Tk: int, tolerance: float, logit_bound) -> torch.Tensor:
+    """(B, Hq) fp32: what the decay must fall below so that all that is pruned weighs at most e^tolerance of a row."""
+    bound = torch.as_tensor(logit_bound, device=q.device, dtype=torch.float32).expand(q.shape[:2])
     return tolerance - 2 * bound - math.log(Tk)
 
 
@@ -945,9 +972,29 @@ DECODE_ROWS = 16  # up to so many queries without gradients take the split-KV ke
 GATE_FLOOR = -1e5  # stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight
 
 
+def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
+    """The error that a call on such heads, dtype and device would raise; None if the kernels can run."""
+    if triton is None:
+        return ImportError(
+            "The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'."
+        )
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        return NotImplementedError(
+            f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."
+        )
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        return NotImplementedError(f"q, k, v are {dtype}; the kernels are written for bfloat16, float16 and float32.")
+    if device is not None and device.type != "cuda" and not (INTERPRETED.value and device.type == "cpu"):
+        return ValueError(
+            f"q is on {device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or set "
+            "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU."
+        )
+    return None
+
+
 def _check_inputs(q, k, v, log_f) -> None:
     if triton is None:
-        raise ImportError("The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'.")
+        raise why_not(1)
     if not (q.dim() == k.dim() == v.dim() == 4 and log_f.dim() == 3):
         raise ValueError(
             f"q, k, v are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and log_f is {tuple(log_f.shape)}; "
@@ -971,19 +1018,12 @@ def _check_inputs(q, k, v, log_f) -> None:
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one dtype. Cast them.")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise NotImplementedError(f"q, k, v are {q.dtype}; the kernels are written for bfloat16, float16 and float32.")
     if not q.device == k.device == v.device == log_f.device:
         raise ValueError(
             f"q, k, v, log_f are on {q.device}, {k.device}, {v.device}, {log_f.device}; move them together."
         )
-    if not 1 <= D <= MAX_HEAD_DIM:
-        raise NotImplementedError(f"head size {D}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip.")
-    if not (q.is_cuda or INTERPRETED.value):
-        raise ValueError(
-            f"q is on {q.device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or set "
-            "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU."
-        )
+    if (reason := why_not(D, q.dtype, q.device)) is not None:
+        raise reason
 
 
 def forgetting_attention_triton(
@@ -1012,9 +1052,10 @@ def forgetting_attention_triton(
         attention_mask, starts, lengths, cu_seqlens, window: which keys a query sees; see `first_visible_key`.
         first_key: the result of `first_visible_key` instead of these five: int32, (B or 1, Hq or 1, Tq).
         log_pruning_tolerance: leave out key blocks that the decay bounds below e^tolerance of a row's weight in all
-            (arXiv 2504.06949; -10 there). At most 0. None computes everything, and so does decoding.
+            (arXiv 2504.06949; -10 there). At most 0. None computes everything.
         logit_bound: upper bound of |scale * q.k|, broadcastable to (B, Hq). QK-norm gives one for free; otherwise it
-            is taken from the largest row norms of q and k.
+            is taken from the largest row norms of q and k, except in decoding (up to 16 queries without gradients):
+            there these norms would cost what pruning saves, and everything is computed.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). Rows that see no key are 0. Padding may hold anything, NaN
@@ -1062,26 +1103,56 @@ def forgetting_attention_triton(
         )
     if q.numel() == 0:
         return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back
+    stop = None if first_key is None else stop_query(first_key, Tk)
+    if stop is not None:  # gates that nobody looks across, padding among them
+        log_f = log_f.masked_fill(stop <= torch.arange(Tk, device=q.device), 0.0)
+    c = log_f.clamp(min=GATE_FLOOR).double().cumsum(-1)
+    if is_decoding(q, k, v, log_f):
+        gates = torch.stack([c.float(), (c - c.float().double()).float()], dim=-1)  # (B, Hq, Tk, 2)
+        threshold = None
+        if log_pruning_tolerance is not None and logit_bound is not None:
+            threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
+        return attend_few(q, k, v, gates.unflatten(1, (k.shape[1], -1)), 1.0, first_key, None, threshold, scale)
+    return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)
+
+
+def is_decoding(*tensors: torch.Tensor) -> bool:
+    """Whether the split-KV kernel takes a call: up to 16 queries (the first tensor) and no gradient wanted."""
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return tensors[0].shape[2] <= DECODE_ROWS and not wants_grad
+
+
+def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> torch.Tensor:
+    """`forgetting_attention_triton` of checked inputs, from the float64 running sum c of log f, (B, Hq, Tk)."""
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
-
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
-    if Tq <= DECODE_ROWS and not wants_grad:
-        return fox_decode(q, k, v, log_f, first_key, scale)
-
-    stop_query = None if first_key is None else _stop_query(first_key, Tk)
-    if stop_query is not None:  # gates that nobody looks across, padding among them
-        log_f = log_f.masked_fill(stop_query <= torch.arange(Tk, device=q.device), 0.0)
-    c_exact = log_f.clamp(min=GATE_FLOOR).double().cumsum(-1)
-    c = c_exact.float()
+    high = c.float()
     with torch.no_grad():
-        e = (c_exact - c.double()).float()
-        if log_pruning_tolerance is not None:
-            tile = tiles_for(q.device, D, q.dtype).forward
-            threshold = _pruning_threshold(q, k, scale, log_pruning_tolerance, logit_bound, first_key, stop_query)
-            kept = first_kept_key(c_exact, threshold, Tq, tile.BM, tile.BN)
+        low = (c - high.double()).float()
+        if tolerance is not None:
+            Tq, Tk, tile = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype).forward
+            if logit_bound is None:
+                logit_bound = _bound_from_norms(q, k, scale, first_key, stop)
+            kept = first_kept_key(c, pruning_threshold(q, Tk, tolerance, logit_bound), Tq, tile.BM, tile.BN)
             kept = kept.int().repeat_interleave(tile.BM, -1)[..., :Tq]
             pruned = kept if first_key is None else torch.maximum(kept, first_key)
             for tally in _tallies:
                 tally.add(first_key, pruned, Tk, tile)
-            first_key, stop_query = pruned, _stop_query(pruned, Tk)
-    return fox_forward(q, k, v, c, e, first_key, stop_query, scale)[0]
+            first_key, stop = pruned, stop_query(pruned, Tk)
+    return fox_forward(q, k, v, high, low, first_key, stop, scale)[0]
+
+
+def attend_few(q, k, v, gates, unit, first_key, end, threshold, scale) -> torch.Tensor:
+    """Up to 16 queries without gradients, whose keys may be the folded keys of a cache.
+
+    Args:
+        q, k, v, scale: as in `forgetting_attention_triton`; any strides.
+        gates, unit: the running sum of log f, c = unit * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts), any strides.
+        first_key: result of `first_visible_key`, or None.
+        end: int tensor of one element: the queries are the last Tq of so many keys, and the rest is unused. None: Tk.
+        threshold: (B, Hq) fp32: key blocks are left out whose decay falls below it. None: nothing is.
+
+    Returns:
+        (B, Hq, Tq, D) in q.dtype.
+    """
+    q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
+    return fox_decode(q, k, v, gates, first_key, end, threshold, scale, unit)

@@ -266,7 +266,8 @@ def test_golden_op_pruning_boundaries_are_exact(golden):
             continue
         q, k = tensors["inputs/q"], tensors["inputs/k"]
         if case["call"]["adaptive_threshold"] == "auto":
-            threshold = triton_fox._pruning_threshold(q, k, q.shape[-1] ** -0.5, -10.0, None, None, None)
+            bound = triton_fox._bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
+            threshold = triton_fox.pruning_threshold(q, k.shape[2], -10.0, bound)
             check_golden(case, tensors, "expected/threshold", threshold)
         else:
             threshold = tensors[case["call"]["adaptive_threshold"]]
@@ -445,9 +446,11 @@ def test_custom_ops_are_registered_correctly():
     bound = first_visible_key(20, 24, window=7, device=DEVICE)
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
-    stop = triton_fox._stop_query(bound, 24)
+    stop = triton_fox.stop_query(bound, 24)
     torch.library.opcheck(ops.fox_forward, (*inputs, torch.zeros_like(c), bound, stop, 0.25))
-    torch.library.opcheck(ops.fox_decode, (*(x.detach() for x in (q, k, v)), log_f, None, 0.25))
+    gates, end = c.detach().view(2, 1, 2, 24, 1), torch.tensor(24, device=DEVICE)
+    few = [x.detach() for x in (q[:, :, -3:], k, v)]
+    torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, None, 0.25, 1.0))
 
 
 @pytest.mark.parametrize("rows", ["train", "starts", "mask", "packed", "decode"])

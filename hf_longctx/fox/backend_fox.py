@@ -1,0 +1,234 @@
+"""`attn_implementation="forgetting_triton"`: the kernels of triton_fox.py as an attention implementation of transformers.
+
+A mask function says once per forward pass which keys the queries see, in one integer per query; an attention function
+runs the kernels for each layer. New keys come with their gates as they are. Cached keys carry them folded in (see
+attention_fox.py): the decoding kernel reads them there, at no more cost than the few bytes they are.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from .attention_fox import GATE_PARTS, GATE_QUERY
+from .triton_fox import (
+    DECODE_ROWS,
+    attend,
+    attend_few,
+    forgetting_attention_triton,
+    is_decoding,
+    pruning_threshold,
+    stop_query,
+    triton,
+    why_not,
+)
+
+
+NAME = "forgetting_triton"
+# Queries and keys of a bfloat16 model exceed their norm by the rounding of norm, weight and rotation, 2^-8 each.
+ROUNDING = 1.03
+
+
+class VisibleKeys(NamedTuple):
+    """Which keys the queries of one call see, the same in every layer: what the mask function hands over.
+
+    first_key: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row; beyond
+        the query's own for none. None: every query sees all keys up to its own.
+    end: the queries are the last of so many keys, the rest is free. An int, or a tensor where only the device knows.
+    order, query_order, real: with padding between real tokens, keys (B, Tk) and queries (B, Tq) in an order that puts it
+        first, and which of the keys are real then. `first_key` counts in this order.
+    """
+
+    first_key: torch.Tensor | None
+    end: int | torch.Tensor
+    order: torch.Tensor | None = None
+    query_order: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+    def contiguous(self):
+        """What `generate` asks of every mask."""
+        return self
+
+
+def visible_keys(
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=causal_mask_function,
+    attention_mask=None,
+    config=None,
+    use_vmap=False,
+    device=None,
+    **kwargs,
+):
+    """The mask function; arguments are those that transformers gives. None if every query sees all keys up to its own.
+
+    Raises:
+        NotImplementedError: a mask function of the caller's own.
+    """
+    if use_vmap:
+        raise NotImplementedError(
+            f"{NAME} knows causal masks with padding, packed documents and a window, but no mask function of your own. "
+            "Use another backend: model.set_attn_implementation('flex_attention')."
+        )
+    compiling = torch.compiler.is_compiling()
+    begin = q_offset - kv_offset
+    if isinstance(begin, torch.Tensor) and q_length > DECODE_ROWS and not compiling:
+        begin = int(begin)  # waits for the device once, so that no layer computes with free slots
+    end = begin + q_length
+    all_keys = not isinstance(end, torch.Tensor) and end == kv_length
+    if not isinstance(end, torch.Tensor):
+        kv_length = end
+    slots = torch.arange(q_length, device=device) + begin  # of the queries among the keys
+    first = torch.zeros_like(slots)[None]  # (B or 1, Tq)
+    bounded = False
+    if config.sliding_window is not None:
+        first, bounded = (first + slots - config.sliding_window + 1).clamp(min=0), True
+    if mask_function is not causal_mask_function:
+        # Packed documents are known to this function only; one begins where a token does not see the one before it.
+        place, row = torch.arange(q_length, device=device) + q_offset, torch.arange(batch_size, device=device)[:, None]
+        continues = mask_function(row, torch.zeros_like(row), place, place - 1) & (place > 0)
+        first = torch.maximum(first, torch.where(continues, 0, slots).expand(batch_size, -1).cummax(-1).values)
+        bounded = True
+
+    free_slots = isinstance(end, torch.Tensor) and q_length > DECODE_ROWS
+    if attention_mask is None and not free_slots:
+        if all_keys and not bounded:
+            return None
+        return VisibleKeys(first[:, None].int() if bounded else None, end)
+
+    t = torch.arange(kv_length, device=device)
+    if attention_mask is None:
+        real = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    else:
+        missing = max(kv_offset + kv_length - attention_mask.shape[1], 0)  # free slots of a static cache
+        real = F.pad(attention_mask.bool(), (0, missing))[:, kv_offset : kv_offset + kv_length]
+    if not compiling and (real | (t >= end)).all():
+        return VisibleKeys(first[:, None].int() if bounded else None, end)
+    real = real & (t < end)
+    query_real = real[:, slots]  # (B, Tq)
+    before = real.cumsum(-1) - real.long()  # number of real keys before each slot, (B, Tk)
+    count = real.sum(-1, keepdim=True)
+    start = real.int().argmax(-1, keepdim=True)
+    whole = (before == (t - start).clamp(min=0).minimum(count)).all()  # real tokens without padding in between
+    if free_slots or not (compiling or whole):
+        query_order = query_real.int().argsort(dim=-1, stable=True)
+        order = real.int().argsort(dim=-1, stable=True)
+        first = before.gather(1, first.expand(batch_size, -1)) * query_real  # a padding query may see anything
+        first = kv_length - count + first.gather(1, query_order)
+        return VisibleKeys(first[:, None].int(), kv_length, order, query_order, real.gather(1, order))
+    if compiling:
+        torch._assert_async(whole, "forgetting_triton, compiled: attention_mask has padding between real tokens")
+    first = torch.where(slots < start + count, torch.maximum(first, start), kv_length)
+    return VisibleKeys(first[:, None].int(), end)
+
+
+def logit_bound_of_norms(attention):
+    """Upper bound of |scaling * q.k| that QK-norm promises, (Hq,) fp32, read from weights; None without QK-norm."""
+    config, head_dim = attention.config, attention.head_dim
+    if not config.qk_norm:
+        return None
+    q, k = (norm.weight.detach().float().abs().view(-1, head_dim) for norm in (attention.q_norm, attention.k_norm))
+    if config.qk_norm_shared:
+        q = q.expand(config.num_attention_heads, -1)  # (Hq, D)
+    k = k.repeat_interleave(len(q) // len(k), dim=0)
+    # a rotation moves weight between dimensions, so under RoPE the two maxima may meet
+    largest = (q * k).amax(1) if config.rope_parameters is None else q.amax(1) * k.amax(1)
+    return ROUNDING * attention.scaling * head_dim * largest
+
+
+def take(x, order):
+    """Rows of (B, H, T, ...) in the order (B, T)."""
+    index = order.view(order.shape[0], 1, -1, *[1] * (x.ndim - 3))
+    return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
+
+
+def gates_in(module, key, heads):
+    """The parts of c that are folded into keys, (B, Hkv, heads // Hkv, Tk, parts): a view."""
+    if module.f_proj is None:
+        gates = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1)
+    else:
+        gates = key[..., module.head_dim : module.head_dim + GATE_PARTS * module.gates_per_key]
+        gates = gates.unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
+    return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
+
+
+def refuse(module, query, mask, dropout, output_attentions):
+    """Raise what is wrong with a call, if anything is."""
+    if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
+        raise reason
+    if dropout > 0:
+        raise ValueError(
+            f"{NAME} has no attention dropout, but attention_dropout={dropout}. Set it to 0, or use 'sdpa'."
+        )
+    if output_attentions:
+        raise ValueError(f"{NAME} returns no attention weights: model.set_attn_implementation('eager') does.")
+    if mask is not None and not isinstance(mask, tuple):
+        raise NotImplementedError(
+            f"{NAME} takes attention_mask as (B, Tk) with 1 for real tokens, but got a {type(mask).__name__} of shape "
+            f"{tuple(mask.shape)}. Use 'sdpa' for a mask of your own."
+        )
+
+
+def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
+    """The attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
+
+    Args:
+        module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
+        query, key, value: keys and values with those of the cache. All of plain width, or all folded.
+        attention_mask: result of `visible_keys`.
+        log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
+
+    Raises:
+        ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size; dropout,
+            attention weights or a mask that was not made by `visible_keys` is asked for.
+    """
+    refuse(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
+    visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
+    decoding, end = is_decoding(query, key, value), visible.end
+    if isinstance(end, torch.Tensor) and not decoding:
+        end = int(end)
+    if not isinstance(end, torch.Tensor):
+        key, value, end = key[:, :, :end], value[:, :, :end], None
+    cached = query.shape[2] < key.shape[2]
+    if visible.order is not None:
+        query, key, value = take(query, visible.query_order), take(key, visible.order), take(value, visible.order)
+        log_f = None if log_f is None else take(log_f, visible.query_order)
+
+    heads, head_dim = query.shape[1], module.head_dim
+    q, k, v = (x[..., :head_dim] for x in (query, key, value))
+    tolerance, bound = module.config.log_pruning_tolerance, logit_bound_of_norms(module)
+    if (
+        bound is not None and len(bound) != heads
+    ):  # a PrunedCache asks for some heads, and has dropped what they forgot
+        bound = None
+    if not cached:
+        log_f = q.new_zeros(q.shape[0], 1, q.shape[2], dtype=torch.float32) if log_f is None else log_f
+        log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
+        pruning = dict(log_pruning_tolerance=tolerance, logit_bound=bound)
+        o = forgetting_attention_triton(q, k, v, log_f, scale=scaling, first_key=visible.first_key, **pruning)
+    elif decoding:
+        gates, threshold = gates_in(module, key, heads), None
+        if tolerance is not None and bound is not None:
+            threshold = pruning_threshold(q, k.shape[2], tolerance, bound).contiguous()
+        o = attend_few(q, k, v, gates, -GATE_QUERY * scaling, visible.first_key, end, threshold, scaling)
+    else:
+        c = gates_in(module, key, heads).float().sum(-1).flatten(1, 2).double() * (
+            -GATE_QUERY * scaling
+        )  # (B, Hq, Tk)
+        if visible.real is not None:
+            c = c.masked_fill(~visible.real[:, None], 0.0)  # it falls along the row, as the pruning expects
+        stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
+        o = attend(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
+    if visible.order is not None:
+        o = take(o, visible.query_order.argsort(dim=-1))
+    return o.transpose(1, 2), None
+
+
+if triton is not None:
+    AttentionInterface.register(NAME, forgetting_triton_attention)
+    AttentionMaskInterface.register(NAME, visible_keys)

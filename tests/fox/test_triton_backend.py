@@ -1,0 +1,340 @@
+"""attn_implementation="forgetting_triton" gives the model that eager attention gives: masks, caches, gradients, errors.
+
+On a CPU the kernels run in Triton's interpreter, slowly: the models and the lengths are tiny.
+"""
+
+import copy
+
+import pytest
+import torch
+
+
+pytest.importorskip("triton")
+from tiny_fox import ROPE, TINY, logits, tokens
+from transformers import DynamicCache, StaticCache
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, triton_fox
+from hf_longctx.fox.backend_fox import logit_bound_of_norms
+from hf_longctx.fox.triton_fox import count_pruned_blocks
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not triton_fox.INTERPRETED.value,
+        reason="triton was imported without TRITON_INTERPRET=1, and there is no GPU",
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy speaks up at exp2(-inf), log2(0)
+]
+SMALL = TINY | dict(num_hidden_layers=1, num_key_value_heads=2)
+VARIANTS = {
+    "llama": lambda: FoxConfig(**SMALL),
+    "one gate per key head": lambda: FoxConfig(**SMALL, forget_gate_per_kv_head=True),
+    "pro with rope": lambda: FoxConfig.pro(**SMALL, rope_parameters=ROPE),
+    "window": lambda: FoxConfig(**SMALL, sliding_window=7),
+    "pro with a window": lambda: FoxConfig.pro(**SMALL, sliding_window=7),
+    "no gate": lambda: FoxConfig(**SMALL, forget_gate="none", rope_parameters=ROPE),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def make(variant, backend="forgetting_triton", **changes):
+    """A small model whose every parameter is far from its initial value."""
+    torch.manual_seed(0)
+    config = VARIANTS[variant]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = FoxForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.set_attn_implementation(backend)
+    return model.to(DEVICE)
+
+
+def draw(batch, length, seed=1):
+    return tokens(batch, length, seed).to(DEVICE)
+
+
+def holes(batch, length, *spans):
+    """attention_mask of ones, with zeros in [start, stop) of each row."""
+    mask = torch.ones(batch, length, dtype=torch.long, device=DEVICE)
+    for row, (start, stop) in zip(mask, spans):
+        row[start:stop] = 0
+    return mask
+
+
+def check(got, want, atol=5e-5, rtol=1e-3):
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+def loss_and_gradients(model, ids, mask=None, **kwargs):
+    labels = ids  # neither padding, nor what padding would predict
+    if mask is not None:
+        labels = ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
+    out = model(ids, attention_mask=mask, labels=labels, use_cache=False, **kwargs)
+    out.loss.backward()
+    real = slice(None) if mask is None else mask.bool()
+    return out.logits.detach()[real], {name: p.grad for name, p in model.named_parameters()}
+
+
+ROWS = {
+    "causal": {},
+    "left padding": {"mask": [(0, 0), (0, 30)]},
+    "right padding": {"mask": [(3, 38), (30, 38)]},
+    "padding in the middle": {"mask": [(5, 9), (33, 36)]},
+    "packed": {"documents": [5, 1, 20, 12]},
+}
+
+
+def rows(kind):
+    kind = ROWS[kind]
+    if "documents" in kind:
+        position_ids = torch.cat([torch.arange(n, device=DEVICE) for n in kind["documents"]])[None]
+        return draw(1, 38), {"position_ids": position_ids}
+    mask = holes(2, 38, *kind["mask"]) if "mask" in kind else None
+    return draw(2, 38), {"mask": mask}
+
+
+@pytest.mark.parametrize(
+    "variant, kind",
+    [
+        *[("llama", kind) for kind in ROWS],
+        *[(variant, "causal") for variant in VARIANTS if variant != "llama"],
+        ("one gate per key head", "padding in the middle"),
+        ("pro with rope", "packed"),
+        ("pro with a window", "padding in the middle"),
+        ("window", "packed"),
+    ],
+)
+def test_logits_and_gradients_of_all_parameters_equal_eager(variant, kind):
+    ids, kwargs = rows(kind)
+    got, gradients = loss_and_gradients(make(variant), ids, **kwargs)
+    want, expected = loss_and_gradients(make(variant, "eager"), ids, **kwargs)
+    check(got, want)
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        check(gradients[name], gradient, atol=1e-5)
+
+
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=48),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "variant, spans, chunks",
+    [
+        ("llama", None, [20, 1, 17]),
+        ("one gate per key head", [(0, 0), (0, 15)], [19, 19]),
+        ("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16]),
+        ("window", None, [5, 1, 1, 1, 30]),
+        ("pro with a window", [(0, 3), (22, 25)], [20, 17, 1]),
+        ("llama", [(12, 15), (0, 0)], [10, 1, 10, 17]),
+        ("no gate", [(0, 3), (0, 0)], [18, 1, 19]),
+    ],
+)
+def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cache):
+    ids, model = draw(2, sum(chunks)), make(variant)
+    mask = None if spans is None else holes(2, sum(chunks), *spans)
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, pieces, end = CACHES[cache](model.config), [], 0
+    for chunk in ids.split(chunks, dim=1):
+        begin, end = end, end + chunk.shape[1]
+        seen = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+        pieces.append(logits(model, chunk, past_key_values=cache, **seen))
+    want = logits(make(variant, "eager"), ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    real = slice(None) if mask is None else mask.bool()
+    check(torch.cat(pieces, dim=1)[real], want[real])
+
+
+@pytest.mark.parametrize("variant", ["llama", "pro with a window"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(cache_implementation="static", disable_compile=True)], ids=["dynamic", "static"]
+)
+def test_generation(variant, options):
+    """Left padding, a prompt longer than what the decoding kernel takes, and more than one window of new tokens."""
+    ids, mask = draw(2, 20), holes(2, 20, (0, 0), (0, 6))
+    settings = dict(max_new_tokens=9, do_sample=False, eos_token_id=None, attention_mask=mask)
+    settings |= dict(return_dict_in_generate=True, output_logits=True)
+    got = make(variant).generate(ids, **settings, **options)
+    want = make(variant, "eager").generate(ids, **settings, use_cache=False)
+    assert torch.equal(got.sequences, want.sequences)
+    for x, y in zip(got.logits, want.logits):
+        check(x, y)
+
+
+def test_a_gradient_through_the_cache():
+    ids, gradients = draw(1, 34), []
+    for backend in ("forgetting_triton", "eager"):
+        model = make("llama", backend)
+        cache = model(ids[:, :14]).past_key_values
+        model(ids[:, 14:], past_key_values=cache).logits.square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        check(gradients[0][name], gradient, atol=1e-5)
+
+
+def test_a_bfloat16_model_learns_the_exact_gradient_of_its_gates():
+    """The folded gate rounds this gradient to bfloat16 in each key; here it never leaves float32."""
+    ids, error = draw(1, 40), {}
+    _, exact = loss_and_gradients(make("llama", "eager").double(), ids)
+    for backend in ("forgetting_triton", "sdpa"):
+        _, gradients = loss_and_gradients(make("llama", backend).bfloat16(), ids)
+        name = "model.layers.0.self_attn.f_proj.bias"
+        error[backend] = ((gradients[name] - exact[name]).norm() / exact[name].norm()).item()
+    assert error["forgetting_triton"] < error["sdpa"]
+
+
+def test_autocast_and_checkpointing():
+    ids = draw(1, 20)
+    _, plain = loss_and_gradients(make("pro with rope").train(), ids)
+    model = make("pro with rope").train()
+    getattr(model, "activation_checkpointing_enable", None or model.gradient_checkpointing_enable)()
+    for name, gradient in loss_and_gradients(model, ids)[1].items():
+        check(gradient, plain[name])
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got, want = (logits(make("pro with rope", backend), ids) for backend in ("forgetting_triton", "eager"))
+    exact = logits(make("pro with rope", "eager"), ids)
+    assert (got - exact).norm() <= 2 * (want - exact).norm()
+
+
+# --- compilation -----------------------------------------------------------------------------------------------------
+
+
+def compiled(model):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("kind", ["left padding", pytest.param("packed", marks=pytest.mark.slow)])
+def test_training_compiles_to_one_graph(kind):
+    ids, kwargs = rows(kind)
+    model = make("pro with rope")
+    model.model.forward = compiled(model.model.forward)
+    got, gradients = loss_and_gradients(model, ids, **kwargs)
+    want, expected = loss_and_gradients(make("pro with rope"), ids, **kwargs)
+    check(got, want)
+    for name, gradient in expected.items():
+        check(gradients[name], gradient, atol=1e-5)
+
+
+def test_decoding_with_a_static_cache_compiles_to_one_graph():
+    """One graph for every step: how many keys there are is known to the device only."""
+    ids, model = draw(2, 24), make("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    want = logits(model, ids, use_cache=False)
+    check(logits(model, ids[:, :20], past_key_values=cache), want[:, :20])
+    step = compiled(model)
+    for t in range(20, 24):
+        check(logits(step, ids[:, t : t + 1], past_key_values=cache), want[:, t : t + 1])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_chunk_with_a_static_cache():
+    ids, model = draw(2, 40), make("llama")
+    cache = StaticCache(config=model.config, max_cache_len=48)
+    want = logits(model, ids, use_cache=False)
+    logits(model, ids[:, :20], past_key_values=cache)
+    check(logits(compiled(model), ids[:, 20:], past_key_values=cache), want[:, 20:])
+
+
+# --- pruning ---------------------------------------------------------------------------------------------------------
+
+
+def close_gates(model, log_f):
+    for layer in model.model.layers:
+        layer.self_attn.f_proj.weight.data.zero_()
+        layer.self_attn.f_proj.bias.data.fill_(log_f)  # log sigmoid(x) is about x far below 0
+    return model
+
+
+@pytest.mark.parametrize("variant", ["llama", "pro with rope"])
+def test_closing_gates_are_pruned_and_nothing_changes(variant):
+    ids, bias = draw(1, 120), -3.0
+    with count_pruned_blocks() as blocks:
+        pruned = logits(close_gates(make(variant), bias), ids)
+    assert 0 < blocks.pruned < blocks.total
+    with count_pruned_blocks() as blocks:
+        dense = logits(close_gates(make(variant, log_pruning_tolerance=None), bias), ids)
+    assert blocks.total == 0
+    check(pruned, dense)
+
+
+def test_decoding_leaves_out_what_is_forgotten():
+    """Early keys of the cache are overwritten with NaN: the pruned decoding never reads them, the dense one does."""
+    model, ids = close_gates(make("pro with rope"), -3.0), draw(1, 120)
+    with torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+    poisoned = copy.deepcopy(cache)
+    layer = poisoned.layers[0]
+    layer.values[:, :, :32] = torch.nan
+    layer.keys[:, :, :32, : model.config.head_dim] = torch.nan
+    want = logits(model, ids[:, -1:], past_key_values=cache)
+    check(logits(model, ids[:, -1:], past_key_values=copy.deepcopy(poisoned)), want)
+    model.config.log_pruning_tolerance = None
+    assert logits(model, ids[:, -1:], past_key_values=poisoned).isnan().all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_norms_bound_every_logit(shared):
+    config = FoxConfig(**SMALL, qk_norm=True, qk_norm_shared=shared, rope_parameters=ROPE)
+    layer = FoxForCausalLM(config).bfloat16().model.layers[0].self_attn
+    for norm in (layer.q_norm, layer.k_norm):
+        norm.weight.data.normal_(std=3.0)
+    same = torch.ones(config.num_attention_heads, config.head_dim).bfloat16()  # the worst case: parallel q and k
+    q, k = layer.q_norm(same), layer.k_norm(same[:: config.num_attention_heads // config.num_key_value_heads])
+    k = k.repeat_interleave(layer.num_key_value_groups, dim=0)
+    largest = layer.scaling * q.float().norm(dim=-1) * k.float().norm(dim=-1)
+    assert (largest <= logit_bound_of_norms(layer)).all()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def own_mask(model):
+    return {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE)}
+
+
+BAD = {
+    "own mask": (
+        dict(attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool)),
+        NotImplementedError,
+        "mask of your own",
+    ),
+    "weights": (dict(output_attentions=True), ValueError, "no attention weights"),
+}
+
+
+@pytest.mark.parametrize("kwargs, error, words", BAD.values(), ids=BAD)
+def test_what_it_cannot_do_is_refused(kwargs, error, words):
+    with pytest.raises(error, match=words):
+        make("llama")(draw(1, 6), **kwargs)
+
+
+def test_dropout_is_refused():
+    with pytest.raises(ValueError, match="no attention dropout"):
+        make("llama", attention_dropout=0.1).train()(draw(1, 6))
+
+
+def test_large_heads_are_refused_when_the_model_is_made():
+    config = FoxConfig(**TINY | dict(hidden_size=32, num_attention_heads=1, head_dim=320))
+    with pytest.raises(NotImplementedError, match="head size 320"):
+        FoxForCausalLM._from_config(config, attn_implementation="forgetting_triton")
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
+    monkeypatch.setattr(triton_fox, "INTERPRETED", triton_fox.tl.constexpr(False))
+    with pytest.raises(ValueError, match="Triton compiles for GPUs"):
+        make("llama").cpu()(tokens(1, 6))
+
+
+def test_without_triton_the_request_names_the_reason(monkeypatch):
+    monkeypatch.setattr(triton_fox, "triton", None)
+    model = make("llama", "sdpa")
+    with pytest.raises(ImportError, match=r"needs triton: pip install"):
+        model.set_attn_implementation("forgetting_triton")
+    assert model.config._attn_implementation == "sdpa"
