@@ -21,3 +21,16 @@ def golden() -> Path:
     if not GOLDEN.is_dir():
         pytest.skip(f"golden data not found at {GOLDEN}")
     return GOLDEN
+
+
+# Marks that transformers' own tests carry (transformers_sdist.py).
+UPSTREAM_MARKS = """
+    accelerate_tests executorch_export_test flash_attn_3_test flash_attn_4_test flash_attn_test generate
+    is_expert_parallel_test is_fsdp_test is_tensor_parallel_test is_training_test onnx_export_test openvino_export_test
+    timeout torch_compile_test torch_export_test
+"""
+
+
+def pytest_configure(config):
+    for mark in UPSTREAM_MARKS.split():
+        config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")

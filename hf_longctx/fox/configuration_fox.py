@@ -7,6 +7,7 @@ from transformers.configuration_utils import PreTrainedConfig
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
 OUTPUT_GATES = ("sigmoid", "silu")
+LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 
 
 @strict
@@ -84,7 +85,6 @@ class FoxConfig(PreTrainedConfig):
     k_shift: bool = False
     v_shift: bool = False
     sliding_window: int | None = None
-    layer_types: list[str] | None = None
     log_pruning_tolerance: float | int | None = -10.0
     format_version: int = FORMAT_VERSION
 
@@ -98,24 +98,36 @@ class FoxConfig(PreTrainedConfig):
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
-        # The token shift is a one-token convolution beside the attention: transformers caches both in a "hybrid" layer.
-        shifted = self.k_shift or self.v_shift
-        if self.sliding_window is None:
-            layer_type = "hybrid" if shifted else "full_attention"
-        else:
-            layer_type = "hybrid_sliding" if shifted else "sliding_attention"
-        expected_layer_types = [layer_type] * self.num_hidden_layers
-        if self.layer_types is None:
-            self.layer_types = expected_layer_types
-        elif self.layer_types != expected_layer_types:
-            raise ValueError(
-                f"layer_types is {self.layer_types}; with k_shift={self.k_shift}, v_shift={self.v_shift} and "
-                f'sliding_window={self.sliding_window} every FoX layer is "{layer_type}". Leave layer_types out.'
-            )
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
         if without_rope:
             self.rope_parameters = None  # the base class fills in a default
+
+    @property
+    def layer_types(self):
+        """What transformers makes a cache by; it follows from the other fields, so a change of theirs changes it."""
+        # The token shift is a one-token convolution beside the attention: transformers caches both in a "hybrid" layer.
+        if self.k_shift or self.v_shift:
+            layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
+        else:
+            layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [layer_type] * self.num_hidden_layers
+
+    @layer_types.setter
+    def layer_types(self, value):
+        if value is not None and value != self.layer_types:
+            raise ValueError(
+                f"layer_types is {value}; with k_shift={self.k_shift}, v_shift={self.v_shift} and "
+                f"sliding_window={self.sliding_window} those of a FoX are {self.layer_types}. Leave layer_types out."
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        # The layer types in a folder are of before `kwargs`, which may set another depth or window.
+        layer_types = config_dict.get("layer_types") or []
+        if len(set(layer_types)) == 1 and layer_types[0] in LAYER_TYPES:
+            config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
+        return super().from_dict(config_dict, **kwargs)
 
     def _check_heads(self):
         if self.num_key_value_heads is None:

@@ -415,7 +415,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
 
     back = read_config(kind, config_dict)
     # What an initial value or a default follows from, but no logit depends on.
-    free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "layer_types", "format_version"}
+    free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "format_version"}
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
     lost = [

@@ -572,6 +572,13 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def _get_static_cache_init_shape(self):
+        """Key heads and width of a static cache that `generate` makes before the first token: room for the decay too."""
+        shape = super()._get_static_cache_init_shape()
+        if shape is None or self.config.forget_gate == "none":
+            return shape
+        return shape[0], folded_width(self.config.head_dim, self.model.layers[0].self_attn.gates_per_key, self.device)
+
     @can_return_tuple
     def forward(
         self,

@@ -90,6 +90,9 @@ GENERATION = {
     "static cache": dict(cache_implementation="static", disable_compile=True),
     "prompt lookup": dict(prompt_lookup_num_tokens=3),
     "chunked prefill": dict(prefill_chunk_size=5),
+    "chunked prefill into a static cache": dict(
+        prefill_chunk_size=5, cache_implementation="static", disable_compile=True
+    ),
 }
 
 
@@ -290,6 +293,8 @@ BAD_CONFIGS = {
     "times upside down": (dict(forget_gate="fixed", decay_time_min=8, decay_time_max=2), "0 < min <= max"),
     "odd head with rope": (dict(hidden_size=36, rope_parameters=ROPE), "head_dim=9 is odd"),
     "layer types": (dict(layer_types=["full_attention", "sliding_attention"]), "Leave layer_types out"),
+    "layer types without a window": (dict(layer_types=["sliding_attention"] * 2), "Leave layer_types out"),
+    "unknown layer types": (dict(layer_types=["mamba", "mamba"]), "Leave layer_types out"),
     "newer format": (dict(format_version=99), "format version 99"),
 }
 
@@ -306,6 +311,21 @@ def test_a_folder_of_a_newer_format_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 2}))
     with pytest.raises(ValueError, match=r"format version 2.*Upgrade"):
         AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("saved", [None, ["full_attention"] * 2], ids=["as we save it", "with its layer types"])
+def test_a_folder_can_be_loaded_with_another_depth_or_window(saved, tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": saved}))
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1, sliding_window=7)
+    assert changed.config.layer_types == ["sliding_attention"]
+    first_layer = make("window")  # of the same weights
+    del first_layer.model.layers[1]
+    torch.testing.assert_close(logits(changed, tokens()), logits(first_layer, tokens()), atol=2e-5, rtol=1e-4)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention", "mamba"]}))
+    with pytest.raises(ValueError, match="Leave layer_types out"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
