@@ -177,7 +177,13 @@ class FoxAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, H, D)
+        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if k.shape[-1] % self.head_dim:
+            raise ValueError(
+                f"tensor parallelism has split a head: {self.config.num_key_value_heads} key heads cannot be shared out "
+                "evenly. Choose a tp_size that divides num_key_value_heads."
+            )
+        q, k, v = (y.view(heads) for y in (q, k, v))  # (B, T, H, D)
         if cache is not None:  # continuous batching
             q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
             attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
@@ -268,6 +274,11 @@ class FoxAttention(nn.Module):
             # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
             q, k, v = (y.to(torch.get_autocast_dtype(x.device.type)) for y in (q, k, v))
         log_f = self.f_proj(x)  # (B, H, T), or (B, Hkv, T)
+        if log_f.shape[1] != self.gates_per_key * k.shape[1]:
+            raise ValueError(
+                f"tensor parallelism splits {log_f.shape[1]} fixed gates not at all, and the key heads into parts of "
+                f'{k.shape[1]}. Give the model gates that can be split: forget_gate="bias_only".'
+            )
         if padding_mask is not None:
             log_f = log_f * padding_mask[:, None].to(log_f.dtype)  # padding does not decay
         c = running_sum(log_f, places)
@@ -550,6 +561,9 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
     """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FoxConfig):
         super().__init__(config)
