@@ -53,6 +53,34 @@ class FoxConfig(PreTrainedConfig):
     model_type = "fox"
     keys_to_ignore_at_inference = ("past_key_values",)
     default_theta = 500_000.0
+    # Tensor parallelism splits every layer by heads. Rules of modules that a configuration leaves out are dropped.
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.k_shift_proj": "colwise",
+        "layers.*.self_attn.v_shift_proj": "colwise",
+        # The gate is no nn.Linear: "packed_colwise" runs it on this rank's heads and sums the gradients of its input.
+        "layers.*.self_attn.f_proj": "packed_colwise",
+        "layers.*.self_attn.f_proj.weight": "colwise",
+        "layers.*.self_attn.f_proj.bias": "colwise",
+        "layers.*.self_attn.q_norm": "local_params",
+        "layers.*.self_attn.q_norm.weight": "colwise",
+        "layers.*.self_attn.k_norm": "local_params",
+        "layers.*.self_attn.k_norm.weight": "colwise",
+        "layers.*.self_attn.o_norm": "local_params",
+        "layers.*.self_attn.o_norm.weight": "colwise",
+        "layers.*.self_attn.g_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -98,6 +126,7 @@ class FoxConfig(PreTrainedConfig):
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
+        self.base_model_tp_plan = self._tp_plan()
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
         if without_rope:
@@ -128,6 +157,28 @@ class FoxConfig(PreTrainedConfig):
         if len(set(layer_types)) == 1 and layer_types[0] in LAYER_TYPES:
             config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
         return super().from_dict(config_dict, **kwargs)
+
+    def _tp_plan(self):
+        present = {
+            "f_proj": self.forget_gate != "none",
+            "f_proj.weight": self.forget_gate == "full",
+            "f_proj.bias": self.forget_gate in ("full", "bias_only"),
+            "k_shift_proj": self.k_shift,
+            "v_shift_proj": self.v_shift,
+            "q_norm": self.qk_norm,
+            "k_norm": self.qk_norm,
+            "o_norm": self.output_norm,
+            "g_proj": self.output_gate is not None,
+        }
+        plan = {}
+        for rule, style in type(self).base_model_tp_plan.items():
+            name = rule.rpartition("self_attn.")[2]
+            module = name.partition(".")[0]
+            if self.qk_norm_shared and module in ("q_norm", "k_norm"):
+                style = "replicated_with_grad_allreduce" if name == module else "replicate"
+            if present.get(name, present.get(module, True)):
+                plan[rule] = style
+        return plan
 
     def _check_heads(self):
         if self.num_key_value_heads is None:

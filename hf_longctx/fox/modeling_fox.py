@@ -179,7 +179,13 @@ class FoxAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, H, D)
+        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if k.shape[-1] % self.head_dim:
+            raise ValueError(
+                f"tensor parallelism has split a head: {self.config.num_key_value_heads} key heads cannot be shared out "
+                "evenly. Choose a tp_size that divides num_key_value_heads."
+            )
+        q, k, v = (y.view(heads) for y in (q, k, v))  # (B, T, H, D)
         takes_gates = self.config._attn_implementation == FORGETTING_TRITON
         if cache is not None:  # continuous batching
             q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
@@ -190,7 +196,7 @@ class FoxAttention(nn.Module):
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
             if position_embeddings is not None:
                 q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-            log_f = self.log_forget_gate(x, padding_mask)  # (B, H, T), or (B, Hkv, T)
+            log_f = self.log_forget_gate(x, k.shape[1], padding_mask)  # (B, H, T), or (B, Hkv, T)
             if log_f is not None and not (takes_gates and past_key_values is None):
                 q, k, v = self.fold_forget_gate(log_f, q, k, v, places, past_key_values)  # (B, H, T, D')
             if past_key_values is not None:
@@ -267,11 +273,16 @@ class FoxAttention(nn.Module):
             return torch.zeros_like(current[:, :1])
         return layers[self.layer_idx].conv_states[0][..., -1:].mT.to(current)
 
-    def log_forget_gate(self, x, padding_mask):
+    def log_forget_gate(self, x, kv_heads, padding_mask):
         """log f of the new tokens, (B, H or Hkv, T) fp32, 0 at padding, which does not decay; None without a gate."""
         if self.f_proj is None:
             return None
         log_f = self.f_proj(x)
+        if log_f.shape[1] != self.gates_per_key * kv_heads:
+            raise ValueError(
+                f"tensor parallelism splits {log_f.shape[1]} fixed gates not at all, and the key heads into parts of "
+                f'{kv_heads}. Give the model gates that can be split: forget_gate="bias_only".'
+            )
         return log_f if padding_mask is None else log_f * padding_mask[:, None].to(log_f.dtype)
 
     def fold_forget_gate(self, log_f, q, k, v, places, past_key_values):
@@ -565,6 +576,9 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
     """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FoxConfig):
         super().__init__(config)
