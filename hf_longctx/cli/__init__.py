@@ -7,13 +7,14 @@ import argparse
 import sys
 
 from .. import __version__
-from . import convert, curve, generate, register_metrics, rope, train_demo
+from . import convert, curve, gates, generate, register_metrics, rope, train_demo
 
 
 COMMANDS = {
     "curve": curve,
     "rope": rope,
     "generate": generate,
+    "gates": gates,
     "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,

@@ -12,13 +12,16 @@ Gates are at most 1, so `c` only falls: what holds for query t holds for every l
 Without S, every query i >= t loses attention weight of at most `tolerance`, and its output `o_i` moves by at most
 `2 * tolerance * max_S,kept |v_j|`: with lost weight d, `o_i = (1 - d) * pruned_i + d * (a mean of the lost values)`.
 
-(1) holds if each of L lost keys has `c_t - c_j <= -(2U + log L) + log tolerance`, the rule of adaptive computation pruning
-(arXiv 2504.06949) for one block of a known length. The sum needs no L and so holds however long generation goes on: the
-cache carries `log sum_{j in S} exp(-c_j)` along and charges every key that it drops to the same budget.
+(1) holds if each of L lost keys has `c_t - c_j <= -(2U + log L) + log tolerance`, the rule of adaptive computation
+pruning (arXiv 2504.06949) where L is known. The sum needs no L and so holds however long generation goes on: the cache
+carries it along, as it fades, and charges all keys that it drops to the same budget.
 
-The left side of (1) grows with every key and old keys have faded most, so a head forgets from the left: what remains of it
-is a suffix. Heads of similar length share tensors, and attention runs once per such group, through the model's own
+The left side of (1) grows with every key and old keys have faded most, so a head forgets from the left: what remains of
+it is a suffix. Heads of similar length share tensors, and attention runs once per such group, through the model's own
 attention function, on the last columns of its own mask. Attention of the remaining keys is exact.
+
+It is more exact than with a full cache, in fact. The float32 `c` loses resolution as it falls (0.008 at -1e5), but softmax
+does not see what is added to all keys of a head: pruning sets the `c` of the last token back to 0.
 
 **What `U` is.** `logit_bound="weights"`: of the weights alone, so it holds for every input. With QK-norm each head's queries
 and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d` is small. Without it
@@ -35,7 +38,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
 
-from .attention_fox import folded_width, unfold_decay
+from .attention_fox import fold_keys, folded_width, unfold_decay
 from .backend_fox import ROUNDING, logit_bound_of_norms
 
 
@@ -141,8 +144,7 @@ class PrunedLayer(DynamicLayer):
         self.length = 0  # tokens seen
         self.pruned_at = 0  # `length` when something was dropped last: there is no way back behind it
         self.since_pruning = 0
-        self.log_lost = None  # log sum_{dropped j} exp(-c_j), (B, Hkv, G), fp64
-        self.log_spent = None  # log_lost + c when it was pruned: (1) for the query that loses most
+        self.log_lost = None  # log of (1)'s left side when it was pruned last, (B, Hkv, G, 1), fp64
         self.worst = -math.inf  # log of the largest weight that a query may have lost before the last pruning
         self.largest_query = self.largest_key = None
 
@@ -157,7 +159,9 @@ class PrunedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.since_pruning >= self.prune_every:
+            before = self._decay(self.keys, self.kv_heads)  # from which the new keys have counted on
             self.prune()
+            key_states = self._fold(key_states, self._decay(key_states, self.kv_heads) - before)
         if not self.groups:
             capacity = key_states.shape[2] + self.prune_every
             everyone = list(range(self.kv_heads))
@@ -214,6 +218,15 @@ class PrunedLayer(DynamicLayer):
             before = getattr(self, name)
             setattr(self, name, norm if before is None else torch.maximum(before, norm))
 
+    def _decay(self, keys, heads):
+        """c of folded keys (B, h, n, D'), since the last pruning: (B, h, G, n) fp64."""
+        c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling)
+        return c.unflatten(1, (heads, self.gates_per_key)).double()
+
+    def _fold(self, keys, c):
+        """Folded keys (B, h, n, D') with another c, (B, h, G, n)."""
+        return fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
+
     def logit_bound(self):
         """U of each gate, (Hkv, G): of the weights, or of the queries and keys seen so far."""
         bound = self.weight_bound
@@ -223,28 +236,22 @@ class PrunedLayer(DynamicLayer):
 
     @torch.no_grad()
     def prune(self):
-        """Drop what every query to come may lose by (1), in all rows alike."""
+        """Drop what every query to come may lose by (1), in all rows alike, and count c from the last token on."""
         self.since_pruning = 0
         if not self.groups or self.length == 0:
             return
         self.worst = self.log_lost_weight()
         bound = self.logit_bound().to(self.device) * (HEADROOM if self.weight_bound is None else 1)
-        if self.log_lost is None:
-            size = (self.groups[0].keys.shape[0], self.kv_heads, self.gates_per_key)
-            self.log_lost = torch.full(size, -math.inf, dtype=torch.float64, device=self.device)
-        now = unfold_decay(self.keys, self.head_dim, self.gates_per_key, self.scaling)  # (B, H, 1)
-        now = now.unflatten(1, (self.kv_heads, -1)).double()
-        budget = self.log_tolerance - 2 * bound[..., None] - now  # of log_lost, (B, Hkv, G, 1)
+        now = self._decay(self.keys, self.kv_heads)  # (B, Hkv, G, 1)
+        self.log_lost = now - math.inf if self.log_lost is None else self.log_lost + now
 
-        lost, place, available, needed = {}, {}, [0] * self.kv_heads, [0] * self.kv_heads
+        kept_by, available, needed = {}, [0] * self.kv_heads, [0] * self.kv_heads
         for group in self.groups:
-            keys = group.keys[:, :, : group.length]
-            c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling).double()
-            c = c.unflatten(1, (len(group.heads), -1))  # (B, h, G, n)
-            losses = torch.logaddexp(self.log_lost[:, group.heads, :, None], (-c).logcumsumexp(-1))
-            droppable = (losses <= budget[:, group.heads]).sum(-1).amin((0, 2))  # (h,)
-            for i, (head, count) in enumerate(zip(group.heads.tolist(), droppable.tolist())):
-                lost[head], place[head] = losses[:, i], (group, i)
+            c = self._decay(group.keys[:, :, : group.length], len(group.heads)) - now[:, group.heads]  # (B, h, G, n)
+            lost = torch.logaddexp(self.log_lost[:, group.heads], (-c).logcumsumexp(-1))
+            droppable = lost + 2 * bound[group.heads][..., None] <= self.log_tolerance
+            for i, (head, count) in enumerate(zip(group.heads.tolist(), droppable.sum(-1).amin((0, 2)).tolist())):
+                kept_by[head] = (group.keys[:, i : i + 1], group.values[:, i], c[:, i : i + 1], lost[:, i])
                 available[head], needed[head] = group.length, group.length - count
 
         groups = []
@@ -252,17 +259,19 @@ class PrunedLayer(DynamicLayer):
             kept = HeadGroup.empty(heads, self.keys, length + self.prune_every, self.queries_per_key)
             kept.length = length
             for i, head in enumerate(heads):
-                group, at = place[head]
-                suffix = slice(group.length - length, group.length)
-                kept.keys[:, i, :length] = group.keys[:, at, suffix]
-                kept.values[:, i, :length] = group.values[:, at, suffix]
+                keys, values, c, lost = kept_by[head]
+                suffix = slice(available[head] - length, available[head])
+                kept.keys[:, i : i + 1, :length] = self._fold(keys[:, :, suffix], c[..., suffix])
+                kept.values[:, i, :length] = values[:, suffix]
                 if length < available[head]:
-                    self.log_lost[:, head] = lost[head][..., available[head] - length - 1]
+                    self.log_lost[:, head] = lost[..., suffix.start - 1 : suffix.start]
                     self.pruned_at = self.length
             groups.append(kept)
+        self.keys = fold_keys(
+            self.keys[..., : self.head_dim], torch.zeros_like(now).flatten(1, 2).float(), self.scaling
+        )
         self.groups = groups
         self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
-        self.log_spent = self.log_lost + now[..., 0]
         if self.weight_bound is None and self.worst > self.log_tolerance:
             logger.warning_once(
                 f"queries or keys grew beyond {HEADROOM} times what was seen when a PrunedCache dropped tokens: the "
@@ -272,9 +281,9 @@ class PrunedLayer(DynamicLayer):
 
     def log_lost_weight(self):
         """Log of a bound of the attention weight that any query so far has lost."""
-        if self.log_spent is None:
+        if self.log_lost is None:
             return self.worst
-        return max(self.worst, (self.log_spent + 2 * self.logit_bound().to(self.device)).max().item())
+        return max(self.worst, (self.log_lost[..., 0] + 2 * self.logit_bound().to(self.device)).max().item())
 
     def dropped(self):
         """Tokens dropped per key head, (Hkv,)."""
@@ -314,7 +323,7 @@ class PrunedLayer(DynamicLayer):
         for group in self.groups:
             group.select_rows(rows)
         if self.log_lost is not None:
-            self.log_lost, self.log_spent = (x.index_select(0, rows) for x in (self.log_lost, self.log_spent))
+            self.log_lost = self.log_lost.index_select(0, rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.reorder_cache(indices)

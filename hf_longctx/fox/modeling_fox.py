@@ -658,9 +658,7 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
         attention = self.model.layers[0].self_attn
         pages = copy.copy(config)
         pages.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
-        pages.layer_types = ["sliding_attention" if config.sliding_window else "full_attention"] * len(
-            self.model.layers
-        )
+        pages.k_shift = pages.v_shift = False  # so that its layers are of plain attention
         self.config = pages  # where the manager looks
         try:
             manager = super().init_continuous_batching(generation_config, batching, **kwargs)

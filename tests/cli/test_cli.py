@@ -43,6 +43,15 @@ def test_generate_continues_the_prompt(folder, capsys):
     assert capsys.readouterr().out.startswith("The import statement")
 
 
+def test_gates_draws_a_picture(folder, tmp_path, capsys):
+    output = tmp_path / "new folder" / "gates.png"
+    assert cli.main(["gates", str(folder), "--tokens", "40", "--layers", "0", "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert "40 tokens" in capsys.readouterr().out
+    assert cli.main(["gates", str(folder), "--tokens", "40", "--layers", "99"]) == 1
+    assert "layers is [99]" in capsys.readouterr().err
+
+
 def test_convert_there_and_back_and_from_a_llama(folder, tmp_path, capsys):
     theirs, ours = tmp_path / "official", tmp_path / "fox"
     assert cli.main(["convert", str(folder), str(theirs), "--to", "official"]) == 0

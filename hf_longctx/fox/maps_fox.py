@@ -1,0 +1,131 @@
+"""What the heads of a FoX forget and where they look: the matrices F and A of the paper's Figure 3, as arrays.
+
+`F_ij = exp(c_i - c_j)` is what is left of key j when query i comes, and `A = softmax(scale * q.k + log F)` the attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from .attention_fox import unfold_decay
+
+
+ELEMENTS_AT_A_TIME = 2**22  # of A: 16 MB
+
+
+@dataclass
+class HeadMap:
+    """F and A of one query head, NaN where the query does not see the key.
+
+    Args:
+        layer, head: which one; heads are query heads.
+        decay_time: tokens in which the head forgets by a factor e, the mean over the text.
+        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry stands
+            for block x block of the matrix: the mean of F, and the largest weight of A, which is sparse.
+        tokens: T, the length of the text.
+        block: 1, or as many tokens as one row and column stand for.
+    """
+
+    layer: int
+    head: int
+    decay_time: float
+    forget: torch.Tensor
+    attention: torch.Tensor
+    tokens: int
+    block: int
+
+
+def reduce_blocks(x, visible, block, largest):
+    """Mean, or largest entry, of the visible ones in each block of (R, T): (ceil(R / block), ceil(T / block)), else NaN."""
+    missing = [-size % block for size in reversed(x.shape)]
+    x, visible = (
+        torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        for y in (x, visible)
+    )
+    count = visible.sum((1, 3))
+    if largest:
+        reduced = x.masked_fill(~visible, -torch.inf).amax((1, 3))
+    else:
+        reduced = x.masked_fill(~visible, 0.0).sum((1, 3)) / count
+    return reduced.masked_fill(count == 0, torch.nan)
+
+
+class _Onlooker(DynamicCache):
+    """A cache that computes the maps of some heads as their queries and keys go by."""
+
+    def __init__(self, config, wanted, block):
+        super().__init__(config=config)
+        self.wanted, self.block, self.maps = wanted, block, {}
+
+    def wrap_attention(self, attention_function):
+        def attend(module, query, key, *args, **kwargs):
+            for head in self.wanted.get(module.layer_idx, []):
+                self.maps[module.layer_idx, head] = self.look(module, query, key, head)
+            return attention_function(module, query, key, *args, **kwargs)
+
+        return attend
+
+    def look(self, module, query, key, head):
+        q, k = query[0, head].float(), key[0, head // module.num_key_value_groups].float()  # (T, D')
+        c = unfold_decay(key, module.head_dim, module.gates_per_key, module.scaling)[0].double()  # (H or Hkv, T)
+        c = c[head * len(c) // query.shape[1]]
+        length = len(c)
+        positions = torch.arange(length, device=c.device)
+        forget, attention = [], []
+        step = max(1, ELEMENTS_AT_A_TIME // length // self.block) * self.block
+        for rows in positions.split(step):
+            ago = rows[:, None] - positions
+            visible = (ago >= 0) & (ago < (module.sliding_window or length))
+            logits = (module.scaling * (q[rows] @ k.mT)).masked_fill(~visible, -torch.inf)
+            forget.append(reduce_blocks((c[rows, None] - c).clamp(max=0).exp().float(), visible, self.block, False))
+            attention.append(reduce_blocks(logits.softmax(-1), visible, self.block, True))
+        forgotten = (c[0] - c[-1]).item()
+        return HeadMap(
+            layer=module.layer_idx,
+            head=head,
+            decay_time=(length - 1) / forgotten if forgotten else float("inf"),
+            forget=torch.cat(forget).cpu(),
+            attention=torch.cat(attention).cpu(),
+            tokens=length,
+            block=self.block,
+        )
+
+
+@torch.no_grad()
+def head_maps(model, input_ids, layers=None, heads=None, resolution=384) -> list[HeadMap]:
+    """F and A of some heads over one text; memory grows with its length, not the square.
+
+    Args:
+        model: a FoX, with or without a head.
+        input_ids: (T,) or (1, T), at least 2 tokens.
+        layers, heads: which layers, and which query heads of each; None for all.
+        resolution: longest side of a map; longer texts are reduced block by block, see `HeadMap`.
+
+    Raises:
+        ValueError: the model has no forget gate, a layer or head does not exist, or the text is not one row of tokens.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "forget_gate", "none") == "none":
+        raise ValueError(f"this {type(model).__name__} has no forget gate to look at; it must be a FoX with one.")
+    input_ids = torch.as_tensor(input_ids, dtype=torch.long, device=model.device)
+    input_ids = input_ids[None] if input_ids.ndim == 1 else input_ids
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+        raise ValueError(f"input_ids is {tuple(input_ids.shape)}; give one row of at least 2 tokens, (T,) or (1, T).")
+    if resolution < 1:
+        raise ValueError(f"resolution is {resolution}; it must be at least 1.")
+    chosen = {}
+    for name, indices, count in (
+        ("layers", layers, config.num_hidden_layers),
+        ("heads", heads, config.num_attention_heads),
+    ):
+        chosen[name] = list(range(count)) if indices is None else list(indices)
+        if not chosen[name] or not set(chosen[name]) <= set(range(count)):
+            raise ValueError(f"{name} is {chosen[name]}; this model has {count}, from 0 to {count - 1}.")
+    block = -(-input_ids.shape[1] // resolution)
+    onlooker = _Onlooker(config, dict.fromkeys(chosen["layers"], chosen["heads"]), block)
+    base = getattr(model, model.base_model_prefix, model)  # the logits are of no interest
+    training = model.training
+    base.eval()(input_ids, past_key_values=onlooker, use_cache=True)
+    model.train(training)
+    return [onlooker.maps[layer, head] for layer in chosen["layers"] for head in chosen["heads"]]

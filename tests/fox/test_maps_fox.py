@@ -1,0 +1,114 @@
+"""The maps of F and A are those of the definition, whole and reduced."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox.maps_fox import head_maps, reduce_blocks
+
+
+TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+VARIANTS = {
+    "llama": lambda: FoxConfig(**TINY),
+    "pro, grouped heads": lambda: FoxConfig.pro(**TINY, num_key_value_heads=2),
+    "one gate per key head": lambda: FoxConfig(**TINY, num_key_value_heads=2, forget_gate_per_kv_head=True),
+    "window": lambda: FoxConfig(**TINY, sliding_window=7),
+}
+
+
+def make(variant):
+    torch.manual_seed(0)
+    model = FoxForCausalLM(VARIANTS[variant]()).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(length):
+    return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def by_definition(model, ids):
+    """F and A of every layer, (layers, Hq, T, T)."""
+    log_f = []
+    hooks = [
+        x.self_attn.f_proj.register_forward_hook(lambda m, i, out: log_f.append(out[0])) for x in model.model.layers
+    ]
+    model.set_attn_implementation("eager")
+    attention = torch.cat(model(ids[None], output_attentions=True).attentions)
+    for hook in hooks:
+        hook.remove()
+    model.set_attn_implementation("sdpa")
+    c = torch.stack(log_f).double().cumsum(-1)
+    c = c.repeat_interleave(attention.shape[1] // c.shape[1], dim=1)
+    return (c[..., :, None] - c[..., None, :]).exp().float(), attention
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_maps_are_those_of_the_definition(variant):
+    model, ids = make(variant), tokens(30)
+    forget, attention = by_definition(model, ids)
+    ago = torch.arange(30)[:, None] - torch.arange(30)
+    visible = (ago >= 0) & (ago < (model.config.sliding_window or 30))
+    maps = head_maps(model, ids)
+    assert [(x.layer, x.head) for x in maps] == [(layer, head) for layer in range(2) for head in range(4)]
+    for x in maps:
+        want_forget, want_attention = (y[x.layer, x.head] for y in (forget, attention))
+        assert torch.equal(x.forget.isnan(), ~visible) and torch.equal(x.attention.isnan(), ~visible)
+        torch.testing.assert_close(x.forget[visible], want_forget[visible], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(x.attention[visible], want_attention[visible], atol=1e-5, rtol=1e-4)
+        assert x.decay_time == pytest.approx(-29 / want_forget[-1, 0].log().item(), rel=1e-4)
+
+
+def test_a_long_text_is_reduced_block_by_block(monkeypatch):
+    monkeypatch.setattr("hf_longctx.fox.maps_fox.ELEMENTS_AT_A_TIME", 100)  # several pieces
+    model, ids = make("llama"), tokens(50)
+    (whole,) = head_maps(model, ids, layers=[1], heads=[2])
+    (reduced,) = head_maps(model, ids[None], layers=[1], heads=[2], resolution=13)
+    assert (whole.block, reduced.block, reduced.tokens) == (1, 4, 50)
+    assert reduced.forget.shape == reduced.attention.shape == (13, 13)
+    for i in range(13):
+        for j in range(13):
+            rows, columns = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
+            if j > i:
+                assert reduced.forget[i, j].isnan() and reduced.attention[i, j].isnan()
+            else:
+                torch.testing.assert_close(reduced.forget[i, j], whole.forget[rows, columns].nanmean())
+                torch.testing.assert_close(reduced.attention[i, j], whole.attention[rows, columns].nan_to_num(0).max())
+
+
+def test_blocks_need_not_fit():
+    x, visible = torch.arange(12.0).view(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    assert torch.equal(reduce_blocks(x, visible, 3, largest=True), torch.tensor([[10.0, 11.0]]))
+    assert torch.equal(reduce_blocks(x, visible, 3, largest=False), torch.tensor([[5.0, 7.0]]))
+
+
+def test_the_model_is_left_as_it_was():
+    model = make("llama").train()
+    head_maps(model, tokens(5))
+    assert model.training and model.model.training
+
+
+BAD = {
+    "two rows": (dict(input_ids=torch.zeros(2, 5)), "one row"),
+    "one token": (dict(input_ids=[3]), "at least 2 tokens"),
+    "layer": (dict(layers=[2]), r"layers is \[2\]; this model has 2"),
+    "head": (dict(heads=[-1]), r"heads is \[-1\]; this model has 4"),
+    "no head": (dict(heads=[]), r"heads is \[\]"),
+    "resolution": (dict(resolution=0), "resolution is 0"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        head_maps(**{"model": make("llama"), "input_ids": tokens(5), **changes})
+
+
+def test_models_without_a_gate_are_refused():
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    for model in (llama, FoxForCausalLM(FoxConfig(**TINY, forget_gate="none"))):
+        with pytest.raises(ValueError, match="no forget gate"):
+            head_maps(model, tokens(5))
