@@ -268,7 +268,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         seen = mask.new_ones(len(ids), 1)
         full_mask = torch.cat([seen, mask, seen], 1) if padded else None
         _, hidden = self._run(torch.cat([prompt, tokens, prompt], 1), full_mask, None)
-        return hidden[:, -1:]
+        return hidden[:, -1:].clone()
 
     def _segment(self, state, ids, mask, query, wanted, use_cache):
         """One segment, or what is known of it: sections 3.2 and 3.3 of the paper.
@@ -311,7 +311,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             keep = torch.arange(last - wanted, last, device=ids.device)
         logits, hidden = self._run(embeds[:, cached:], layout_mask, keep, kv_cache)
 
-        memory = hidden[:, -c.memory_tokens :] if close else None
+        memory = hidden[:, -c.memory_tokens :].clone() if close else None  # a view would keep all hidden states alive
         new = tokens - state.open_ids.shape[1]
         state = replace(state, open_ids=ids, open_mask=mask, position=state.position + new)
         state = replace(state, kv_cache=kv_cache, kv_length=embeds.shape[1])
