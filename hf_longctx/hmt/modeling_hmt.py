@@ -635,7 +635,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: there is no backbone to point to.
-            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format.
+            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or quantized.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         if not self.config.backbone_in_checkpoint:
@@ -650,6 +650,12 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 "The backbone is a PEFT model. Merge it (backbone.merge_and_unload()) before wrapping, wrap first and "
                 "then call get_peft_model(wrapper, ...), or save its adapters apart and set "
                 "config.backbone_in_checkpoint=False."
+            )
+        elif getattr(self.calls.model, "hf_quantizer", None) is not None:
+            raise NotImplementedError(
+                "The backbone is quantized, and its weights cannot be read back from a checkpoint of the wrapper. Set "
+                "config.backbone_in_checkpoint=False: the memory is saved, and from_pretrained(..., "
+                "quantization_config=...) loads the backbone from where it came."
             )
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 
