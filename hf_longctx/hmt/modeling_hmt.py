@@ -60,7 +60,7 @@ class HMTOutput(ModelOutput):
     """Output of `HMTWrapper`.
 
     loss: scalar, when labels were given.
-    logits: (B, T, V), or the last `logits_to_keep` positions.
+    logits: (B, T, V), or those of `logits_to_keep`.
     state: `HMTState` after the last token, with `use_cache=True`.
     recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
         (those in the recalled pages, then the latest); None for a segment that recalled nothing (the first one, or one
@@ -92,6 +92,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
+    reads_in_segments = True  # so the backbone's position limit is one for a segment, not for the input
     _is_stateful = True  # no assisted generation: a state cannot forget its last tokens
     _supports_sdpa = True  # attention is the backbone's business, which checks for itself
     _supports_flash_attn = True
@@ -172,7 +173,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             state: `HMTState` of an earlier call. In the causal mode any chunking gives the result of one piece; in the
                 paper mode a chunk may not end within the first j tokens of a segment.
             use_cache: return the state. Default: when one was given.
-            logits_to_keep: only the last so many positions get logits; 0 is all.
+            logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions, a long tensor (n,).
             score_from: score only predictions made at this position of their segment or later.
             pos_mask: (B, S), relevance of each segment; adds the official retrieval loss on the last segment's scores.
             output_recall: return recall scores, distances and memories.
@@ -191,6 +192,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         use_cache = state is not None if use_cache is None else use_cache
         self._check_loss_arguments(labels, logits_to_keep, score_from, pos_mask)
         state, mask = self._check_inputs(input_ids, attention_mask, labels, state, use_cache)
+        new, positions = input_ids.shape[1], None
+        if isinstance(logits_to_keep, torch.Tensor):
+            positions, logits_to_keep = logits_to_keep.to(input_ids.device), new - self._first_of(logits_to_keep, new)
 
         seen = state.open_ids.shape[1]  # tokens of the open segment that had their logits before
         ids, mask = torch.cat([state.open_ids, input_ids], 1), torch.cat([state.open_mask, mask], 1)
@@ -215,6 +219,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 logits[place] = early
 
         logits = torch.cat([x for x in logits if x is not None], 1)
+        if positions is not None:
+            logits = logits[:, positions - (new - logits_to_keep)]
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, seen, score_from, num_items_in_batch)
@@ -262,7 +268,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         seen = mask.new_ones(len(ids), 1)
         full_mask = torch.cat([seen, mask, seen], 1) if padded else None
         _, hidden = self._run(torch.cat([prompt, tokens, prompt], 1), full_mask, None)
-        return hidden[:, -1:]
+        return hidden[:, -1:].clone()
 
     def _segment(self, state, ids, mask, query, wanted, use_cache):
         """One segment, or what is known of it: sections 3.2 and 3.3 of the paper.
@@ -305,7 +311,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             keep = torch.arange(last - wanted, last, device=ids.device)
         logits, hidden = self._run(embeds[:, cached:], layout_mask, keep, kv_cache)
 
-        memory = hidden[:, -c.memory_tokens :] if close else None
+        memory = hidden[:, -c.memory_tokens :].clone() if close else None  # a view would keep all hidden states alive
         new = tokens - state.open_ids.shape[1]
         state = replace(state, open_ids=ids, open_mask=mask, position=state.position + new)
         state = replace(state, kv_cache=kv_cache, kv_length=embeds.shape[1])
@@ -464,13 +470,23 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         return state, mask
 
     def _check_loss_arguments(self, labels, logits_to_keep, score_from, pos_mask):
-        if labels is not None and logits_to_keep:
+        if labels is not None and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep):
             raise ValueError("labels need all logits; leave logits_to_keep at 0.")
         if labels is None and (score_from is not None or pos_mask is not None):
             raise ValueError("score_from and pos_mask are about the loss, which needs labels.")
         last = self.config.segment_length - 1
         if score_from is not None and not 0 <= score_from <= last:
             raise ValueError(f"score_from is {score_from}; it is a position within a segment, 0 to {last}.")
+
+    @staticmethod
+    def _first_of(positions, tokens):
+        first, last = (-1, -1) if positions.numel() == 0 else (positions.min().item(), positions.max().item())
+        if first < 0 or last >= tokens or positions.dim() != 1:
+            raise ValueError(
+                f"logits_to_keep has shape {tuple(positions.shape)} and reaches from {first} to {last}; as a tensor "
+                f"it must be a list of positions of this call, 0 to {tokens - 1}."
+            )
+        return first
 
     def _check_state(self, state, rows):
         differing = {k: v for k, v in self._signature().items() if state.signature.get(k) != v}
@@ -619,7 +635,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: there is no backbone to point to.
-            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format.
+            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or quantized.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         if not self.config.backbone_in_checkpoint:
@@ -634,6 +650,12 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 "The backbone is a PEFT model. Merge it (backbone.merge_and_unload()) before wrapping, wrap first and "
                 "then call get_peft_model(wrapper, ...), or save its adapters apart and set "
                 "config.backbone_in_checkpoint=False."
+            )
+        elif getattr(self.calls.model, "hf_quantizer", None) is not None:
+            raise NotImplementedError(
+                "The backbone is quantized, and its weights cannot be read back from a checkpoint of the wrapper. Set "
+                "config.backbone_in_checkpoint=False: the memory is saved, and from_pretrained(..., "
+                "quantization_config=...) loads the backbone from where it came."
             )
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 

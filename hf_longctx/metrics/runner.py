@@ -224,8 +224,11 @@ def position_limit(model: nn.Module) -> int | None:
     """How many tokens fit into the model's table of absolute positions; None if it has no such table.
 
     Looks for the table itself, learned or fixed, because `max_position_embeddings` is the end of one in some models
-    (GPT-2, OPT) and only a claim in others (rotary, ALiBi).
+    (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
+    segment at a time, so it limits no input.
     """
+    if getattr(model, "reads_in_segments", False):
+        return None
 
     def named(items):
         return (x for name, x in items if POSITION.search(name.rpartition(".")[2]) and not NOT_OF_TEXT.search(name))

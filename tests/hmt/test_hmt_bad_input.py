@@ -79,6 +79,11 @@ def test_tokens(make_wrapper, tokens):
         model(tokens, attention_mask=torch.ones(2, 50))
     with pytest.raises(ValueError, match="labels need all logits"):
         model(tokens, labels=tokens, logits_to_keep=1)
+    with pytest.raises(ValueError, match="labels need all logits"):
+        model(tokens, labels=tokens, logits_to_keep=torch.arange(3))
+    for positions in (torch.tensor([], dtype=torch.long), torch.tensor([43]), torch.tensor([-1]), torch.tensor([[0]])):
+        with pytest.raises(ValueError, match="a list of positions of this call, 0 to 42"):
+            model(tokens, logits_to_keep=positions)
     with pytest.raises(ValueError, match="needs labels"):
         model(tokens, score_from=4)
     for position in (-1, 8):

@@ -121,6 +121,15 @@ def test_only_the_last_logits_of_a_prompt_are_made(make_wrapper, tokens):
     torch.testing.assert_close(several, model(tokens).logits[:, -9:])
 
 
+def test_logits_of_any_positions(make_wrapper, tokens):
+    model, positions = make_wrapper(), torch.tensor([40, 11, 12, 20])
+    with torch.no_grad():
+        whole, state = model(tokens).logits, model(tokens[:, :5], use_cache=True).state
+        torch.testing.assert_close(model(tokens, logits_to_keep=positions).logits, whole[:, positions])
+        rest = model(tokens[:, 5:], state=state, logits_to_keep=positions - 5).logits
+    torch.testing.assert_close(rest, whole[:, positions], atol=1e-9, rtol=0)
+
+
 def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, tokens):
     model = make_wrapper(recall_mode="paper")
     inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import curve as core
 from hf_longctx.metrics.engine import predict_plainly as predict
 from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit
@@ -487,6 +488,13 @@ def test_position_tables_of_other_kinds():
     assert position_limit(model) is None
     model.pos_emb = nn.Parameter(torch.zeros(1, 7, 4))
     assert position_limit(model) == 7
+
+
+def test_a_position_table_that_serves_one_segment_at_a_time():
+    model = HMTWrapper.from_backbone(tiny_gpt2(n_positions=24), HMTConfig(segment_length=16, sensory_tokens=4))
+    assert position_limit(model) is None and position_limit(model.backbone) == 24
+    curve = forgetting_curve(model, CORPUS, lengths=[40], repeats=2)
+    assert [p.length for p in curve.points] == [40]
 
 
 def test_beyond_the_position_table():

@@ -1,0 +1,100 @@
+"""A small task that cannot be solved without memory: facts, one to a segment, and later questions about them.
+
+    write   [W key value  filler ...]
+    read    [R key  filler ...  A value  filler ...]
+
+Most of the filler of a segment repeats its key, as a text on a topic repeats its words, so a summary of a few tokens
+tells what the segment is about. Keys of one text differ; questions draw from them with replacement, otherwise they
+could be answered by elimination. Who remembers nothing is right for one of `writes` questions at best.
+
+The place of the answer decides what is measured. At 13 (of 16 tokens) it stands outside the first half, which the
+published recall reads before it predicts it. At 2 it stands before any key of its segment, as `[R A value key ...]`:
+no causal model can know which question is asked, and whoever answers nevertheless has read ahead.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+WRITE, READ, ANSWER = 1, 2, 3  # 0 is left to padding
+FIRST_KEY = 4
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """Sizes of the task.
+
+    Args:
+        segment_length: tokens per fact or question.
+        keys, values: how many there are. `keys` bounds the facts of a text.
+        noise: tokens without a meaning.
+        topic: share of the filler that repeats the segment's key; the rest is noise.
+        answer_at: position of the answer in a question, 2 or from 3 to segment_length - 1. At 2 the key follows it.
+
+    Raises:
+        ValueError: a size outside its range.
+    """
+
+    segment_length: int = 16
+    keys: int = 16
+    values: int = 16
+    noise: int = 28
+    topic: float = 0.6
+    answer_at: int = 13
+
+    def __post_init__(self):
+        if min(self.keys, self.values, self.noise) < 1 or not 0 <= self.topic <= 1:
+            raise ValueError(f"{self}: keys, values and noise must be at least 1, topic between 0 and 1.")
+        if not 2 <= self.answer_at < self.segment_length or self.segment_length < 4:
+            raise ValueError(
+                f"answer_at is {self.answer_at} in a segment of {self.segment_length}; it must be from 2 to the last "
+                "position, and a segment needs at least 4."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return FIRST_KEY + self.keys + self.values + self.noise
+
+    def sample(self, writes, reads, rows, generator):
+        """Random texts of `writes` facts and then `reads` questions.
+
+        Args:
+            writes: facts per text, 1 to `keys`.
+            reads: questions per text.
+            rows: texts.
+            generator: `torch.Generator`.
+
+        Returns:
+            ids (rows, (writes + reads) * segment_length), long; labels of the same shape, -100 but for the answers;
+            asked (rows, reads), long, which fact each question is about.
+
+        Raises:
+            ValueError: more facts than keys.
+        """
+        if not 1 <= writes <= self.keys:
+            raise ValueError(f"writes is {writes}; a text holds 1 to {self.keys} facts, one per key.")
+
+        def draw(low, count, *shape):
+            return low + torch.randint(count, shape, generator=generator)
+
+        order = torch.rand(rows, self.keys, generator=generator).argsort(1)
+        key, value = FIRST_KEY + order[:, :writes], draw(FIRST_KEY + self.keys, self.values, rows, writes)
+        asked = draw(0, writes, rows, reads)
+        key, value = (torch.cat([x, x.gather(1, asked)], 1) for x in (key, value))  # (rows, segments)
+
+        segments, length = writes + reads, self.segment_length
+        noise = draw(FIRST_KEY + self.keys + self.values, self.noise, rows, segments, length)
+        on_topic = torch.rand(rows, segments, length, generator=generator) < self.topic
+        ids = torch.where(on_topic, key[..., None], noise)
+        fact, question = ids[:, :writes], ids[:, writes:]
+        fact[..., 0], fact[..., 1], fact[..., 2] = WRITE, key[:, :writes], value[:, :writes]
+        question[..., 0] = READ
+        question[..., 3 if self.answer_at == 2 else 1] = key[:, writes:]
+        question[..., self.answer_at - 1], question[..., self.answer_at] = ANSWER, value[:, writes:]
+        labels = torch.full_like(ids, -100)
+        labels[:, writes:, self.answer_at] = value[:, writes:]
+        return ids.flatten(1), labels.flatten(1), asked
+
+
+__all__ = ["RecallTask"]

@@ -1,0 +1,69 @@
+"""Quantized backbones: the memory is never quantized, it learns through them, and a checkpoint points to them."""
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+
+
+SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
+
+
+class Int8Linear(torch.nn.Module):
+    """Weights in int8 with a scale per row, as weight-only quantizers keep them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x) * self.scale.to(x))
+
+
+def quantize(model):
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Int8Linear(module))
+    return model
+
+
+def test_weight_only(make_wrapper, llama, tokens):
+    exact = make_wrapper()(tokens).logits
+    quantize(llama)
+    model = make_wrapper()
+    out = model(tokens, labels=tokens)
+    assert 0 < (out.logits - exact).abs().max() < 0.3 * exact.std()
+    out.loss.backward()
+    assert all(p.grad.any() for p in model.memory.parameters())
+    assert model.memory.wq.dtype == torch.float64
+    ids = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    with torch.no_grad():
+        assert torch.equal(ids[:, 13:], model(ids).logits[:, 12:-1].argmax(-1))
+
+
+def test_a_checkpoint_with_quantized_weights_is_refused(make_wrapper, llama, tmp_path):
+    llama.hf_quantizer = object()
+    model = make_wrapper()
+    with pytest.raises(NotImplementedError, match="backbone_in_checkpoint=False"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bitsandbytes(llama, tokens, tmp_path):
+    """8 bits, as far as it works on a CPU. Runs where bitsandbytes is installed."""
+    pytest.importorskip("bitsandbytes")
+    llama.float().save_pretrained(tmp_path / "llama")
+    loading = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.float32}
+    config = HMTConfig(**SETTINGS, backbone_in_checkpoint=False)
+    model = HMTWrapper.from_backbone(tmp_path / "llama", config, **loading, device_map="cpu")
+    assert model.backbone.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+    model(tokens, labels=tokens).loss.backward()
+    assert all(p.grad.any() for p in model.memory.parameters())
+    model.save_pretrained(tmp_path / "hmt")
+    again = HMTWrapper.from_pretrained(tmp_path / "hmt", **loading, device_map="cpu")
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
