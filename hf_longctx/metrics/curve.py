@@ -120,6 +120,34 @@ def order_samples(
     Raises:
         ValueError: the corpus is shorter than three times the longest length, or `irrelevant` than the longest length.
     """
+    irrelevant = _check_corpus(corpus, lengths, irrelevant)
+
+    def draw():
+        rng = random.Random(seed)
+        for n in lengths:
+            begins = [rng.randint(0, len(corpus) - 3 * n) for _ in range(repeats)]
+            yield [Sample(corpus[b : b + n], irrelevant[-n:], b) for b in begins]
+
+    return draw()
+
+
+def nested_order_samples(
+    corpus: np.ndarray, lengths: Sequence[int], repeats: int, seed: int, irrelevant: np.ndarray | None = None
+) -> Iterator[list[Sample]]:
+    """As `order_samples`, but all lengths share their beginnings: each target is the start of the next longer one.
+
+    Repeat i starts at the same place at every length, drawn as for the longest. The irrelevant text, too, is the start
+    of one stretch: of the last tokens, as many as the longest length has.
+    """
+    irrelevant = _check_corpus(corpus, lengths, irrelevant)
+    longest, rng = max(lengths), random.Random(seed)
+    begins = [rng.randint(0, len(corpus) - 3 * longest) for _ in range(repeats)]
+    block = irrelevant[-longest:]
+    return ([Sample(corpus[b : b + n], block[:n], b) for b in begins] for n in lengths)
+
+
+def _check_corpus(corpus, lengths, irrelevant):
+    """The text that irrelevant tokens come from: `irrelevant`, or else the corpus."""
     longest = max(lengths)
     if len(corpus) < 3 * longest:
         raise ValueError(
@@ -134,14 +162,7 @@ def order_samples(
             f"irrelevant_tokens has {len(irrelevant)} ids, fewer than length {longest} needs. The longest possible "
             f"length is {len(irrelevant)}: drop the lengths above it or give more text."
         )
-
-    def draw():
-        rng = random.Random(seed)
-        for n in lengths:
-            begins = [rng.randint(0, len(corpus) - 3 * n) for _ in range(repeats)]
-            yield [Sample(corpus[b : b + n], irrelevant[-n:], b) for b in begins]
-
-    return draw()
+    return irrelevant
 
 
 def random_samples(
@@ -156,28 +177,38 @@ def random_samples(
     Raises:
         ValueError: the range holds no id that may be drawn.
     """
+    sequence = _random_ids(id_range, seed, skip)
+    return ([Sample(sequence(n), sequence(n), None) for _ in range(repeats)] for n in lengths)
+
+
+def nested_random_samples(
+    id_range: tuple[int, int], lengths: Sequence[int], repeats: int, seed: int, skip: frozenset[int] = frozenset()
+) -> Iterator[list[Sample]]:
+    """As `random_samples`, but each target is the start of the next longer one, and all share one irrelevant text."""
+    sequence, longest = _random_ids(id_range, seed, skip), max(lengths)
+    targets, block = [sequence(longest) for _ in range(repeats)], sequence(longest)
+    return ([Sample(target[:n], block[:n], None) for target in targets] for n in lengths)
+
+
+def _random_ids(id_range, seed, skip):
+    """A function that draws n ids, (n,) int64."""
     low, high = id_range
     if high - low < len(skip):
         raise ValueError(
             f"id_range=({low}, {high}) leaves no choice of random ids beside the special ids {sorted(skip)}. "
             "Give a wider range: id_range=(lowest, highest), both included."
         )
+    rng = random.Random(seed)
 
-    def draw():
-        rng = random.Random(seed)
+    def sequence(n):
+        ids = []
+        while len(ids) < n:
+            drawn = rng.randint(low, high)
+            if drawn not in skip:
+                ids.append(drawn)
+        return np.array(ids, dtype=np.int64)
 
-        def sequence(n):
-            ids = []
-            while len(ids) < n:
-                drawn = rng.randint(low, high)
-                if drawn not in skip:
-                    ids.append(drawn)
-            return np.array(ids, dtype=np.int64)
-
-        for n in lengths:
-            yield [Sample(sequence(n), sequence(n), None) for _ in range(repeats)]
-
-    return draw()
+    return sequence
 
 
 def model_input(prefix: np.ndarray, target: np.ndarray, bos: int, eos: int) -> np.ndarray:
@@ -365,10 +396,12 @@ class ForgettingCurve:
     Attributes:
         points: one `CurvePoint` per measured length, ascending.
         settings: how it was measured: plain JSON values, kept as they are.
+        not_measured: why a length that was asked for has no point, by length.
     """
 
     points: tuple[CurvePoint, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    not_measured: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "points", tuple(self.points))
@@ -396,8 +429,9 @@ class ForgettingCurve:
 
     def summary(self) -> str:
         """The result in one line."""
+        missing = "".join(f"; length {length} not measured: {why}" for length, why in self.not_measured.items())
         if not self.points:
-            return "no length measured"
+            return "no length measured" + missing
 
         def tell(name, length):
             after = "" if length.next_tested is None else f" (next tested: {length.next_tested})"
@@ -406,7 +440,7 @@ class ForgettingCurve:
         first, last = self.points[0], self.points[-1]
         return (
             f"{tell('fine', self.fine_length)}, {tell('coarse', self.coarse_length)}; "
-            f"{len(self.points)} lengths from {first.length} to {last.length}, {first.repeats} repeats"
+            f"{len(self.points)} lengths from {first.length} to {last.length}, {first.repeats} repeats{missing}"
         )
 
     def to_json(self) -> str:
@@ -434,6 +468,7 @@ class ForgettingCurve:
             for name, length in self.memory_lengths.items()
         }
         document = {"format": FORMAT, "settings": self.settings, "memory_lengths": readings, "points": points}
+        document["not_measured"] = [{"length": n, "reason": why} for n, why in self.not_measured.items()]
         return json.dumps(document, indent=1) + "\n"
 
     @classmethod
@@ -452,7 +487,9 @@ class ForgettingCurve:
                 "Upgrade: pip install -U hf-longctx"
             )
         fields = ("length", "copy_correct", "lm_correct", "begin_locs")
-        return cls([CurvePoint(*(p[name] for name in fields)) for p in document["points"]], document["settings"])
+        points = [CurvePoint(*(p[name] for name in fields)) for p in document["points"]]
+        missing = {entry["length"]: entry["reason"] for entry in document.get("not_measured", [])}
+        return cls(points, document["settings"], missing)
 
     def save(self, path) -> None:
         """Write `to_json()` to `path`. Read it again with `ForgettingCurve.from_json(Path(path).read_text())`."""

@@ -66,19 +66,17 @@ class Engine:
         self.head = plain_head(model, hidden, logits)
         self.reuses_prefixes = can_continue(model) and self._continues_exactly(trial, logits)
 
-    def with_less_memory(self, work: Callable[[], T]) -> T | None:
-        """`work()`; if memory runs out, again with a quarter of the tokens per pass, down to 16; then None."""
+    def with_less_memory(self, work: Callable[..., T], *args) -> T | None:
+        """`work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16; then None."""
         while True:
             try:
-                return work()
+                return work(*args)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 if self.tokens_per_pass <= SMALLEST_PASS:
                     return None
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
-            if self.device.type != "cpu":
-                torch.accelerator.empty_cache()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Greedy next-token predictions at some positions of inputs of one length.

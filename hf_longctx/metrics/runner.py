@@ -1,32 +1,39 @@
-"""Runs a model over the inputs of a metric. The metrics themselves know no model; only this file does."""
+"""The forgetting curve of a model: checks what is asked, then measures it, in one process or several.
+
+What is measured is in curve.py, how a model predicts in engine.py; here they meet.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from .curve import (
     DATA_TYPES,
-    CurvePoint,
     ForgettingCurve,
-    Sample,
     check_ids,
     check_lengths,
     input_tokens,
     longest_length,
-    model_input,
+    nested_order_samples,
+    nested_random_samples,
     order_samples,
     random_samples,
-    scored_logits,
 )
-from .engine import Engine, evaluating, first_parameter, text_config
+from .engine import evaluating, first_parameter, text_config
+from .journal import Journal, content_hash
+from .measurement import Measurement, tally
+
+
+PROTOCOLS = ("reference", "nested")
 
 
 class PositionLimitError(ValueError):
@@ -56,6 +63,10 @@ def forgetting_curve(
     data_type: str = "order",
     irrelevant_tokens: Sequence[int] | None = None,
     id_range: tuple[int, int] | None = None,
+    protocol: str = "reference",
+    tokens_per_pass: int | None = None,
+    journal=None,
+    tokenizer=None,
     progress: bool = False,
 ) -> ForgettingCurve:
     """Measure how far a causal language model can copy what it has read (Liu et al. 2024, section 3).
@@ -63,6 +74,9 @@ def forgetting_curve(
     At each length n the model reads `[bos] S [bos] S [eos]` and `[bos] I [bos] S [eos]`, 2n + 3 tokens each, `repeats`
     times with another target S, and its greedy predictions of the second half of the last S are counted. The model
     runs in its own dtype, on its own device, in eval mode; its training flags are restored.
+
+    Where torch.distributed is initialized (`torchrun`, `accelerate launch`), every process, with its own copy of the
+    model, measures a part, and all return the whole curve.
 
     Args:
         model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
@@ -77,27 +91,43 @@ def forgetting_curve(
         irrelevant_tokens: I is the end of these ids; by default, the end of the corpus.
         id_range: lowest and highest id of random data, both included. Default (10, vocabulary size - 1), as the first
             ids are special tokens in many vocabularies. The BOS and EOS are never drawn.
-        progress: show a progress bar, in tokens.
+        protocol: "reference": every length has its own targets, as the paper's program draws them. "nested": targets
+            of all lengths begin alike, and so do their irrelevant texts, so that less has to be read: another estimate
+            of the same curve, whose points are correlated.
+        tokens_per_pass: memory budget: most tokens in a forward pass, see `Engine`. Changes no number but by rounding.
+        journal: path of a file that gets a line for every finished part at once. Given again after a crash, the run
+            goes on from there, and ends with the same file. Process k > 0 of several writes to `PATH.k`.
+        tokenizer: name it, or give it, to have its name in the settings.
+        progress: show a progress bar, in work to do: long inputs count for more than their tokens.
 
     Returns:
-        `ForgettingCurve` with one point per length.
+        `ForgettingCurve` with one point per length. A length for which memory is short even in the smallest passes has
+        no point, but is in `not_measured`.
 
     Raises:
-        ValueError: an argument does not fit; raised before the model runs. Or the model returns NaN.
+        ValueError: an argument does not fit; raised before the model runs. Or the model returns NaN. Or the journal is
+            of another run.
         PositionLimitError: the model's position table is too short for some length. Raised after the others have been
             measured.
 
-    Any exception that leaves this function once measuring has begun, also out-of-memory and KeyboardInterrupt, has an
-    attribute `curve` with the lengths measured until then.
+    Any exception that leaves this function once measuring has begun, also KeyboardInterrupt, has an attribute `curve`
+    with what was measured until then, by this process.
     """
     lengths = check_lengths(lengths)
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}. The paper uses 10.")
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"protocol must be one of {PROTOCOLS}, got {protocol!r}.")
+    if tokens_per_pass is not None and tokens_per_pass < 1:
+        raise ValueError(f"tokens_per_pass must be at least 1, got {tokens_per_pass}.")
     vocab_size = vocabulary_size(model)
     bos, eos = special_ids(model, bos_token_id, eos_token_id, vocab_size)
     settings = {
         "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
         "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
+        "attention": getattr(text_config(model), "_attn_implementation", None),
+        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
+        "protocol": protocol,
         "data_type": data_type,
         "seed": seed,
         "repeats": repeats,
@@ -109,11 +139,13 @@ def forgetting_curve(
         if id_range is not None:
             raise ValueError('id_range is for data_type="random"; data_type="order" takes its ids from tokens.')
         corpus = check_ids(_on_cpu(tokens), "tokens", vocab_size)
-        settings["corpus_tokens"] = len(corpus)
+        settings |= {"corpus_tokens": len(corpus), "corpus_sha256": content_hash(corpus)}
         if irrelevant_tokens is not None:
             irrelevant_tokens = check_ids(_on_cpu(irrelevant_tokens), "irrelevant_tokens", vocab_size)
             settings["irrelevant_tokens"] = len(irrelevant_tokens)
-        samples = order_samples(corpus, lengths, repeats, seed, irrelevant_tokens)
+            settings["irrelevant_sha256"] = content_hash(irrelevant_tokens)
+        draw = nested_order_samples if protocol == "nested" else order_samples
+        samples = draw(corpus, lengths, repeats, seed, irrelevant_tokens)
     elif data_type == "random":
         if irrelevant_tokens is not None:
             raise ValueError('data_type="random" draws its own irrelevant ids: drop irrelevant_tokens.')
@@ -121,65 +153,129 @@ def forgetting_curve(
         if not 0 <= low <= high < vocab_size:
             raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {vocab_size - 1}.")
         settings["id_range"] = [low, high]
-        samples = random_samples((low, high), lengths, repeats, seed, skip=frozenset({bos, eos}))
+        draw = nested_random_samples if protocol == "nested" else random_samples
+        samples = draw((low, high), lengths, repeats, seed, skip=frozenset({bos, eos}))
     else:
         raise ValueError(f"data_type must be one of {DATA_TYPES}, got {data_type!r}.")
 
     limit = position_limit(model)
     if limit is None:
         warn_beyond_claim(model, lengths)
+    fitting = [length for length in lengths if limit is None or input_tokens(length) <= limit]
 
-    engine, points = None, []
-    bar = tqdm(total=2 * repeats * sum(map(input_tokens, lengths)), unit="tok", unit_scale=True, disable=not progress)
-    try:
-        with bar, evaluating(model):
-            for length, draws in zip(lengths, samples):
-                if limit is not None and input_tokens(length) > limit:
-                    raise PositionLimitError(
-                        f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position "
-                        f"table ends at {limit}. The longest measurable length is {longest_length(limit)}; the "
-                        "curve up to there is this error's .curve.",
-                        limit,
-                    )
-                engine = engine or Engine(model, model_input(draws[0].target, draws[0].target, bos, eos))
-                points.append(measure_point(engine, length, draws, bos, eos, bar))
-    except BaseException as error:
-        error.curve = ForgettingCurve(points, settings)
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"{len(points)} of {len(lengths)} lengths had been measured: they are in this error's .curve."
-            )
-        raise
-    return ForgettingCurve(points, settings)
+    samples = dict(zip(lengths, samples))
+    rank, processes = place_of(model)
+    results_depend_on = settings | {"lengths": lengths}
+    if journal is not None:
+        results_depend_on["weights_sha256"] = weights_hash(model)
+    if processes > 1:
+        results_depend_on |= {"process": rank, "processes": processes}
+        journal = f"{journal}.{rank}" if journal is not None and rank else journal
+    settings["versions"] = {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
 
-
-def measure_point(
-    engine: Engine, length: int, samples: Sequence[Sample], bos: int, eos: int, bar: tqdm | None = None
-) -> CurvePoint:
-    """Count the right predictions of every sample at one length."""
-    scored = scored_logits(length)
-    correct = {}
-    for kind, prefixes in (("copy", [s.target for s in samples]), ("LM", [s.irrelevant for s in samples])):
-        inputs = np.stack([model_input(prefix, s.target, bos, eos) for prefix, s in zip(prefixes, samples)])
-        predicted = engine.predict(inputs, 1 + length, scored)
-        check_no_nan(predicted, length, kind, scored, inputs.shape[1])
-        correct[kind] = (predicted == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
-        if bar is not None:
-            bar.update(inputs.size)
-    begins = None if samples[0].begin is None else [sample.begin for sample in samples]
-    return CurvePoint(length, correct["copy"], correct["LM"], begins)
-
-
-def check_no_nan(predicted: np.ndarray, length: int, kind: str, positions: range, tokens: int) -> None:
-    """Raise ValueError if a prediction is -1, naming the first by repeat and position."""
-    bad = np.argwhere(predicted == -1)
-    if len(bad):
-        repeat, index = bad[0]
-        raise ValueError(
-            f"length {length}, repeat {repeat}, {kind} input: the logits at position {positions[index]} of {tokens} are "
-            "NaN, so there is no prediction to count. A common cause is float16 overflow: load the model in "
-            "torch.bfloat16 or torch.float32."
+    cost = reading_cost(model)
+    if protocol == "reference":
+        mine = share_of(fitting, cost, rank, processes)
+        total = 2 * repeats * sum(map(cost, mine))
+    else:
+        mine = list(range(rank, repeats, processes))
+        total = 2 * len(mine) * sum(map(cost, fitting))
+    entries, failure = {}, None
+    with Journal(journal, results_depend_on) as book, progress_bar(total, progress and rank == 0) as bar:
+        bar.update(sum(cost(key[0]) * sum(map(len, result.values())) for key, result in book.done.items() if key[1:]))
+        entries = book.done
+        try:
+            with evaluating(model):
+                work = Measurement(model, samples, bos, eos, tokens_per_pass, book, bar, cost)
+                if protocol == "reference":
+                    for length in mine:
+                        work.measure(length, 0, repeats)
+                elif mine and fitting:
+                    work.measure_nested(fitting, mine)
+        except BaseException as error:
+            failure = error
+    if processes > 1 and not isinstance(failure, KeyboardInterrupt):
+        entries, failure = exchange(entries, failure, processes)
+    points, missing = tally(entries, samples)
+    curve = ForgettingCurve(points, settings, missing)
+    if failure is None and fitting != lengths:
+        length = lengths[len(fitting)]
+        failure = PositionLimitError(
+            f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position table ends at "
+            f"{limit}. The longest measurable length is {longest_length(limit)}; the curve up to there is this error's "
+            ".curve.",
+            limit,
         )
+    if failure is None:
+        return curve
+    failure.curve = curve
+    if hasattr(failure, "add_note"):  # Python 3.11
+        failure.add_note(
+            f"{len(curve.points)} of {len(lengths)} lengths had been measured: they are in this error's .curve."
+        )
+    raise failure
+
+
+def place_of(model: nn.Module) -> tuple[int, int]:
+    """Number of this process and of all that share the work: (0, 1) unless each has the whole model to itself."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):  # tensor parallel or FSDP
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def share_of(lengths: Sequence[int], cost: Callable[[int], float], rank: int, processes: int) -> list[int]:
+    """The lengths that one of several processes measures: the costliest are dealt out first, to who has least to do."""
+    loads, shares = [0.0] * processes, [[] for _ in range(processes)]
+    for length in sorted(lengths, reverse=True):
+        least = loads.index(min(loads))
+        loads[least] += cost(length)
+        shares[least].append(length)
+    return sorted(shares[rank])
+
+
+def exchange(entries: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:
+    """What all processes measured, and a failure if one of them had one."""
+    everyone = [None] * processes
+    torch.distributed.all_gather_object(everyone, (entries, repr(failure) if failure else None))
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs and failure is None:
+            failure = RuntimeError(f"process {rank} failed: {theirs}")
+    return {key: result for entries, _ in everyone for key, result in entries.items()}, failure
+
+
+def reading_cost(model: nn.Module) -> Callable[[int], float]:
+    """A function of the length: how long reading an input takes, in tokens of a short one.
+
+    Attention to n tokens before costs n / (parameters / (layers * width)) as much as all matrix products of a token.
+    """
+    config = text_config(model)
+    embedded = sum(p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+    others = max(sum(p.numel() for p in model.parameters()) - embedded, 1)
+    attends = getattr(config, "num_attention_heads", None) is not None
+    width = config.num_hidden_layers * config.hidden_size if attends else 0
+    return lambda length: input_tokens(length) * (1 + input_tokens(length) * width / others)
+
+
+def progress_bar(total: float, show: bool) -> tqdm:
+    """Of work, so that the time left is right although long inputs are slow."""
+    form = "{l_bar}{bar}| {elapsed}<{remaining}"
+    return tqdm(desc="forgetting curve", total=total, bar_format=form, smoothing=0, disable=not show)
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 over name, shape and up to 64 values of every parameter: enough to tell two models apart."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if parameter.device.type != "meta" and parameter.numel():
+            values = parameter.detach().flatten()
+            found.update(values[:: max(1, len(values) // 64)].float().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def vocabulary_size(model: nn.Module) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import curve as core
 from hf_longctx.metrics.engine import predict_plainly as predict
+from hf_longctx.metrics.journal import content_hash
 from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit
 
 
@@ -336,15 +337,20 @@ def test_tokens_of_any_kind(convert):
 def test_settings_and_seed():
     model = tiny_llama()
     curve = forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2, seed=5)
+    assert set(curve.settings.pop("versions")) == {"hf-longctx", "torch", "transformers"}
     assert curve.settings == {
         "model": "LlamaForCausalLM",
         "dtype": "float32",
+        "attention": "sdpa",
+        "tokenizer": None,
+        "protocol": "reference",
         "data_type": "order",
         "seed": 5,
         "repeats": 2,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "corpus_tokens": 200,
+        "corpus_sha256": content_hash(CORPUS),
     }
     assert core.ForgettingCurve.from_json(curve.to_json()) == curve
     other = forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2, seed=6)
@@ -372,6 +378,190 @@ def test_progress_bar(capsys):
     assert "100%" in capsys.readouterr().err
     forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2)
     assert capsys.readouterr().err == ""
+
+
+# -- protocols
+
+
+PROTOCOLS = ["reference", "nested"]
+DATA = [{"data_type": "order"}, {"data_type": "random", "id_range": (3, 7)}]
+
+
+@pytest.fixture(scope="module")
+def counting():
+    """A tiny Llama with few ids, so that it is right now and then."""
+    return tiny_llama(vocab_size=8)
+
+
+@pytest.mark.parametrize("data", DATA, ids=["order", "random"])
+@pytest.mark.parametrize("tokens_per_pass", [5, 60, 1000])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per_pass, data):
+    lengths, options = [1, 2, 9, 30], {"repeats": 4, "seed": 3, "protocol": protocol} | data
+    curve = forgetting_curve(counting, CORPUS % 8, lengths=lengths, tokens_per_pass=tokens_per_pass, **options)
+    counting._is_stateful = True
+    try:
+        plain = forgetting_curve(RemoteCode(counting), CORPUS % 8, lengths=lengths, **options)
+    finally:
+        del counting._is_stateful
+    assert curve.points == plain.points
+    assert sum(sum(p.copy_correct) + sum(p.lm_correct) for p in curve.points) > 10
+
+
+@pytest.mark.filterwarnings("ignore:lengths above 254")
+@pytest.mark.parametrize("data", ["order", "random"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, tokens, protocol, data):
+    """Token for token, on runs that are not recorded."""
+    options = {"lengths": [60, 270], "repeats": 3, "seed": 77, "protocol": protocol, "data_type": data}
+    curve = forgetting_curve(trained, tokens, **options)
+    assert curve.points == forgetting_curve(RemoteCode(trained), tokens, **options).points
+    assert curve.points[0].copy_mean > curve.points[0].lm_mean + 0.1
+
+
+def test_nested_samples_begin_alike():
+    lengths = [3, 5, 9]
+    for draw, source in ((core.nested_order_samples, CORPUS), (core.nested_random_samples, (3, 31))):
+        *shorter, longest = draw(source, lengths, 4, seed=1)
+        for length, samples in zip(lengths, shorter):
+            for sample, whole in zip(samples, longest):
+                assert sample.begin == whole.begin
+                assert np.array_equal(sample.target, whole.target[:length])
+                assert np.array_equal(sample.irrelevant, whole.irrelevant[:length])
+    reference = next(core.order_samples(CORPUS, [9], 4, seed=1))
+    nested = next(core.nested_order_samples(CORPUS, [9], 4, seed=1))
+    assert [s.begin for s in nested] == [s.begin for s in reference]
+
+
+@pytest.mark.filterwarnings("ignore:lengths above 254")
+def test_nested_estimates_the_same_curve(trained, tokens):
+    """Means of many targets agree within the noise that their spread leaves, at lengths where the curve is steep."""
+    options = {"lengths": [16, 48, 100], "repeats": 24}
+    curves = [forgetting_curve(trained, tokens, protocol=protocol, **options) for protocol in PROTOCOLS]
+    for a, b in zip(*(curve.points for curve in curves)):
+        for name in ("copy", "lm"):
+            noise = np.hypot(*(getattr(p, f"{name}_std") / 23**0.5 for p in (a, b)))
+            assert abs(getattr(a, f"{name}_mean") - getattr(b, f"{name}_mean")) < 4 * noise + 1e-9
+
+
+# -- journals
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_killed_run_resumes(counting, tmp_path, protocol):
+    """Killed within any part: the same file and curve as without, and nothing is measured twice."""
+    options = {"lengths": [2, 9, 12], "repeats": 3, "protocol": protocol, "tokens_per_pass": 8}
+    corpus = CORPUS % 8
+    whole = forgetting_curve(counting, corpus, journal=tmp_path / "whole", **options)
+    assert whole == forgetting_curve(counting, corpus, **options)
+    passes = []
+    hook = counting.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    try:
+        forgetting_curve(counting, corpus, journal=tmp_path / "whole", **options)
+        assert not passes
+        forgetting_curve(counting, corpus, journal=tmp_path / "other", **options)
+        total = len(passes)
+    finally:
+        hook.remove()
+    for kill_at in range(0, total, 7):
+        passes.clear()
+
+        def kill(*_, kill_at=kill_at):
+            passes.append(1)
+            if len(passes) > kill_at:
+                raise KeyboardInterrupt
+
+        hook = counting.model.register_forward_pre_hook(kill)
+        path = tmp_path / f"killed{kill_at}"
+        with pytest.raises(KeyboardInterrupt) as caught:
+            forgetting_curve(counting, corpus, journal=path, **options)
+        hook.remove()
+        lines = path.read_bytes().splitlines()
+        assert (tmp_path / "whole").read_bytes().splitlines()[: len(lines)] == lines
+        assert len(caught.value.curve.points) <= 3
+        assert forgetting_curve(counting, corpus, journal=path, **options) == whole
+        assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"seed": 1}, "seed"),
+        ({"lengths": [8]}, "lengths"),
+        ({"protocol": "nested"}, "protocol"),
+        ({"irrelevant_tokens": CORPUS[:50]}, "irrelevant_sha256"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_journal_of_another_run(tmp_path, change, name):
+    options = {"lengths": [8, 9], "repeats": 2, "journal": tmp_path / "journal"}
+    model = tiny_llama()
+    forgetting_curve(model, CORPUS, **options)
+    with pytest.raises(ValueError, match=f"another run: .*{name} is"):
+        forgetting_curve(model, CORPUS, **options | change)
+    with pytest.raises(ValueError, match="another run: corpus_sha256 is"):
+        forgetting_curve(model, CORPUS[::-1].copy(), **options)
+    model.lm_head.weight.data += 1
+    with pytest.raises(ValueError, match="another run: weights_sha256 is"):
+        forgetting_curve(model, CORPUS, **options)
+
+
+# -- running out of memory
+
+
+def fail_on(model, too_much):
+    """Memory is short for passes that `too_much` says, of (tokens in the pass, tokens in the cache)."""
+
+    def check(_, args, options):
+        ids = args[0] if args else options["input_ids"]
+        cache = options.get("past_key_values")
+        if too_much(ids.numel(), 0 if cache is None else cache.get_seq_length()):
+            raise torch.OutOfMemoryError("no memory")
+
+    return model.model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_smaller_passes_where_memory_is_short(counting, protocol):
+    options = {"lengths": [9, 30, 60], "repeats": 3, "protocol": protocol}
+    expected = forgetting_curve(counting, CORPUS % 8, **options)
+    hook = fail_on(counting, lambda tokens, before: tokens > 20 and tokens + before > 40)
+    try:
+        assert forgetting_curve(counting, CORPUS % 8, **options) == expected
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol):
+    options = {"repeats": 3, "protocol": protocol, "tokens_per_pass": 40, "seed": 2}
+    path = tmp_path / "journal"
+    hook = fail_on(counting, lambda tokens, before: tokens + before > 50)
+    try:
+        curve = forgetting_curve(counting, CORPUS % 8, lengths=[9, 15, 30, 60], journal=path, **options)
+    finally:
+        hook.remove()
+    assert [p.length for p in curve.points] == [9, 15]
+    assert set(curve.not_measured) == {30, 60}
+    assert "length 30 not measured: out of memory" in curve.summary()
+    assert core.ForgettingCurve.from_json(curve.to_json()) == curve
+    before = path.read_bytes()
+    assert forgetting_curve(counting, CORPUS % 8, lengths=[9, 15, 30, 60], journal=path, **options) == curve
+    assert path.read_bytes() == before
+    if protocol == "reference":
+        assert curve.points == forgetting_curve(counting, CORPUS % 8, lengths=[9, 15], **options).points
+
+
+def test_other_runtime_errors_are_not_taken_for_lack_of_memory(counting):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    hook = counting.model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="a bug"):
+            forgetting_curve(counting, CORPUS % 8, lengths=[9])
+    finally:
+        hook.remove()
 
 
 # -- special tokens
@@ -586,6 +776,8 @@ class NeverRun(nn.Module):
         (CORPUS, {"lengths": [0, 8]}, "lengths must be"),
         (CORPUS, {"lengths": [9, 8]}, "lengths must be"),
         (CORPUS, {"lengths": [8, 8]}, "lengths must be"),
+        (CORPUS, {"protocol": "full"}, "protocol must be one of .*'full'"),
+        (CORPUS, {"tokens_per_pass": 0}, "tokens_per_pass must be at least 1, got 0"),
         (CORPUS, {"repeats": 0}, "repeats must be at least 1, got 0"),
         (CORPUS, {"bos_token_id": 32}, "bos_token_id is 32"),
         (CORPUS, {"eos_token_id": -1}, "eos_token_id is -1"),
