@@ -158,7 +158,8 @@ def needle_in_a_haystack(
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
 
-    An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until then.
+    An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until
+    then, or None.
     """
     lengths = check_lengths(lengths)
     depths = sorted({float(depth) for depth in depths})
@@ -190,10 +191,8 @@ def needle_in_a_haystack(
 
     def result():
         done = [(length, depth, log.done[length, depth]) for length, depth in grid if (length, depth) in log.done]
-        return NeedleGrid(
-            [NeedleCell(Answers.from_list(x["answers"]).answers, n, depth, x["positions"]) for n, depth, x in done],
-            settings,
-        )
+        cells = [NeedleCell(Answers.from_list(x["answers"]).answers, n, depth, x["positions"]) for n, depth, x in done]
+        return NeedleGrid(cells, settings) if cells else None
 
     sentence_ends = {}  # by id, as far as ids occur
 
@@ -252,7 +251,8 @@ def line_retrieval(
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
 
-    An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until then.
+    An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until
+    then, or None.
     """
     lines = check_lengths(lines)
     check_questions(model, repeats, generate)
@@ -286,10 +286,10 @@ def line_retrieval(
 
     def result():
         done = [(n, log.done[n]) for n in lines if n in log.done]
-        return LineRetrieval(
-            [LinesPoint(Answers.from_list(x["answers"]).answers, n, x["tokens"], x["asked_lines"]) for n, x in done],
-            settings,
-        )
+        points = [
+            LinesPoint(Answers.from_list(x["answers"]).answers, n, x["tokens"], x["asked_lines"]) for n, x in done
+        ]
+        return LineRetrieval(points, settings) if points else None
 
     bar = tqdm(total=sum(lines) * repeats, unit="line", unit_scale=True, disable=not progress)
     with log, bar, keeping(result), evaluating(model):
