@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -73,6 +73,7 @@ def position_loss(
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a loss is not finite.
+        RuntimeError: memory runs out even in the smallest passes.
 
     An exception that leaves this function while measuring has an attribute `result`: the `PositionLoss` over the
     sequences measured until then, or None.
@@ -157,6 +158,7 @@ def needle_in_a_haystack(
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
+        RuntimeError: memory runs out even in the smallest passes.
 
     An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until
     then, or None.
@@ -250,6 +252,7 @@ def line_retrieval(
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
+        RuntimeError: memory runs out even in the smallest passes.
 
     An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until
     then, or None.
@@ -315,8 +318,9 @@ def token_losses(engine: Engine, ids: np.ndarray, targets: np.ndarray, where: st
 
     Raises:
         ValueError: one is NaN or infinite; `where` names the input.
+        RuntimeError: see `next_tokens`.
     """
-    losses = np.concatenate([-own for own, _ in next_tokens(engine, ids, targets, range(len(ids)))])
+    losses = -next_tokens(engine, ids, targets, range(len(ids)), where)[0]
     bad = np.flatnonzero(~np.isfinite(losses))
     if len(bad):
         raise ValueError(
@@ -344,10 +348,10 @@ def answer_of(
 
     Raises:
         ValueError: a logit is NaN.
+        RuntimeError: see `next_tokens`.
     """
     positions = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
-    parts = list(next_tokens(engine, np.concatenate([prompt, answer[:-1]]), answer, positions))
-    log_probs, best = (np.concatenate(part) for part in zip(*parts))
+    log_probs, best = next_tokens(engine, np.concatenate([prompt, answer[:-1]]), answer, positions, where)
     bad = np.flatnonzero(np.isnan(log_probs))
     if len(bad):
         raise ValueError(f"{where}: the logits at position {positions[bad[0]]} are NaN. {OVERFLOW}")
@@ -368,15 +372,26 @@ OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16
 
 
 def next_tokens(
-    engine: Engine, ids: np.ndarray, targets: np.ndarray, positions: range
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Part by part, the log-probability of each target (nats, float64) and the likeliest id at its position."""
-    done = 0
-    for logits in engine.logits(ids, positions):
-        wanted = torch.from_numpy(targets[done : done + len(logits)]).to(logits.device)
-        own = -F.cross_entropy(logits.float(), wanted, reduction="none")
-        yield own.double().cpu().numpy(), logits.argmax(-1).cpu().numpy()
-        done += len(logits)
+    engine: Engine, ids: np.ndarray, targets: np.ndarray, positions: range, where: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The log-probability of each target (nats, float64) and the likeliest id (int64) at its position.
+
+    Raises:
+        RuntimeError: memory runs out even in the smallest passes; `where` names the input.
+    """
+
+    def read():
+        own, best = [], []
+        for logits in engine.logits(ids, positions):
+            wanted = torch.from_numpy(targets[len(own) :][: len(logits)]).to(logits.device)
+            own += (-F.cross_entropy(logits.float(), wanted, reduction="none")).tolist()
+            best += logits.argmax(-1).tolist()
+        return np.array(own), np.array(best)
+
+    found = engine.with_less_memory(read)
+    if found is None:
+        raise RuntimeError(f"{where}: {len(ids)} tokens do not fit into memory, even in the smallest passes.")
+    return found
 
 
 def generated(model: nn.Module, prompt: np.ndarray, tokens: int) -> np.ndarray:

@@ -373,6 +373,37 @@ def test_nan_logits(bytes_tokenizer, prose, run):
         run(Broken(12), bytes_tokenizer, prose)
 
 
+def test_smaller_passes_when_memory_runs_out():
+    model, passes = MODELS["llama"](), []
+    expected = position_loss(model, CORPUS, context_length=90, sequences=1)
+
+    def refuse(_, args):
+        passes.append(args[0].shape[1])
+        if passes[-1] > 40:
+            raise torch.OutOfRuntimeError("no memory")
+
+    model.model.embed_tokens.register_forward_pre_hook(refuse)
+    found = position_loss(model, CORPUS, context_length=90, sequences=1, tokens_per_pass=80)
+    assert np.allclose(found.loss, expected.loss, atol=1e-5)
+    assert passes[-6:] == [80, 20, 20, 20, 20, 10]
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_memory_that_does_not_suffice(bytes_tokenizer, prose, run):
+    class Large(Copier):
+        calls = 0
+
+        def forward(self, input_ids):
+            self.calls += 1
+            if self.calls > 2:
+                raise torch.OutOfRuntimeError("no memory")
+            return super().forward(input_ids)
+
+    with pytest.raises(RuntimeError, match="tokens do not fit into memory, even in the smallest passes") as caught:
+        run(Large(12), bytes_tokenizer, prose)
+    assert caught.value.result is not None
+
+
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_progress_bar(capsys, bytes_tokenizer, prose, run):
     run(Copier(12), bytes_tokenizer, prose, progress=True)
