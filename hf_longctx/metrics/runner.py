@@ -28,6 +28,7 @@ from .curve import (
     order_samples,
     random_samples,
 )
+from .endpoint import LARGEST_VOCABULARY, EndpointModel
 from .engine import evaluating, first_parameter, text_config
 from .journal import Journal, content_hash
 from .measurement import Measurement, tally
@@ -79,7 +80,8 @@ def forgetting_curve(
     model, measures a part, and all return the whole curve.
 
     Args:
-        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
+        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V). Or
+            a served one, see `EndpointModel`.
         tokens: the corpus, a flat sequence, array or tensor of ids, encoded without special tokens. At least three
             times the longest length. Not used, and may be None, for random data.
         lengths: target lengths in tokens, strictly ascending; see `linear_lengths` and `log_lengths`.
@@ -135,6 +137,9 @@ def forgetting_curve(
         "eos_token_id": eos,
     }
 
+    if isinstance(model, EndpointModel):
+        settings |= {"model": model.model, "dtype": None, "attention": None, "served_with": model.form}
+
     if data_type == "order":
         if id_range is not None:
             raise ValueError('id_range is for data_type="random"; data_type="order" takes its ids from tokens.')
@@ -149,6 +154,10 @@ def forgetting_curve(
     elif data_type == "random":
         if irrelevant_tokens is not None:
             raise ValueError('data_type="random" draws its own irrelevant ids: drop irrelevant_tokens.')
+        if vocab_size == LARGEST_VOCABULARY and id_range is None:
+            raise ValueError(
+                f"{model!r} does not tell the size of its vocabulary: give it vocab_size, or give id_range."
+            )
         low, high = id_range or (10, vocab_size - 1)
         if not 0 <= low <= high < vocab_size:
             raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {vocab_size - 1}.")
@@ -317,11 +326,14 @@ NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audi
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """How many tokens fit into the model's table of absolute positions; None if it has no such table.
+    """How many tokens fit into the model's table of absolute positions, or into what is served; None if any number do.
 
     Looks for the table itself, learned or fixed, because `max_position_embeddings` is the end of one in some models
     (GPT-2, OPT) and only a claim in others (rotary, ALiBi).
     """
+
+    if isinstance(model, EndpointModel):
+        return model.position_limit
 
     def named(items):
         return (x for name, x in items if POSITION.search(name.rpartition(".")[2]) and not NOT_OF_TEXT.search(name))

@@ -15,8 +15,8 @@ class Server:
     Attributes:
         form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo only;
             unknown fields are refused), "llama.cpp" (log-probabilities of the completion only), "chat" (no completions).
-        troubles: what happens to the next requests for completions instead of an answer: a status, or a function of the
-            handler.
+        troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
+            handler, or None, nothing.
         spoil: changes a reply before it is sent.
     """
 
@@ -106,7 +106,8 @@ def serving(*args, **options):
                 trouble = server.troubles.popleft()
                 if callable(trouble):
                     return trouble(self)
-                return self.reply(trouble, {"error": {"message": "in trouble"}})
+                if trouble is not None:
+                    return self.reply(trouble, {"error": {"message": "in trouble"}})
             self.reply(*server.complete(body))
 
         def reply(self, status, document):
