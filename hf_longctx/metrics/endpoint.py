@@ -7,7 +7,7 @@ which are tried in turn.
 - `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts need
   not be unique, so numbers are compared: a prompt token is the likeliest one if none has a higher log-probability.
 
-That is all that a forgetting curve needs: `forgetting_curve(EndpointModel("http://localhost:8000/v1"), tokens, ...)`.
+That is all that the metrics need: `forgetting_curve(EndpointModel("http://localhost:8000/v1"), tokens, ...)`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LARGEST_VOCABULARY = 2**24
 class EndpointModel(nn.Module):
     """One served model. Making one asks the server for its name and for its form of log-probabilities.
 
-    It has no weights here, and stands in for an `Engine`: `predict` is what `forgetting_curve` asks for.
+    It has no weights here. To the metrics it is model and `Engine` in one.
 
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
@@ -82,7 +82,9 @@ class EndpointModel(nn.Module):
         self._key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
         self.model, self.position_limit = self._find(model)
         self.form = self._find_form()
-        self.config = SimpleNamespace(vocab_size=vocab_size or LARGEST_VOCABULARY)
+        self.config = SimpleNamespace(
+            vocab_size=vocab_size or LARGEST_VOCABULARY, max_position_embeddings=self.position_limit
+        )
 
     def with_less_memory(self, work: Callable, *arguments):
         """`work(*arguments)`: memory is the server's business."""
@@ -133,6 +135,15 @@ class EndpointModel(nn.Module):
         if found is None:
             raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(ids)} tokens.")
         return found
+
+    def reply(self, ids: np.ndarray, tokens: int) -> str:
+        """What the model says after a prompt by greedy decoding, at most `tokens` tokens.
+
+        Raises:
+            ConnectionError, RuntimeError: as for the class.
+        """
+        body = {"model": self.model, "prompt": [int(i) for i in ids], "max_tokens": tokens, "temperature": 0}
+        return self._post("/completions", body)["choices"][0]["text"]
 
     def _find(self, model):
         """The name, and the longest prompt."""

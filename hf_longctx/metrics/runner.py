@@ -124,10 +124,7 @@ def forgetting_curve(
         raise ValueError(f"tokens_per_pass must be at least 1, got {tokens_per_pass}.")
     vocab_size = vocabulary_size(model)
     bos, eos = special_ids(model, bos_token_id, eos_token_id, vocab_size)
-    settings = {
-        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
-        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
-        "attention": getattr(text_config(model), "_attn_implementation", None),
+    settings = model_settings(model) | {
         "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
         "protocol": protocol,
         "data_type": data_type,
@@ -136,9 +133,6 @@ def forgetting_curve(
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
-
-    if isinstance(model, EndpointModel):
-        settings |= {"model": model.model, "dtype": None, "attention": None, "served_with": model.form}
 
     if data_type == "order":
         if id_range is not None:
@@ -180,7 +174,7 @@ def forgetting_curve(
     if processes > 1:
         results_depend_on |= {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal
-    settings["versions"] = {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
+    settings["versions"] = versions()
 
     cost = reading_cost(model)
     if protocol == "reference":
@@ -285,6 +279,21 @@ def weights_hash(model: nn.Module) -> str:
             values = parameter.detach().flatten()
             found.update(values[:: max(1, len(values) // 64)].float().cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def model_settings(model: nn.Module) -> dict:
+    """What a result says about its model."""
+    if isinstance(model, EndpointModel):
+        return {"model": model.model, "dtype": None, "attention": None, "served_with": model.form}
+    return {
+        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
+        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
+        "attention": getattr(text_config(model), "_attn_implementation", None),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
 
 
 def vocabulary_size(model: nn.Module) -> int:
