@@ -8,6 +8,7 @@ from . import shared
 
 def add_arguments(parser):
     shared.add_model(parser)
+    shared.add_endpoint(parser)
     parser.add_argument(
         "--lines",
         type=int,

@@ -8,6 +8,7 @@ from . import shared
 
 def add_arguments(parser):
     shared.add_model(parser)
+    shared.add_endpoint(parser)
     shared.add_text(parser)
     parser.add_argument(
         "--context-length", type=int, metavar="TOKENS", help="tokens per sequence (default: the claimed context)"

@@ -11,6 +11,7 @@ ROOM_FOR_REPLIES = 32
 
 def add_arguments(parser):
     shared.add_model(parser)
+    shared.add_endpoint(parser)
     shared.add_text(parser)
     parser.add_argument(
         "--mode",

@@ -13,6 +13,17 @@ def add_model(parser):
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
 
 
+def add_endpoint(parser):
+    """Arguments of the commands that can measure a served model."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded "
+        "here (a key: OPENAI_API_KEY)",
+    )
+    parser.add_argument("--served-as", metavar="NAME", help="name of MODEL there, if several are served")
+
+
 def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
     """Argument that names a text for `hf_longctx.corpus`."""
     parser.add_argument(
@@ -24,10 +35,15 @@ def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
 
 
 def load_model(args):
-    """The model, on its device, in eval mode, and its tokenizer."""
+    """The model, on its device, in eval mode, and its tokenizer. Or, see `add_endpoint`, a served model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if getattr(args, "endpoint", None):
+        from ..metrics import EndpointModel
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+        return EndpointModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
     if args.device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         args.device = "cpu" if accelerator is None else accelerator.type

@@ -1,11 +1,13 @@
 """The commands loss, needle and lines."""
 
 import json
+from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from hf_longctx import cli
-from hf_longctx.metrics import LineRetrieval, NeedleGrid, PositionLoss
+from hf_longctx.metrics import ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
 
 
 def measure(folder, output, command, *options):
@@ -60,6 +62,21 @@ def test_lines(folder, tmp_path):
 def test_default_lines(folder, tmp_path):
     _, text = measure(folder, tmp_path / "lines", "lines", "--repeats", "1", "--no-replies")
     assert [point.lines for point in LineRetrieval.from_json(text).points] == [5]
+
+
+def test_a_served_model(folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "metrics")
+    from endpoint_server import serving
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = ["--max-length", "20", "--points", "2", "--repeats", "2", "--text", "stdlib"]
+    _, text = measure(folder, tmp_path / "local", "curve", *options)
+    with serving(model, names=("a", "b")) as server:
+        served = ["--endpoint", server.url, "--served-as", "b"]
+        _, same = measure(folder, tmp_path / "served", "curve", *options, *served)
+        assert cli.main(["curve", str(folder), *options, "--endpoint", server.url]) == 1
+    assert ForgettingCurve.from_json(same).points == ForgettingCurve.from_json(text).points
+    assert json.loads(same)["settings"]["model"] == "b"
 
 
 def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch, capsys):
