@@ -7,11 +7,14 @@ import argparse
 import sys
 
 from .. import __version__
-from . import convert, curve, gates, generate, register_metrics, rope, train_demo
+from . import convert, curve, gates, generate, lines, loss, needle, register_metrics, rope, train_demo
 
 
 COMMANDS = {
     "curve": curve,
+    "loss": loss,
+    "needle": needle,
+    "lines": lines,
     "rope": rope,
     "generate": generate,
     "gates": gates,

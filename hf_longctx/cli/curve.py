@@ -12,6 +12,7 @@ from . import shared
 
 def add_arguments(parser):
     shared.add_model(parser)
+    shared.add_endpoint(parser)
     shared.add_text(parser)
     parser.add_argument(
         "--max-length", type=int, metavar="TOKENS", help="longest passage (default: half the claimed context)"

@@ -1,6 +1,7 @@
 """What several commands have in common: naming a model, loading it, reading a text."""
 
 import sys
+from pathlib import Path
 
 
 def add_model(parser):
@@ -10,6 +11,17 @@ def add_model(parser):
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
+
+
+def add_endpoint(parser):
+    """Arguments of the commands that can measure a served model."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded "
+        "here (a key: OPENAI_API_KEY)",
+    )
+    parser.add_argument("--served-as", metavar="NAME", help="name of MODEL there, if several are served")
 
 
 def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
@@ -23,10 +35,15 @@ def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
 
 
 def load_model(args):
-    """The model, on its device, in eval mode, and its tokenizer."""
+    """The model, on its device, in eval mode, and its tokenizer. Or, see `add_endpoint`, a served model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if getattr(args, "endpoint", None):
+        from ..metrics import EndpointModel
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+        return EndpointModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
     if args.device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         args.device = "cpu" if accelerator is None else accelerator.type
@@ -53,3 +70,44 @@ def load_tokens(args, tokenizer, longest=None):
     corpus = load_tokens(tokenizer, args.text, at_least=max(1_000_000, 10 * (longest or 0)))
     print(f"text: {corpus.name}, {len(corpus.tokens)} tokens", file=sys.stderr)
     return corpus.tokens
+
+
+def add_measuring(parser, output):
+    """Arguments of the commands that measure: see `measure`."""
+    parser.add_argument("--bos-token-id", type=int, metavar="ID", help="default: the tokenizer's, or the model's")
+    parser.add_argument(
+        "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
+    )
+    parser.add_argument("--output", default=output, metavar="PATH", help="without ending (default: %(default)s)")
+
+
+def measure(args, tokenizer, function, *arguments, picture=None, **options):
+    """Call a function that measures; write what it returns, or what it had until an exception, as JSON and picture.
+
+    Args:
+        picture: options of the result's `plot`.
+    """
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(result):
+        result.save(output.with_name(output.name + ".json"))
+        result.plot(output.with_name(output.name + ".png"), **(picture or {}))
+        print(result.summary())
+        print(f"wrote {output}.png and {output}.json")
+
+    bos = tokenizer.bos_token_id if args.bos_token_id is None else args.bos_token_id
+    try:
+        result = function(*arguments, bos_token_id=bos, journal=args.journal, progress=True, **options)
+    except BaseException as error:
+        if getattr(error, "result", None) is not None:
+            write(error.result)
+        raise
+    write(result)
+
+
+def claimed_context(model):
+    """The context that a model claims, in tokens, or None."""
+    config = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "max_position_embeddings", None)

@@ -7,7 +7,7 @@ which are tried in turn.
 - `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts need
   not be unique, so numbers are compared: a prompt token is the likeliest one if none has a higher log-probability.
 
-The copies and gaps of the forgetting curve need nothing else. This file knows no local model and no torch.
+That is all that the metrics need: `forgetting_curve(EndpointModel("http://localhost:8000/v1"), tokens, ...)`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 
 NO_PREDICTION, ANOTHER = -1, -2  # in place of ids: NaN; a token that the reply does not identify
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
 REFUSED = {400, 404, 405, 422, 501}  # the server does not know the request or something in it
 PROBE = [1, 2, 3]
+LARGEST_VOCABULARY = 2**24
 
 
-class EndpointModel:
+class EndpointModel(nn.Module):
     """One served model. Making one asks the server for its name and for its form of log-probabilities.
+
+    It has no weights here. To the metrics it is model and `Engine` in one.
 
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
         model: its name there; may be left out if the server lists one model only.
+        vocab_size: size of its vocabulary, which servers do not tell. Needed for random data without id_range.
         api_key: sent as bearer token; by default the environment's OPENAI_API_KEY, if there is one.
         concurrency: requests in flight. A server batches them.
         timeout: of one request, in seconds. Long prompts take long: no answer comes before they have been read.
@@ -53,17 +59,22 @@ class EndpointModel:
         RuntimeError: the server refuses, in its own words.
     """
 
+    reuses_prefixes = False  # the server does, unasked
+    tokens_per_pass = None
+
     def __init__(
         self,
         base_url: str,
         model: str | None = None,
         *,
+        vocab_size: int | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
         timeout: float = 600.0,
         retries: int = 4,
         backoff: float = 1.0,
     ):
+        super().__init__()
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}; give one like http://localhost:8000/v1.")
         self.base_url = base_url.rstrip("/").removesuffix("/completions")
@@ -71,6 +82,13 @@ class EndpointModel:
         self._key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
         self.model, self.position_limit = self._find(model)
         self.form = self._find_form()
+        self.config = SimpleNamespace(
+            vocab_size=vocab_size or LARGEST_VOCABULARY, max_position_embeddings=self.position_limit
+        )
+
+    def with_less_memory(self, work: Callable, *arguments):
+        """`work(*arguments)`: memory is the server's business."""
+        return work(*arguments)
 
     def __repr__(self):
         return f"EndpointModel({self.base_url!r}, {self.model!r})"
@@ -109,12 +127,23 @@ class EndpointModel:
             ValueError: the reply has other than one entry per token, or speaks of other tokens.
         """
         ids = [int(i) for i in ids]
+        if max(ids) >= self.config.vocab_size:
+            raise ValueError(f"id {max(ids)} is not in the vocabulary of {self.model}.")
         options, read = FORMS[self.form]
         reply = self._post("/completions", {"model": self.model, "prompt": ids, **options})
         found = read(reply["choices"][0], ids)
         if found is None:
             raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(ids)} tokens.")
         return found
+
+    def reply(self, ids: np.ndarray, tokens: int) -> str:
+        """What the model says after a prompt by greedy decoding, at most `tokens` tokens.
+
+        Raises:
+            ConnectionError, RuntimeError: as for the class.
+        """
+        body = {"model": self.model, "prompt": [int(i) for i in ids], "max_tokens": tokens, "temperature": 0}
+        return self._post("/completions", body)["choices"][0]["text"]
 
     def _find(self, model):
         """The name, and the longest prompt."""

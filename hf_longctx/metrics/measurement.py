@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from .curve import CurvePoint, Sample, input_tokens, model_input, scored_logits
+from .endpoint import EndpointModel
 from .engine import Engine, batches
 
 
@@ -40,7 +41,9 @@ class Measurement:
         self.tokens_per_pass, self.journal, self.bar, self.cost = tokens_per_pass, journal, bar, cost
 
     @cached_property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | EndpointModel:
+        if isinstance(self.model, EndpointModel):
+            return self.model
         return Engine(self.model, self.inputs("copy", min(self.samples), [0])[0], self.tokens_per_pass)
 
     def inputs(self, kind: str, length: int, repeats: Sequence[int]) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from .answers import Answer, Answers, first_number, holds_text
 from .curve import check_ids, check_lengths
-from .engine import Engine, evaluating, first_parameter, text_config
+from .endpoint import EndpointModel
+from .engine import Engine, evaluating, text_config
 from .haystack import (
     ANSWER,
     DEPTHS,
@@ -33,7 +34,7 @@ from .journal import Journal, content_hash
 from .lines import LineRetrieval, LinesPoint, draw_record
 from .loss import PositionLoss, window_starts
 from .runner import _on_cpu as on_cpu
-from .runner import position_limit, special_ids, vocabulary_size
+from .runner import model_settings, position_limit, special_ids, versions, vocabulary_size, weights_hash
 
 
 MORE = 16  # tokens that a reply may have beyond the answer
@@ -56,7 +57,8 @@ def position_loss(
     A sequence of T tokens is read as `[bos]` and all of them but the last. Logits are made in parts, never (T, V).
 
     Args:
-        model: a causal language model; runs in its own dtype, on its own device, in eval mode.
+        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or an
+            `EndpointModel`.
         tokens: the corpus, a flat sequence of ids, encoded without special tokens.
         context_length: T, tokens per sequence.
         sequences: how many stretches of the corpus are read, evenly spaced. Default: as many as fit side by side, but
@@ -73,6 +75,7 @@ def position_loss(
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a loss is not finite.
+        RuntimeError: memory runs out even in the smallest passes.
 
     An exception that leaves this function while measuring has an attribute `result`: the `PositionLoss` over the
     sequences measured until then, or None.
@@ -98,7 +101,8 @@ def position_loss(
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
     }
-    log = Journal(journal, {"metric": "position_loss", **settings})
+    log = open_journal(journal, "position_loss", settings, model)
+    settings |= {"versions": versions()}
 
     def result():
         losses = [log.done[start] for start in starts if start in log.done]
@@ -111,7 +115,7 @@ def position_loss(
             if start not in log.done:
                 targets = corpus[start : start + context_length]
                 ids = np.concatenate([[bos], targets[:-1]])
-                engine = engine or Engine(model, pad_trial(ids), tokens_per_pass)
+                engine = engine or engine_for(model, ids, tokens_per_pass)
                 log.append(start, token_losses(engine, ids, targets, f"sequence from {start}").tolist())
             bar.update(context_length)
     return result()
@@ -136,7 +140,7 @@ def needle_in_a_haystack(
     """Measure whether a model finds one sentence in a long text (Lin et al. 2025, section 4.3 and appendix B.3).
 
     Args:
-        model: a causal language model; runs in its own dtype, on its own device, in eval mode.
+        model: as for `position_loss`.
         tokenizer: that of the model.
         tokens: the text of the haystacks, a flat sequence of ids, encoded without special tokens.
         lengths: of prompt and answer together, BOS included, in tokens, strictly ascending.
@@ -157,8 +161,10 @@ def needle_in_a_haystack(
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
+        RuntimeError: memory runs out even in the smallest passes.
 
-    An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until then.
+    An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until
+    then, or None.
     """
     lengths = check_lengths(lengths)
     depths = sorted({float(depth) for depth in depths})
@@ -185,15 +191,14 @@ def needle_in_a_haystack(
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
     }
-    log = Journal(journal, {"metric": "needle", **settings})
+    log = open_journal(journal, "needle", settings, model)
+    settings |= {"versions": versions()}
     grid = [(length, depth) for length in lengths for depth in depths]
 
     def result():
         done = [(length, depth, log.done[length, depth]) for length, depth in grid if (length, depth) in log.done]
-        return NeedleGrid(
-            [NeedleCell(Answers.from_list(x["answers"]).answers, n, depth, x["positions"]) for n, depth, x in done],
-            settings,
-        )
+        cells = [NeedleCell(Answers.from_list(x["answers"]).answers, n, depth, x["positions"]) for n, depth, x in done]
+        return NeedleGrid(cells, settings) if cells else None
 
     sentence_ends = {}  # by id, as far as ids occur
 
@@ -212,7 +217,7 @@ def needle_in_a_haystack(
                 answers, positions = [], []
                 for begin in begins[length]:
                     prompt, position = ask(length, depth, begin)
-                    engine = engine or Engine(model, pad_trial(prompt), tokens_per_pass)
+                    engine = engine or engine_for(model, prompt, tokens_per_pass)
                     where = f"length {length}, depth {depth}, haystack from {begin}"
                     matches = lambda reply: holds_text(reply, ANSWER)  # noqa: E731
                     answers.append(answer_of(engine, tokenizer, prompt, pieces.answer, matches, generate, where))
@@ -238,7 +243,7 @@ def line_retrieval(
     """Measure whether a model finds one of many lines, `line <name>: REGISTER_CONTENT is <number>`, by its name.
 
     Args:
-        model: a causal language model; runs in its own dtype, on its own device, in eval mode.
+        model: as for `position_loss`.
         tokenizer: that of the model.
         lines: numbers of lines in a record, strictly ascending.
         repeats: records for each of them, each with one question.
@@ -251,8 +256,10 @@ def line_retrieval(
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
+        RuntimeError: memory runs out even in the smallest passes.
 
-    An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until then.
+    An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until
+    then, or None.
     """
     lines = check_lengths(lines)
     check_questions(model, repeats, generate)
@@ -282,14 +289,15 @@ def line_retrieval(
         "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
         "record_sha256": content_hash(ask(lines[0], 0)[1]),
     }
-    log = Journal(journal, {"metric": "line_retrieval", **settings})
+    log = open_journal(journal, "line_retrieval", settings, model)
+    settings |= {"versions": versions()}
 
     def result():
         done = [(n, log.done[n]) for n in lines if n in log.done]
-        return LineRetrieval(
-            [LinesPoint(Answers.from_list(x["answers"]).answers, n, x["tokens"], x["asked_lines"]) for n, x in done],
-            settings,
-        )
+        points = [
+            LinesPoint(Answers.from_list(x["answers"]).answers, n, x["tokens"], x["asked_lines"]) for n, x in done
+        ]
+        return LineRetrieval(points, settings) if points else None
 
     bar = tqdm(total=sum(lines) * repeats, unit="line", unit_scale=True, disable=not progress)
     with log, bar, keeping(result), evaluating(model):
@@ -299,7 +307,7 @@ def line_retrieval(
                 found = {"tokens": [], "asked_lines": [], "answers": []}
                 for repeat in range(repeats):
                     record, prompt, answer = ask(n, repeat)
-                    engine = engine or Engine(model, pad_trial(prompt), tokens_per_pass)
+                    engine = engine or engine_for(model, prompt, tokens_per_pass)
                     matches = lambda reply, number=record.number: first_number(reply) == number  # noqa: E731
                     where = f"{n} lines, repeat {repeat}"
                     found["answers"].append(answer_of(engine, tokenizer, prompt, answer, matches, generate, where))
@@ -310,13 +318,14 @@ def line_retrieval(
     return result()
 
 
-def token_losses(engine: Engine, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
+def token_losses(engine: Engine | EndpointModel, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
     """Loss of each target at the position of the id before it, in nats; (T,) float64.
 
     Raises:
         ValueError: one is NaN or infinite; `where` names the input.
+        RuntimeError: see `next_tokens`.
     """
-    losses = np.concatenate([-own for own, _ in next_tokens(engine, ids, targets, range(len(ids)))])
+    losses = -next_tokens(engine, ids, targets, range(len(ids)), where)[0]
     bad = np.flatnonzero(~np.isfinite(losses))
     if len(bad):
         raise ValueError(
@@ -327,7 +336,7 @@ def token_losses(engine: Engine, ids: np.ndarray, targets: np.ndarray, where: st
 
 
 def answer_of(
-    engine: Engine,
+    engine: Engine | EndpointModel,
     tokenizer,
     prompt: np.ndarray,
     answer: np.ndarray,
@@ -344,17 +353,16 @@ def answer_of(
 
     Raises:
         ValueError: a logit is NaN.
+        RuntimeError: see `next_tokens`.
     """
     positions = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
-    parts = list(next_tokens(engine, np.concatenate([prompt, answer[:-1]]), answer, positions))
-    log_probs, best = (np.concatenate(part) for part in zip(*parts))
+    log_probs, best = next_tokens(engine, np.concatenate([prompt, answer[:-1]]), answer, positions, where)
     bad = np.flatnonzero(np.isnan(log_probs))
     if len(bad):
         raise ValueError(f"{where}: the logits at position {positions[bad[0]]} are NaN. {OVERFLOW}")
     exact, reply = bool((best == answer).all()), None
     if generate:
-        new = answer if exact else generated(engine.model, prompt, len(answer) + MORE)
-        reply = tokenizer.decode(new, skip_special_tokens=True)
+        reply = tokenizer.decode(answer) if exact else reply_of(engine, tokenizer, prompt, len(answer) + MORE)
     return Answer(
         log_prob=float(max(log_probs.sum(), -1e9)),  # JSON has no infinity
         tokens=len(answer),
@@ -368,20 +376,37 @@ OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16
 
 
 def next_tokens(
-    engine: Engine, ids: np.ndarray, targets: np.ndarray, positions: range
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Part by part, the log-probability of each target (nats, float64) and the likeliest id at its position."""
-    done = 0
-    for logits in engine.logits(ids, positions):
-        wanted = torch.from_numpy(targets[done : done + len(logits)]).to(logits.device)
-        own = -F.cross_entropy(logits.float(), wanted, reduction="none")
-        yield own.double().cpu().numpy(), logits.argmax(-1).cpu().numpy()
-        done += len(logits)
+    engine: Engine | EndpointModel, ids: np.ndarray, targets: np.ndarray, positions: range, where: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The log-probability of each target (nats, float64) and the likeliest id (int64) at its position.
+
+    Raises:
+        RuntimeError: memory runs out even in the smallest passes; `where` names the input.
+    """
+
+    if isinstance(engine, EndpointModel):
+        best, own = engine.score(np.append(ids, targets[-1]))
+        return own[positions.start + 1 :], best[positions.start + 1 :]
+
+    def read():
+        own, best = [], []
+        for logits in engine.logits(ids, positions):
+            wanted = torch.from_numpy(targets[len(own) :][: len(logits)]).to(logits.device)
+            own += (-F.cross_entropy(logits.float(), wanted, reduction="none")).tolist()
+            best += logits.argmax(-1).tolist()
+        return np.array(own), np.array(best)
+
+    found = engine.with_less_memory(read)
+    if found is None:
+        raise RuntimeError(f"{where}: {len(ids)} tokens do not fit into memory, even in the smallest passes.")
+    return found
 
 
-def generated(model: nn.Module, prompt: np.ndarray, tokens: int) -> np.ndarray:
-    """What a model says after a prompt by greedy decoding, (n,) ids, n <= `tokens`."""
-    ids = torch.from_numpy(prompt)[None].to(first_parameter(model).device)
+def reply_of(engine: Engine | EndpointModel, tokenizer, prompt: np.ndarray, tokens: int) -> str:
+    """What a model says after a prompt by greedy decoding, at most `tokens` tokens."""
+    if isinstance(engine, EndpointModel):
+        return engine.reply(prompt, tokens)
+    model, ids = engine.model, torch.from_numpy(prompt)[None].to(engine.device)
     pad = getattr(model.generation_config, "pad_token_id", None)
     said = model.generate(
         ids,
@@ -393,7 +418,14 @@ def generated(model: nn.Module, prompt: np.ndarray, tokens: int) -> np.ndarray:
         no_repeat_ngram_size=0,
         pad_token_id=0 if pad is None else pad,  # of one row, nothing is padded
     )
-    return said[0, len(prompt) :].cpu().numpy()
+    return tokenizer.decode(said[0, len(prompt) :], skip_special_tokens=True)
+
+
+def engine_for(model: nn.Module, ids: np.ndarray, tokens_per_pass: int | None) -> Engine | EndpointModel:
+    """What reads for this model; ids (T,) are tried, of which an engine needs three."""
+    if isinstance(model, EndpointModel):
+        return model
+    return Engine(model, np.resize(ids, max(len(ids), 3)), tokens_per_pass)
 
 
 @contextmanager
@@ -412,11 +444,6 @@ def encoder(tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def pad_trial(ids: np.ndarray) -> np.ndarray:
-    """An input for the engine to try, which needs three ids."""
-    return np.resize(ids, max(len(ids), 3))
-
-
 def check_questions(model: nn.Module, repeats: int, generate: bool) -> None:
     """
     Raises:
@@ -424,7 +451,7 @@ def check_questions(model: nn.Module, repeats: int, generate: bool) -> None:
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}.")
-    if generate and not hasattr(model, "generate"):
+    if generate and not hasattr(model, "generate") and not isinstance(model, EndpointModel):
         raise ValueError(f"{type(model).__name__} has no generate method; measure without replies: generate=False.")
 
 
@@ -447,10 +474,7 @@ def check_positions(model: nn.Module, tokens: int, what: str) -> None:
         )
 
 
-def model_settings(model: nn.Module) -> dict:
-    """What a result says about its model."""
-    return {
-        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
-        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
-        "attention": getattr(text_config(model), "_attn_implementation", None),
-    }
+def open_journal(path, metric: str, settings: dict, model: nn.Module) -> Journal:
+    """A journal of a metric with these settings, of this very model."""
+    weights = {} if path is None else {"weights_sha256": weights_hash(model)}
+    return Journal(path, {"metric": metric, **settings, **weights})

@@ -28,6 +28,7 @@ from .curve import (
     order_samples,
     random_samples,
 )
+from .endpoint import LARGEST_VOCABULARY, EndpointModel
 from .engine import evaluating, first_parameter, text_config
 from .journal import Journal, content_hash
 from .measurement import Measurement, tally
@@ -79,7 +80,8 @@ def forgetting_curve(
     model, measures a part, and all return the whole curve.
 
     Args:
-        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
+        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V). Or
+            a served one, see `EndpointModel`.
         tokens: the corpus, a flat sequence, array or tensor of ids, encoded without special tokens. At least three
             times the longest length. Not used, and may be None, for random data.
         lengths: target lengths in tokens, strictly ascending; see `linear_lengths` and `log_lengths`.
@@ -122,10 +124,7 @@ def forgetting_curve(
         raise ValueError(f"tokens_per_pass must be at least 1, got {tokens_per_pass}.")
     vocab_size = vocabulary_size(model)
     bos, eos = special_ids(model, bos_token_id, eos_token_id, vocab_size)
-    settings = {
-        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
-        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
-        "attention": getattr(text_config(model), "_attn_implementation", None),
+    settings = model_settings(model) | {
         "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
         "protocol": protocol,
         "data_type": data_type,
@@ -149,6 +148,10 @@ def forgetting_curve(
     elif data_type == "random":
         if irrelevant_tokens is not None:
             raise ValueError('data_type="random" draws its own irrelevant ids: drop irrelevant_tokens.')
+        if vocab_size == LARGEST_VOCABULARY and id_range is None:
+            raise ValueError(
+                f"{model!r} does not tell the size of its vocabulary: give it vocab_size, or give id_range."
+            )
         low, high = id_range or (10, vocab_size - 1)
         if not 0 <= low <= high < vocab_size:
             raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {vocab_size - 1}.")
@@ -171,7 +174,7 @@ def forgetting_curve(
     if processes > 1:
         results_depend_on |= {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal
-    settings["versions"] = {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
+    settings["versions"] = versions()
 
     cost = reading_cost(model)
     if protocol == "reference":
@@ -278,6 +281,21 @@ def weights_hash(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+def model_settings(model: nn.Module) -> dict:
+    """What a result says about its model."""
+    if isinstance(model, EndpointModel):
+        return {"model": model.model, "dtype": None, "attention": None, "served_with": model.form}
+    return {
+        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
+        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
+        "attention": getattr(text_config(model), "_attn_implementation", None),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
+
+
 def vocabulary_size(model: nn.Module) -> int:
     """How many ids the model can embed."""
     with suppress(AttributeError, NotImplementedError):
@@ -317,7 +335,7 @@ NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audi
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """How many tokens fit into the model's table of absolute positions; None if it has no such table.
+    """How many tokens fit into the model's table of absolute positions, or into what is served; None if any number do.
 
     Looks for the table itself, learned or fixed, because `max_position_embeddings` is the end of one in some models
     (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
@@ -325,6 +343,9 @@ def position_limit(model: nn.Module) -> int | None:
     """
     if getattr(model, "reads_in_segments", False):
         return None
+
+    if isinstance(model, EndpointModel):
+        return model.position_limit
 
     def named(items):
         return (x for name, x in items if POSITION.search(name.rpartition(".")[2]) and not NOT_OF_TEXT.search(name))

@@ -15,13 +15,15 @@ class Server:
     Attributes:
         form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo only;
             unknown fields are refused), "llama.cpp" (log-probabilities of the completion only), "chat" (no completions).
-        troubles: what happens to the next requests for completions instead of an answer: a status, or a function of the
-            handler.
+        troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
+            handler, or None, nothing.
         spoil: changes a reply before it is sent.
+        decode: text of ids.
     """
 
     def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
         self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
+        self.decode = lambda ids: "".join(map(text_of, ids))
         self.troubles, self.spoil, self.requests = deque(), lambda choice: choice, []
         self.lock = threading.Lock()
 
@@ -42,8 +44,11 @@ class Server:
             return 400, {"error": {"message": f"Unrecognized request arguments: {sorted(unknown)}"}}
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
+        if body["max_tokens"] > 1:
+            return 200, {"choices": [{"index": 0, "text": self.say(body["prompt"], body["max_tokens"])}]}
         with self.lock, torch.inference_mode():
-            log_probs = self.model(torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
+            output = self.model(torch.tensor([body["prompt"]]))
+            log_probs = (output[0] if isinstance(output, tuple) else output.logits)[0].log_softmax(-1)
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}
         if self.form == "vllm" and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = vllm_entries(body["prompt"], log_probs)
@@ -51,6 +56,15 @@ class Server:
             prompt = body["prompt"] if body.get("echo") and self.form != "llama.cpp" else []
             choice["logprobs"] = echo_lists(prompt, log_probs)
         return 200, {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)]}
+
+    def say(self, ids, tokens):
+        """Greedy decoding, token by token."""
+        said = list(ids)
+        with self.lock, torch.inference_mode():
+            for _ in range(tokens):
+                output = self.model(torch.tensor([said]))
+                said.append(int((output[0] if isinstance(output, tuple) else output.logits)[0, -1].argmax()))
+        return self.decode(said[len(ids) :])
 
 
 def vllm_entries(prompt, log_probs):
@@ -106,7 +120,8 @@ def serving(*args, **options):
                 trouble = server.troubles.popleft()
                 if callable(trouble):
                     return trouble(self)
-                return self.reply(trouble, {"error": {"message": "in trouble"}})
+                if trouble is not None:
+                    return self.reply(trouble, {"error": {"message": "in trouble"}})
             self.reply(*server.complete(body))
 
         def reply(self, status, document):

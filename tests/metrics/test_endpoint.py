@@ -8,10 +8,12 @@ import torch
 import transformers
 from endpoint_server import serving
 
+from hf_longctx.metrics import PositionLimitError, forgetting_curve
 from hf_longctx.metrics.endpoint import ANOTHER, EndpointModel
 
 
 CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
+slow = pytest.mark.slow
 FORMS = {"vllm": "prompt_logprobs", "openai": "echo", "strict": "echo"}
 
 
@@ -31,6 +33,33 @@ def no_key_or_proxy(monkeypatch):
 
 def connect(server, **options):
     return EndpointModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)
+
+
+# -- how servers fail
+
+
+def make_nan(choice):
+    if choice["prompt_logprobs"]:
+        for value in choice["prompt_logprobs"][-3].values():
+            value["logprob"] = float("nan")
+    else:
+        choice["logprobs"]["token_logprobs"][-4] = None  # the last one is of the generated token
+    return choice
+
+
+def hang_up(handler):
+    handler.connection.close()
+
+
+def hang(handler):
+    time.sleep(0.3)
+
+
+def half_a_reply(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices"')
 
 
 # -- the same as the model itself
@@ -68,6 +97,100 @@ def test_predictions_at_positions(model, form):
     wanted, right = likeliest[:, 4:29], rows[:, 5:30]
     assert np.array_equal(found == right, wanted == right)
     assert (found == right).any()
+
+
+# -- forgetting curves
+
+
+OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("data", ["order", "random"])
+@pytest.mark.parametrize("protocol", ["reference", "nested"])
+def test_curve_is_that_of_the_local_model(model, form, data, protocol):
+    options = OPTIONS | {"data_type": data, "protocol": protocol, "id_range": (3, 11) if data == "random" else None}
+    expected = forgetting_curve(model, CORPUS, **options)
+    with serving(model, form) as server:
+        found = forgetting_curve(connect(server), CORPUS, **options)
+    assert found.points == expected.points
+    assert sum(p.copy_mean + p.lm_mean for p in found.points) > 0
+    served = {"model": "tiny", "dtype": None, "attention": None, "served_with": FORMS[form]}
+    assert {name: found.settings.get(name) for name in served} == served
+    same = expected.settings.keys() - served.keys()
+    assert {name: found.settings[name] for name in same} == {name: expected.settings[name] for name in same}
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:lengths above 254")
+def test_recorded_curve(golden):
+    folder = golden / "forgetting_curve"
+    trained = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    tokens, options = np.load(folder / "tokens.npy"), {"lengths": [8, 134, 261], "repeats": 3}
+    expected = forgetting_curve(trained, tokens, **options)
+    with serving(trained) as server:
+        found = forgetting_curve(connect(server), tokens, **options, bos_token_id=1, eos_token_id=2)
+    assert found.points == expected.points
+    assert found.points[0].copy_mean > 0.9
+
+
+@pytest.mark.parametrize("trouble", [403, hang_up], ids=["refusal", "hang-up"])
+def test_an_interrupted_curve_goes_on(model, tmp_path, trouble):
+    with serving(model) as server:
+        endpoint = connect(server, retries=0, concurrency=1)
+        asked = len(server.requests)
+        expected = forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "whole")
+        asked, before = len(server.requests) - asked, len(server.requests)
+        server.troubles.extend([None] * 13 + [trouble])
+        with pytest.raises((RuntimeError, ConnectionError)) as caught:
+            forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "part")
+        assert caught.value.curve.points == expected.points[:2]
+        server.troubles.clear()
+        assert forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "part") == expected
+        assert len(server.requests) - before < 2 * asked
+    assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_lengths_beyond_what_is_served(model):
+    with (
+        serving(model, max_model_len=30) as server,
+        pytest.raises(PositionLimitError, match=r"length 20 needs an input of 43 tokens.*ends at 29") as caught,
+    ):
+        forgetting_curve(connect(server), CORPUS, **OPTIONS)
+    assert [point.length for point in caught.value.curve.points] == [4, 9]
+
+
+def test_nan_is_named(model):
+    with serving(model) as server:
+        endpoint = connect(server)
+        server.spoil = make_nan
+        with pytest.raises(
+            ValueError, match=r"length 4, repeat 0, copy input: the logits at position 7 of 11 are NaN"
+        ):
+            forgetting_curve(endpoint, CORPUS, **OPTIONS | {"lengths": [4]})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"bos_token_id": None, "eos_token_id": None}, "neither a BOS nor an EOS token"),
+        ({"data_type": "random"}, "does not tell the size of its vocabulary: give it vocab_size, or give id_range"),
+    ],
+)
+def test_what_a_server_does_not_tell(model, options, message):
+    with serving(model) as server, pytest.raises(ValueError, match=message):
+        forgetting_curve(connect(server), CORPUS, **OPTIONS | options)
+
+
+def test_the_vocabulary_can_be_told(model):
+    with serving(model) as server:
+        endpoint = connect(server, vocab_size=12)
+        curve = forgetting_curve(endpoint, None, **OPTIONS | {"eos_token_id": 1}, data_type="random")
+        assert curve.settings["id_range"] == [10, 11]
+        with pytest.raises(ValueError, match=r"tokens\[3\] is 12, but the model's vocabulary has 12 ids"):
+            forgetting_curve(endpoint, [3, 4, 5, 12] * 20, **OPTIONS)
+        with pytest.raises(ValueError, match="id 12 is not in the vocabulary of tiny"):
+            endpoint.score([1, 12])
 
 
 # -- finding the model
@@ -161,40 +284,16 @@ def test_replies_that_do_not_fit(model, form, spoil, message):
             endpoint.score(CORPUS[:30])
 
 
-def make_nan(choice):
-    if choice["prompt_logprobs"]:
-        for value in choice["prompt_logprobs"][6].values():
-            value["logprob"] = float("nan")
-    else:
-        choice["logprobs"]["token_logprobs"][6] = None
-    return choice
-
-
 @pytest.mark.parametrize("form", ["vllm", "openai"])
 def test_nan_is_no_prediction(model, form):
     with serving(model, form) as server:
         endpoint = connect(server)
         server.spoil = make_nan
-        found = endpoint.predict(CORPUS[None, :30], 0, range(3, 20))
-    assert np.flatnonzero(found[0] == -1).tolist() == [2]
+        found = endpoint.predict(CORPUS[None, :30], 0, range(3, 28))
+    assert np.flatnonzero(found[0] == -1).tolist() == [26 - 3]
 
 
 # -- trouble on the way
-
-
-def hang_up(handler):
-    handler.connection.close()
-
-
-def hang(handler):
-    time.sleep(0.3)
-
-
-def half_a_reply(handler):
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    handler.wfile.write(b'{"choices"')
 
 
 @pytest.mark.parametrize("trouble", [503, 429, hang_up, hang, half_a_reply], ids=str)

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from endpoint_server import serving
 from torch import nn
 
+from hf_longctx.metrics import EndpointModel
 from hf_longctx.metrics import engine as engine_module
 from hf_longctx.metrics.engine import Engine, evaluating
 from hf_longctx.metrics.haystack import ANSWER
@@ -313,6 +315,29 @@ def test_a_number_in_other_words_counts(bytes_tokenizer):
     assert (result.points[0].match_rate, result.points[0].exact_rate) == (1, 0)
 
 
+@pytest.mark.parametrize("form", ["vllm", "openai"])
+@pytest.mark.parametrize("k", [30, 10**6], ids=["knows", "does not know"])
+def test_served_models(bytes_tokenizer, prose, form, k):
+    """The same as of the local model, down to the replies."""
+    local = Talker(k)
+    with serving(local, form) as server:
+        server.decode = lambda ids: bytes_tokenizer.decode(ids, skip_special_tokens=True)
+        served = EndpointModel(server.url)
+        loss = position_loss(served, prose, context_length=50, sequences=2, bos_token_id=1)
+        needle = needle_in_a_haystack(served, bytes_tokenizer, prose, lengths=[500], depths=[0, 1], bos_token_id=1)
+        lines = line_retrieval(served, bytes_tokenizer, lines=[2, 3], repeats=2, bos_token_id=1)
+    assert np.allclose(loss.loss, position_loss(local, prose, context_length=50, sequences=2).loss, atol=1e-6)
+    expected = needle_in_a_haystack(local, bytes_tokenizer, prose, lengths=[500], depths=[0, 1])
+    expected_lines = line_retrieval(local, bytes_tokenizer, lines=[2, 3], repeats=2)
+    for one, other in zip((*needle.cells, *lines.points), (*expected.cells, *expected_lines.points)):
+        for a, b in zip(one.answers, other.answers):
+            assert (a.exact, a.matched, a.reply) == (b.exact, b.matched, b.reply)
+            assert a.exact == (k == 30)
+            assert a.log_prob == pytest.approx(b.log_prob, rel=1e-5)
+    assert needle.settings["model"] == "tiny"
+    assert needle.settings["served_with"] == {"vllm": "prompt_logprobs", "openai": "echo"}[form]
+
+
 # -- resuming, and what is left after a failure
 
 
@@ -371,6 +396,37 @@ def test_nan_logits(bytes_tokenizer, prose, run):
 
     with pytest.raises(ValueError, match=r"logits at position \d+ are (NaN|not finite).*bfloat16"):
         run(Broken(12), bytes_tokenizer, prose)
+
+
+def test_smaller_passes_when_memory_runs_out():
+    model, passes = MODELS["llama"](), []
+    expected = position_loss(model, CORPUS, context_length=90, sequences=1)
+
+    def refuse(_, args):
+        passes.append(args[0].shape[1])
+        if passes[-1] > 40:
+            raise torch.OutOfMemoryError("no memory")
+
+    model.model.embed_tokens.register_forward_pre_hook(refuse)
+    found = position_loss(model, CORPUS, context_length=90, sequences=1, tokens_per_pass=80)
+    assert np.allclose(found.loss, expected.loss, atol=1e-5)
+    assert passes[-6:] == [80, 20, 20, 20, 20, 10]
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_memory_that_does_not_suffice(bytes_tokenizer, prose, run):
+    class Large(Copier):
+        calls = 0
+
+        def forward(self, input_ids):
+            self.calls += 1
+            if self.calls > 2:
+                raise torch.OutOfMemoryError("no memory")
+            return super().forward(input_ids)
+
+    with pytest.raises(RuntimeError, match="tokens do not fit into memory, even in the smallest passes") as caught:
+        run(Large(12), bytes_tokenizer, prose)
+    assert caught.value.result is not None
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

@@ -1,0 +1,53 @@
+"""Ask for the number in one of many lines, as LongEval does, and count the right answers by the number of lines.
+
+Writes OUTPUT.json and OUTPUT.png.
+"""
+
+from . import shared
+
+
+def add_arguments(parser):
+    shared.add_model(parser)
+    shared.add_endpoint(parser)
+    parser.add_argument(
+        "--lines",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
+    )
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="records of each (default: %(default)s)")
+    parser.add_argument(
+        "--no-replies", action="store_true", help="score the answer's tokens only; the model generates nothing"
+    )
+    shared.add_measuring(parser, output="line_retrieval")
+
+
+def run(args):
+    from ..metrics import line_retrieval
+
+    model, tokenizer = shared.load_model(args)
+    shared.measure(
+        args,
+        tokenizer,
+        line_retrieval,
+        model,
+        tokenizer,
+        lines=args.lines or _doubling(tokenizer, shared.claimed_context(model) or 4096),
+        repeats=args.repeats,
+        seed=args.seed,
+        generate=not args.no_replies,
+    )
+
+
+def _doubling(tokenizer, context):
+    """5, 10, 20 ... lines, the longest of which are sure to fit into the context."""
+    from ..metrics.lines import NAMES, draw_record
+
+    def tokens(n):
+        return len(tokenizer(draw_record(n, seed=0, repeat=0).text, verbose=False)["input_ids"])
+
+    found = [5]
+    while 2 * found[-1] <= len(NAMES) and 1.1 * tokens(2 * found[-1]) + 200 <= context:
+        found.append(2 * found[-1])
+    return found

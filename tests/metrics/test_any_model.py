@@ -1,0 +1,125 @@
+"""Every metric on every kind of model, against the logits of one plain forward pass."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import hf_longctx  # noqa: F401 - registers FoX
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics import forgetting_curve, position_loss
+from hf_longctx.metrics.curve import model_input, order_samples, scored_logits
+
+
+# PEFT 0.21 asks transformers for this under its old name
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+VOCAB = 24  # some predictions are right even with random weights
+CORPUS = np.random.default_rng(0).integers(3, VOCAB, size=300)
+
+
+def build(name, **config):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() == 2 else 1)  # so that predictions vary with the text
+    return model
+
+
+def with_memory(model):
+    torch.manual_seed(1)
+    return HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4)).eval()
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer as quantized models have: weights in int8, unpacked when used."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def quantized(model):
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    return model
+
+
+MODELS = {
+    "llama": lambda: build("llama", **SMALL),
+    "gpt2": lambda: build("gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "mamba": lambda: build("mamba", hidden_size=16, num_hidden_layers=2, state_size=2),
+    "mamba2": lambda: build(
+        "mamba2", hidden_size=16, num_hidden_layers=2, state_size=4, num_heads=4, head_dim=8, n_groups=1, chunk_size=8
+    ),
+    "rwkv": lambda: build("rwkv", hidden_size=16, num_hidden_layers=2, attention_hidden_size=16),
+    "sliding window": lambda: build("mistral", **SMALL, sliding_window=9, num_key_value_heads=1),
+    "fox": lambda: build("fox", **SMALL),
+    "hmt": lambda: with_memory(build("llama", **SMALL, max_position_embeddings=64)),
+    "hmt around fox": lambda: with_memory(build("fox", **SMALL)),
+    "adapted": lambda: adapted(build("llama", **SMALL)),
+    "quantized": lambda: quantized(build("llama", **SMALL)),
+    "bfloat16": lambda: build("llama", **SMALL).to(torch.bfloat16),
+}
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def model(request):
+    return MODELS[request.param]()
+
+
+def all_logits(model, ids):
+    """(T, V)"""
+    with torch.inference_mode():
+        return model(torch.tensor(ids)[None]).logits[0].float()
+
+
+@pytest.mark.filterwarnings("ignore:lengths above")
+def test_curve(model):
+    lengths, repeats = [1, 6, 25], 3
+    curve = forgetting_curve(model, CORPUS, lengths=lengths, repeats=repeats, seed=2)
+    found, expected, close = [], [], 0
+    for point, samples in zip(curve.points, order_samples(CORPUS, lengths, repeats, 2)):
+        for kind, counts in (("target", point.copy_correct), ("irrelevant", point.lm_correct)):
+            for sample, count in zip(samples, counts):
+                ids, scored = model_input(getattr(sample, kind), sample.target, 1, 2), scored_logits(point.length)
+                logits = all_logits(model, ids)[scored.start : scored.stop]
+                best = logits.topk(2).values
+                if model.dtype is torch.bfloat16:  # whose rounding differs with the shape of a pass
+                    close += int((best[:, 0] - best[:, 1] < 0.1).sum())
+                expected.append(int((logits.argmax(-1).numpy() == ids[scored.start + 1 : scored.stop + 1]).sum()))
+                found.append(count)
+    assert sum(abs(a - b) for a, b in zip(found, expected)) <= close
+    assert 0 < sum(expected) < repeats * 2 * (1 + 3 + 13)
+
+
+@pytest.mark.filterwarnings("ignore:context_length needs")
+def test_loss(model):
+    result = position_loss(model, CORPUS, context_length=40, starts=[7, 200], tokens_per_pass=16)
+    losses = []
+    for start in (7, 200):
+        targets = CORPUS[start : start + 40]
+        losses.append(F.cross_entropy(all_logits(model, [1, *targets[:-1]]), torch.tensor(targets), reduction="none"))
+    expected = torch.stack(losses).mean(0).numpy()
+    assert np.allclose(result.loss, expected, atol=0.1 if model.dtype is torch.bfloat16 else 1e-4)
+    assert abs(result.loss[0] - math.log(VOCAB)) < 10
