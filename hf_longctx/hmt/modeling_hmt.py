@@ -172,7 +172,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             state: `HMTState` of an earlier call. In the causal mode any chunking gives the result of one piece; in the
                 paper mode a chunk may not end within the first j tokens of a segment.
             use_cache: return the state. Default: when one was given.
-            logits_to_keep: only the last so many positions get logits; 0 is all.
+            logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions themselves, (K,) long.
             score_from: score only predictions made at this position of their segment or later.
             pos_mask: (B, S), relevance of each segment; adds the official retrieval loss on the last segment's scores.
             output_recall: return recall scores, distances and memories.
@@ -191,6 +191,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         use_cache = state is not None if use_cache is None else use_cache
         self._check_loss_arguments(labels, logits_to_keep, score_from, pos_mask)
         state, mask = self._check_inputs(input_ids, attention_mask, labels, state, use_cache)
+        positions = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else None
+        if positions is not None:
+            logits_to_keep = input_ids.shape[1] - int(positions.min())
 
         seen = state.open_ids.shape[1]  # tokens of the open segment that had their logits before
         ids, mask = torch.cat([state.open_ids, input_ids], 1), torch.cat([state.open_mask, mask], 1)
@@ -215,6 +218,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 logits[place] = early
 
         logits = torch.cat([x for x in logits if x is not None], 1)
+        if positions is not None:
+            logits = logits[:, (positions - positions.min()).to(logits.device)]
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels, seen, score_from, num_items_in_batch)
@@ -464,7 +469,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         return state, mask
 
     def _check_loss_arguments(self, labels, logits_to_keep, score_from, pos_mask):
-        if labels is not None and logits_to_keep:
+        if labels is not None and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep):
             raise ValueError("labels need all logits; leave logits_to_keep at 0.")
         if labels is None and (score_from is not None or pos_mask is not None):
             raise ValueError("score_from and pos_mask are about the loss, which needs labels.")

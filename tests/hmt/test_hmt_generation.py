@@ -121,6 +121,15 @@ def test_only_the_last_logits_of_a_prompt_are_made(make_wrapper, tokens):
     torch.testing.assert_close(several, model(tokens).logits[:, -9:])
 
 
+def test_logits_of_chosen_positions(make_wrapper, tokens):
+    model, chosen = make_wrapper(), torch.tensor([5, 11, 12, 30])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, logits_to_keep=chosen).logits, model(tokens).logits[:, chosen])
+        state = model(tokens[:, :19], use_cache=True).state
+        rest = model(tokens[:, 19:], state=state, logits_to_keep=torch.tensor([2, 11])).logits
+    torch.testing.assert_close(rest, model(tokens).logits[:, [21, 30]])
+
+
 def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, tokens):
     model = make_wrapper(recall_mode="paper")
     inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)
