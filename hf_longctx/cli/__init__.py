@@ -7,11 +7,12 @@ import argparse
 import sys
 
 from .. import __version__
-from . import convert, curve, generate, register_metrics, rope, train_demo
+from . import compare, convert, curve, generate, register_metrics, rope, train_demo
 
 
 COMMANDS = {
     "curve": curve,
+    "compare": compare,
     "rope": rope,
     "generate": generate,
     "train-demo": train_demo,
