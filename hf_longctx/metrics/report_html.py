@@ -50,12 +50,12 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; } p.quiet, footer { color: var(--quiet); }
 .summary { background: var(--card); border-left: 4px solid #57a55f; padding: .6rem 1rem; }
 .missing { border-color: #e59a94; }
-img { width: 100%; background: #fff; border-radius: 6px; }
+img { max-width: 100%; background: #fff; border-radius: 6px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; margin: .5rem 0; }
 th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid var(--line); }
 th { color: var(--quiet); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; overflow-wrap: anywhere; }
+table.text th, table.text td { text-align: left; overflow-wrap: anywhere; }
 pre { background: var(--card); padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; }
 summary { cursor: pointer; color: var(--quiet); }
 """
@@ -79,11 +79,19 @@ def write_report(
     """
     if not results and not missing:
         raise ValueError("there is no result to report.")
-    title = title or f"How far {' and '.join(dict.fromkeys(map(model_name, results))) or 'a model'} remembers"
+    if title is None:
+        models = list(dict.fromkeys(map(model_name, results))) or ["a model"]
+        title = f"How far {' and '.join(models)} remember{'s' if len(models) == 1 else ''}"
     parts = [f"<h1>{escape(title)}</h1>"]
     curves = [(Path(), result) for result in results if isinstance(result, ForgettingCurve) and result.points]
     if len(curves) > 1:
-        parts.append(section("Forgetting curves", "", picture(lambda path: plot_comparison(named(curves), path))))
+        parts.append(
+            section(
+                "Forgetting curves",
+                "",
+                picture("Forgetting curves", lambda path: plot_comparison(named(curves), path)),
+            )
+        )
     parts += map(result_section, results)
     for metric, reason in (missing or {}).items():
         parts.append(section(metric, f'<p class="summary missing">Not measured: {escape(reason)}</p>'))
@@ -108,7 +116,7 @@ def result_section(result):
         verdict = "holds" if result.holds else "violated"
         summary = f"{verdict} at {result.claimed_context} tokens ({result.claimed_by})"
         return section(heading, explained, in_short(summary), f"<pre>{escape(str(result))}</pre>")
-    drawn = picture(lambda path: result.plot(path, **training(result))) if measured(result) else ""
+    drawn = picture(heading, lambda path: result.plot(path, **training(result))) if measured(result) else ""
     columns, rows = NUMBERS[kind](result)
     numbers = folded("Numbers", table(columns, rows))
     settings = folded("Settings", table(("setting", "value"), settings_rows(result.settings), text=True))
@@ -130,14 +138,14 @@ def in_short(summary):
     return f'<p class="summary">{escape(summary)}</p>'
 
 
-def picture(draw):
+def picture(subject, draw):
     """An image within the page of what `draw(path)` draws."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "picture.svg"
         draw(file)
         data = base64.b64encode(file.read_bytes()).decode()
     # an image of its own: several SVG elements in one page would share their ids
-    return f'<img alt="" src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{escape(subject)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def folded(title, content):
@@ -146,10 +154,10 @@ def folded(title, content):
 
 def table(columns, rows, text=False):
     """Rows of numbers, or of texts that keep to the left."""
-    cell = '<td class="text">{}</td>' if text else "<td>{}</td>"
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(cell.format(escape(str(value))) for value in row)}</tr>\n" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(value))}</td>' for value in row)}</tr>\n" for row in rows)
+    kind = ' class="text"' if text else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def settings_rows(settings):
