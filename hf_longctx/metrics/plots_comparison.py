@@ -13,7 +13,7 @@ from .plots import INK, QUIET, Figure, PercentFormatter, StrMethodFormatter, wri
 
 
 # colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker for those that do not suffice
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STRONG = {"fine": "#57a55f", "coarse": "#7ea6d8", "amnesia": "#e59a94"}
 
