@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from .. import __version__
-from . import convert, curve, gates, generate, lines, loss, needle, register_metrics, rope, train_demo
+from . import compare, convert, curve, gates, generate, lines, loss, needle, register_metrics, rope, train_demo
 
 
 COMMANDS = {
@@ -15,6 +15,7 @@ COMMANDS = {
     "loss": loss,
     "needle": needle,
     "lines": lines,
+    "compare": compare,
     "rope": rope,
     "generate": generate,
     "gates": gates,

@@ -18,11 +18,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtr
+
+from .documents import save_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -492,8 +493,11 @@ class ForgettingCurve:
         return cls(points, document["settings"], missing)
 
     def save(self, path) -> None:
-        """Write `to_json()` to `path`. Read it again with `ForgettingCurve.from_json(Path(path).read_text())`."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `ForgettingCurve.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         """Draw the curve into a PNG, SVG or PDF, by the extension of `path`; see `plots.plot_curve`.

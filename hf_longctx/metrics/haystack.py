@@ -14,13 +14,12 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .answers import SCORES, Answers, check_score
-from .documents import read_document, write_document
+from .documents import read_document, save_document, write_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -234,8 +233,11 @@ class NeedleGrid:
         return cls(cells, document["settings"])
 
     def save(self, path) -> None:
-        """Write `to_json()` to `path`. Read it again with `NeedleGrid.from_json(Path(path).read_text())`."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `NeedleGrid.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
 
     def plot(self, path, *, score: str = "match_rate", train_length: int | None = None, title: str | None = None):
         """Draw a heat map into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_needle`.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .answers import Answers
-from .documents import read_document, write_document
+from .documents import read_document, save_document, write_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -155,8 +154,11 @@ class LineRetrieval:
         return cls(points, document["settings"])
 
     def save(self, path) -> None:
-        """Write `to_json()` to `path`. Read it again with `LineRetrieval.from_json(Path(path).read_text())`."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `LineRetrieval.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
 
     def plot(self, path, *, title: str | None = None) -> None:
         """Draw the rates into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_lines`.

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .documents import read_document, write_document
+from .documents import read_document, save_document, write_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -141,8 +140,11 @@ class PositionLoss:
         return cls(document["loss"], document["sequences"], document["settings"])
 
     def save(self, path) -> None:
-        """Write `to_json()` to `path`. Read it again with `PositionLoss.from_json(Path(path).read_text())`."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `PositionLoss.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         """Draw L(i) and P(l) into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_losses`.

@@ -131,8 +131,8 @@ def shade_areas(axes, curve, left, right):
     ]
 
 
-def written(length):
-    return f"{'>' * length.open_ended}{int(length):,} tokens"
+def written(length, unit=" tokens"):
+    return f"{'>' * length.open_ended}{int(length):,}{unit}"
 
 
 def draw_accuracy(axes, lengths, moments, colour, marker, label):

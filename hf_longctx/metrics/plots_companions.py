@@ -89,7 +89,8 @@ def plot_needle(
     axes = figure.add_subplot()
     image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     for row, column in zip(*np.nonzero(~np.isnan(grid))):
-        axes.text(column, row, f"{100 * grid[row, column]:.0f}", ha="center", va="center", fontsize=7, color=INK)
+        colour = "white" if abs(grid[row, column] - 0.5) > 0.35 else INK  # the ends of the scale are dark
+        axes.text(column, row, f"{100 * grid[row, column]:.0f}", ha="center", va="center", fontsize=7, color=colour)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     plain_axes(axes, "length of prompt and answer (tokens)", "depth of the needle")

@@ -51,7 +51,7 @@ def test_json(tmp_path):
     result.save(tmp_path / "lines.json")
     text = (tmp_path / "lines.json").read_text()
     assert LineRetrieval.from_json(text) == result
-    assert LineRetrieval.from_json(text).to_json() == text
+    assert LineRetrieval.from_json(text).to_json() == result.to_json()
     point = json.loads(text)["points"][0]
     assert (point["exact_rate"], point["match_rate"], point["mean_tokens"]) == (0.5, 1.0, 205)
     assert result.summary() == "found: 100% of 10 lines (205 tokens); 2 repeats"

@@ -1,0 +1,51 @@
+"""hf-longctx compare."""
+
+import pytest
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+from hf_longctx import cli
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, correct in (("fox", 5), ("llama", 1)):
+        points = [CurvePoint(8, [4, 4], [1, 1]), CurvePoint(9, [correct] * 2, [1, 1])]
+        ForgettingCurve(points, {"model": name, "train_length": 32}).save(tmp_path / f"{name}.json")
+        PositionLoss([3.0, 2.5, 2.0], 4, {"model": name}).save(tmp_path / f"{name}_loss.json")
+    return tmp_path
+
+
+def test_curves(files, capsys):
+    picture = files / "new folder" / "both.svg"
+    assert cli.main(["compare", str(files / "fox.json"), str(files / "llama.json"), "--output", str(picture)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[2:4] == [
+        "| fox | - | >9 | >9 | -, - | 8 to 9 | 32 |",
+        "| llama | - | 8 | 8 | 9, 9 | 8 to 9 | 32 |",
+    ]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_names_and_losses(files, capsys):
+    losses = [str(files / f"{name}_loss.json") for name in ("fox", "llama")]
+    options = ["--names", "a", "b", "--output", str(files / "losses.png"), "--title", "Losses"]
+    assert cli.main(["compare", *losses, *options]) == 0
+    assert capsys.readouterr().out.startswith("a: loss")
+    assert (files / "losses.png").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["fox.json", "fox_loss.json"], "ForgettingCurve, PositionLoss; give forgetting curves only"),
+        (["fox.json", "llama.json", "--names", "a"], "1 names for 2 files"),
+        (["nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_compared(files, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(files)
+    assert cli.main(["compare", *arguments]) == 1
+    assert message in capsys.readouterr().err

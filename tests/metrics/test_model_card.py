@@ -1,0 +1,57 @@
+"""The snippet for a model card is what huggingface_hub reads."""
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
+from hf_longctx.metrics.answers import Answer
+from hf_longctx.metrics.haystack import NeedleCell
+from hf_longctx.metrics.lines import LinesPoint
+from hf_longctx.metrics.model_card import card_snippet, eval_results
+
+
+ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply="7", matched=True)]
+CURVE = ForgettingCurve(
+    [CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])],
+    {"seed": 5, "repeats": 2, "corpus": "PG 19: test"},
+)
+RESULTS = [
+    CURVE,
+    ForgettingCurve(CURVE.points, {"data_type": "random"}),
+    PositionLoss([3.0, 2.5, 2.25], 4),
+    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
+    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
+]
+
+
+def test_the_hub_reads_what_we_wrote():
+    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
+    text = card_snippet("fox: a 'model'", [*RESULTS, report], picture="curve.png")
+    card = ModelCard(text, ignore_metadata_errors=False)
+    assert card.data.model_name == "fox: a 'model'"
+    found = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
+    assert found == {
+        ("PG 19: test", "fine memory length (tokens)"): ("forgetting_curve", 8),
+        ("PG 19: test", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
+        ("random tokens", "fine memory length (tokens)"): ("forgetting_curve", 8),
+        ("random tokens", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
+        ("text", "perplexity of 3 tokens"): ("perplexity", round(float(RESULTS[2].perplexity[-1]), 4)),
+        ("text", "needle in a haystack, found up to 100 tokens"): ("accuracy", 1.0),
+        ("generated records", "line retrieval, up to 10 lines"): ("accuracy", 1.0),
+    }
+    assert "![How far fox: a 'model' remembers](curve.png)" in card.text
+    assert "RoPE bound: " in card.text and "at 512 tokens" in card.text
+
+
+def test_arguments_are_kept():
+    assert [entry.metric_args for entry in eval_results([CURVE])] == [{"seed": 5, "repeats": 2}] * 2
+    header = card_snippet("fox", [CURVE]).split("---")[1]
+    (index,) = yaml.safe_load(header)["model-index"]
+    assert index["results"][0]["dataset"] == {"name": "PG 19: test", "type": "pg-19-test"}
+
+
+def test_nothing_to_say():
+    with pytest.raises(ValueError, match="no number for a model card"):
+        card_snippet("fox", [ForgettingCurve([])])

@@ -1,0 +1,93 @@
+"""The page: complete, self-contained, and safe whatever the results say."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import pytest
+from transformers import LlamaConfig
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
+from hf_longctx.metrics.answers import Answer
+from hf_longctx.metrics.haystack import NeedleCell
+from hf_longctx.metrics.lines import LinesPoint
+from hf_longctx.metrics.report_html import TITLES, write_report
+
+
+EVIL = "<script>alert('&')</script>"
+SETTINGS = {"model": EVIL, "train_length": 100, "seed": 0}
+ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=EVIL, matched=True)]
+RESULTS = [
+    ForgettingCurve([CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])], SETTINGS),
+    PositionLoss([3.0, 2.5, 2.25], 4, SETTINGS),
+    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], SETTINGS),
+    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], SETTINGS),
+    rope_report(LlamaConfig(max_position_embeddings=512, name_or_path=EVIL), minimum_base=False),
+]
+
+
+class Page(HTMLParser):
+    """Collects tags with their attributes, and the text of each."""
+
+    void = {"meta", "img"}
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], ""
+        self.feed(path.read_text())
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def images(self):
+        return [base64.b64decode(a["src"].partition(",")[2]).decode() for tag, a in self.tags if tag == "img"]
+
+
+def test_every_metric_has_its_section(tmp_path):
+    write_report(RESULTS, tmp_path / "report.html", missing={"Another": f"because {EVIL}"})
+    page = Page(tmp_path / "report.html")
+    for result in RESULTS:
+        assert f"{TITLES[type(result)]}: {EVIL}" in page.text
+        if hasattr(result, "summary"):
+            assert result.summary() in page.text
+    assert f"Not measured: because {EVIL}" in page.text
+    assert "violated at 512 tokens" in page.text or "holds at 512 tokens" in page.text
+    assert len(page.images()) == 4 and all("<svg" in image for image in page.images())
+    assert "train_length" in page.text and "78.1%" in page.text  # 50 of 64 copied
+
+
+def test_it_needs_nothing_beside_itself(tmp_path):
+    write_report(RESULTS, tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    addresses = [a[name] for _, a in page.tags for name in ("src", "href") if name in a]
+    assert addresses and all(address.startswith("data:") for address in addresses)
+    style = re.search("<style>(.*?)</style>", (tmp_path / "report.html").read_text(), re.DOTALL)[1]
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
+
+
+def test_several_models_share_a_picture(tmp_path):
+    other = ForgettingCurve(RESULTS[0].points, {"model": "other"})
+    write_report([RESULTS[0], other], tmp_path / "report.html", title="Two & more")
+    page = Page(tmp_path / "report.html")
+    assert len(page.images()) == 3 and "Two & more" in page.text
+
+
+def test_what_measured_nothing_is_still_reported(tmp_path):
+    write_report([ForgettingCurve([], {"model": "fox"})], tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    assert "no length measured" in page.text and not page.images()
+    with pytest.raises(ValueError, match="no result to report"):
+        write_report([], tmp_path / "report.html")

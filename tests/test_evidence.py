@@ -1,0 +1,41 @@
+"""scripts/evidence_curves.py, as far as a test can afford: every model trains, is measured and gets into the picture."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_longctx.metrics import ForgettingCurve
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "evidence_curves.py", "--quick"]
+    result = subprocess.run(
+        [*command, "--work", tmp_path / "work", "--output", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_script_makes_picture_table_and_curves_and_resumes(tmp_path):
+    first = run(tmp_path)
+    curves = {file.stem: ForgettingCurve.from_json(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
+    assert {"fox_demo__fox_pro", "llama__rope_base_20000", "llama__rope_base_100", "mamba_2"} <= curves.keys()
+    assert "hmt_around_the_llama" in curves
+    assert all([p.length for p in curve.points] == [8, 12] for curve in curves.values())
+    table = (tmp_path / "out" / "README.md").read_text()
+    assert table.count("| random |") == len(curves)
+    assert (tmp_path / "out" / "comparison.png").exists() and (tmp_path / "out" / "comparison.svg").exists()
+    assert first.count(" loss ") == 5
+    assert "step" not in run(tmp_path), "what had been trained and measured is done again"
