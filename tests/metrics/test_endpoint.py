@@ -296,7 +296,9 @@ def test_nan_is_no_prediction(model, form):
 # -- trouble on the way
 
 
-@pytest.mark.parametrize("trouble", [503, 429, hang_up, hang, half_a_reply], ids=str)
+@pytest.mark.parametrize(
+    "trouble", [503, 429, hang_up, hang, half_a_reply], ids=lambda t: getattr(t, "__name__", str(t))
+)
 def test_passing_trouble(model, trouble):
     with serving(model) as server:
         endpoint = connect(server, timeout=0.2 if trouble is hang else 10.0)
