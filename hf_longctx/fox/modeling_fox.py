@@ -518,6 +518,8 @@ class FoxModel(FoxPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
+        if self.training and torch.is_grad_enabled():
+            use_cache = False  # a checkpointed layer runs twice, and would find its own tokens in the cache
         places = None
         compiling = torch.compiler.is_compiling()
         paged = "cache" in kwargs  # continuous batching: transformers has prepared the mask

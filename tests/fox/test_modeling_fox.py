@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tiny_fox import ROPE, TINY, both_blocks, every_variant, logits, make, tokens, with_and_without_window
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -168,6 +169,18 @@ def test_every_parameter_learns_and_checkpointing_changes_no_gradient(variant):
     for name, gradient in gradients[0].items():
         assert gradient is not None and gradient.abs().max() > 0, name
         torch.testing.assert_close(gradient, gradients[1][name])
+
+
+@both_blocks
+def test_layers_may_be_checkpointed_by_others(variant):
+    """As FSDP does, without telling the model: nothing may be left in a cache for the second run of a layer to find."""
+    gradients, ids = [], tokens()
+    for wrap in (lambda layer: layer, checkpoint_wrapper):
+        model = make(variant).train()
+        model.model.layers = torch.nn.ModuleList(wrap(layer) for layer in model.model.layers)
+        model(ids, labels=ids, use_cache=True).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
 
 
 def test_loss_counts_tokens_over_accumulated_batches():

@@ -25,6 +25,7 @@ TENSOR_PARALLEL = [
     "only v shift, shared norm, biases",
     "bias only",
 ]
+PIPELINE_PARALLEL = ["llama", "pro with grouped heads and rope"]
 
 
 def against_one_process(folder, again, **sizes):
@@ -68,18 +69,26 @@ def tensor_parallel(folder, names):
     return found
 
 
+def pipeline_parallel(folder, names):
+    return {name: against_one_process(folder / name, None, pp_size=2) for name in names}
+
+
+def both(folder, by_heads, by_layers):
+    return tensor_parallel(folder, by_heads), pipeline_parallel(folder, by_layers)
+
+
 @pytest.fixture(scope="module")
-def split_by_heads(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tensor parallel")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
     for name in [*TENSOR_PARALLEL, "fixed"]:
         make(name).save_pretrained(folder / name)
     FoxForCausalLM(FoxConfig.pro(**TINY, num_key_value_heads=1)).save_pretrained(folder / "one key head")
-    return in_processes(tensor_parallel, folder, folder, [*TENSOR_PARALLEL, "fixed", "one key head"])
+    return in_processes(both, folder, folder, [*TENSOR_PARALLEL, "fixed", "one key head"], PIPELINE_PARALLEL)
 
 
 @pytest.mark.parametrize("variant", TENSOR_PARALLEL)
-def test_tensor_parallel(variant, split_by_heads):
-    found = split_by_heads[variant]
+def test_tensor_parallel(variant, two_processes):
+    found = two_processes[0][variant]
     assert found["logits"] < 2e-5
     assert found["generated logits"] < 2e-5
     for name, error in found["gradients"].items():
@@ -93,25 +102,12 @@ def test_tensor_parallel(variant, split_by_heads):
 @pytest.mark.parametrize(
     "variant, message", [("fixed", "fixed gates not at all"), ("one key head", "has split a head")]
 )
-def test_what_cannot_be_split_is_refused(variant, message, split_by_heads):
-    assert message in split_by_heads[variant]
+def test_what_cannot_be_split_is_refused(variant, message, two_processes):
+    assert message in two_processes[0][variant]
 
 
-def pipeline_parallel(folder, names):
-    return {name: against_one_process(folder / name, None, pp_size=2) for name in names}
-
-
-@pytest.fixture(scope="module")
-def split_by_layers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pipeline parallel")
-    names = ["llama", "pro with grouped heads and rope"]
-    for name in names:
-        make(name).save_pretrained(folder / name)
-    return in_processes(pipeline_parallel, folder, folder, names)
-
-
-@pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
-def test_pipeline_parallel(variant, split_by_layers):
-    found = split_by_layers[variant]
+@pytest.mark.parametrize("variant", PIPELINE_PARALLEL)
+def test_pipeline_parallel(variant, two_processes):
+    found = two_processes[1][variant]
     assert found["logits"] < 2e-5
     assert found["generated logits"] < 2e-5

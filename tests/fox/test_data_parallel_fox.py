@@ -1,0 +1,131 @@
+"""Two processes with half a batch each learn what one process with the whole batch learns."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from processes import WORLD, in_processes
+from tiny_fox import make, tokens
+from transformers import Trainer, TrainingArguments
+
+from hf_longctx.fox import FoxForCausalLM
+
+
+pytestmark = pytest.mark.slow
+VARIANT = "pro with grouped heads and rope"
+PLANS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+
+
+def documents():
+    """Eight rows, each with another number of labels: a mean of the rows' means would not be the mean."""
+    rows = tokens(8, 12)
+    labels = rows.clone()
+    for i, row in enumerate(labels):
+        row[: 1 + i] = -100
+    return [{"input_ids": ids, "labels": label} for ids, label in zip(rows, labels)]
+
+
+def train(folder, processes):
+    """Losses and weights after two steps of eight rows each, in two accumulated batches."""
+    arguments = TrainingArguments(
+        output_dir=folder / "trainer",
+        use_cpu=True,
+        per_device_train_batch_size=4 // processes,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **{f"{CHECKPOINTING}_checkpointing": True},
+    )
+    model = FoxForCausalLM.from_pretrained(folder / "model")
+    trainer = Trainer(model=model, args=arguments, train_dataset=documents())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def sharded_by_transformers(folder):
+    from transformers.distributed import DistributedConfig
+
+    model = FoxForCausalLM.from_pretrained(folder / "model", distributed_config=DistributedConfig(fsdp_size=WORLD))
+    model.activation_checkpointing_enable()
+    return model
+
+
+def sharded_by_accelerate(folder):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
+    )
+    accelerator = Accelerator(cpu=True)
+    # accelerate shards on accelerators only, though it can do so on any device
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    model = FoxForCausalLM.from_pretrained(folder / "model")
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return model
+
+
+def sharded_step(model):
+    """Loss and gradients of a batch of which each process has half the rows and a part of every weight."""
+    rows = documents()
+    count = sum((row["labels"][1:] != -100).sum() for row in rows)
+    own = {name: torch.stack([row[name] for row in rows[dist.get_rank() :: WORLD]]) for name in rows[0]}
+    loss = model.train()(**own, num_items_in_batch=count).loss
+    (loss * WORLD).backward()  # FSDP takes the mean over the processes
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    parameters = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    largest = max(p.to_local().numel() / p.numel() for p in parameters.values())
+    return total, {name: p.grad.full_tensor() for name, p in parameters.items()}, largest
+
+
+def learn(folder):
+    return {
+        "transformers": sharded_step(sharded_by_transformers(folder)) if PLANS else None,
+        "accelerate": sharded_step(sharded_by_accelerate(folder)),
+        "replicas": train(folder, WORLD),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data parallel")
+    make(VARIANT).save_pretrained(folder / "model")
+    return in_processes(learn, folder, folder), folder
+
+
+def test_replicas(two_processes):
+    results, folder = two_processes
+    losses, weights = results["replicas"]
+    want_losses, want_weights = train(folder, 1)
+    assert len(losses) == 2
+    assert losses == pytest.approx(want_losses, rel=1e-5)
+    before = make(VARIANT).state_dict()
+    assert all((x - before[name]).abs().max() > 1e-4 for name, x in want_weights.items())
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        "accelerate",
+        pytest.param("transformers", marks=pytest.mark.skipif(not PLANS, reason="needs transformers 5.23")),
+    ],
+)
+def test_shards(shards, two_processes):
+    loss, gradients, largest = two_processes[0][shards]
+    model, rows = make(VARIANT), documents()
+    want = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    assert largest < 0.6
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in model.named_parameters()}, atol=1e-6, rtol=1e-4)
