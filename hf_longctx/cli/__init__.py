@@ -7,7 +7,20 @@ import argparse
 import sys
 
 from .. import __version__
-from . import compare, convert, curve, gates, generate, lines, loss, needle, register_metrics, rope, train_demo
+from . import (
+    compare,
+    convert,
+    curve,
+    gates,
+    generate,
+    lines,
+    loss,
+    needle,
+    register_metrics,
+    report,
+    rope,
+    train_demo,
+)
 
 
 COMMANDS = {
@@ -17,6 +30,7 @@ COMMANDS = {
     "lines": lines,
     "compare": compare,
     "rope": rope,
+    "report": report,
     "generate": generate,
     "gates": gates,
     "train-demo": train_demo,

@@ -50,6 +50,8 @@ def run(args):
     train_length = claimed if args.train_length is None else args.train_length
 
     def write(result):
+        if args.data_type == "order":
+            result = shared.with_corpus(args, result)
         result.save(output.with_name(output.name + ".json"))
         result.plot(output.with_name(output.name + ".png"), train_length=train_length)
         print(result.summary())

@@ -1,6 +1,7 @@
 """What several commands have in common: naming a model, loading it, reading a text."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -35,7 +36,12 @@ def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
 
 
 def load_model(args):
-    """The model, on its device, in eval mode, and its tokenizer. Or, see `add_endpoint`, a served model."""
+    """The model, on its device, in eval mode, and its tokenizer. Or, see `add_endpoint`, a served model.
+
+    A command that runs others loads them once, for all, into `args.loaded`.
+    """
+    if getattr(args, "loaded", None) is not None:
+        return args.loaded
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,7 +67,7 @@ def load_model(args):
 
 
 def load_tokens(args, tokenizer, longest=None):
-    """Ids of the text that `add_text` names, without special tokens; says which text it is.
+    """Ids of the text that `add_text` names, without special tokens; says which text it is, also in `args.corpus`.
 
     From a dataset no more documents are read than make a million tokens, or ten times the `longest` stretch needed.
     """
@@ -69,6 +75,7 @@ def load_tokens(args, tokenizer, longest=None):
 
     corpus = load_tokens(tokenizer, args.text, at_least=max(1_000_000, 10 * (longest or 0)))
     print(f"text: {corpus.name}, {len(corpus.tokens)} tokens", file=sys.stderr)
+    args.corpus = corpus.name
     return corpus.tokens
 
 
@@ -81,6 +88,12 @@ def add_measuring(parser, output):
     parser.add_argument("--output", default=output, metavar="PATH", help="without ending (default: %(default)s)")
 
 
+def with_corpus(args, result):
+    """The result, its settings naming the text that it was measured on."""
+    corpus = getattr(args, "corpus", None)
+    return result if corpus is None else replace(result, settings={**result.settings, "corpus": corpus})
+
+
 def measure(args, tokenizer, function, *arguments, picture=None, **options):
     """Call a function that measures; write what it returns, or what it had until an exception, as JSON and picture.
 
@@ -91,6 +104,7 @@ def measure(args, tokenizer, function, *arguments, picture=None, **options):
     output.parent.mkdir(parents=True, exist_ok=True)
 
     def write(result):
+        result = with_corpus(args, result)
         result.save(output.with_name(output.name + ".json"))
         result.plot(output.with_name(output.name + ".png"), **(picture or {}))
         print(result.summary())

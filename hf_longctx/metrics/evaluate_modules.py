@@ -11,24 +11,20 @@ What the modules have in common is here too: how `compute` is given a model, and
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
+
 from .curve import CurvePoint, ForgettingCurve, longest_length, scored_tokens
+from .loss import PositionLoss
 
 
 MODULES = Path(__file__).with_name("modules")
-# What each module's compute() takes beside the model, the corpus and the tokenizer. `evaluate.combine` hands every
-# keyword to all modules, so each leaves alone what belongs to another, and refuses what belongs to none.
-OPTIONS = {
-    "forgetting_curve": (
-        *("lengths", "repeats", "seed", "data_type", "bos_token_id", "eos_token_id", "irrelevant_tokens", "id_range"),
-        *("progress", "protocol"),
-    ),
-    "rope_base_check": ("context_length", "minimum_base", "head_dim"),
-}
+NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
 
 
 def module_path(name: str) -> str:
@@ -37,8 +33,8 @@ def module_path(name: str) -> str:
     Raises:
         ValueError: there is no module of that name.
     """
-    if name not in OPTIONS:
-        raise ValueError(f"there is no evaluate module {name!r}; there are {', '.join(OPTIONS)}.")
+    if name not in NAMES:
+        raise ValueError(f"there is no evaluate module {name!r}; there are {', '.join(NAMES)}.")
     return str(MODULES / name)
 
 
@@ -61,7 +57,7 @@ def register() -> list[Path]:
         raise ImportError("the evaluate library is missing: pip install 'hf-longctx[metrics]'") from error
     cache = Path(init_dynamic_modules()) / "metrics"  # "metrics" whatever the type of the module
     written = []
-    for name in OPTIONS:
+    for name in NAMES:
         class_name = name.title().replace("_", "")
         line = f"from {__package__}.modules.{name}.{name} import {class_name}\n"
         file = cache / f"evaluate-metric--{name}" / hashlib.sha256(line.encode()).hexdigest() / f"{name}.py"
@@ -75,16 +71,73 @@ def register() -> list[Path]:
 
 
 def own_options(name: str, options: dict) -> dict:
-    """Those options that the module `name` takes.
+    """Those options that `compute` of the module `name` takes beside model, corpus and tokenizer.
+
+    `evaluate.combine` hands every keyword to all its modules, so each leaves alone what belongs to another.
 
     Raises:
         TypeError: one of them belongs to no module.
     """
-    known = {option for taken in OPTIONS.values() for option in taken}
-    unknown = sorted(options.keys() - known)
+    taken = _taken_options()
+    unknown = sorted(options.keys() - set().union(*taken.values()))
     if unknown:
-        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(OPTIONS[name])}.")
-    return {option: value for option, value in options.items() if option in OPTIONS[name]}
+        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(taken[name])}.")
+    return {option: value for option, value in options.items() if option in taken[name]}
+
+
+def _taken_options():
+    """The options of each module: those of the function that measures, and for a check of bases their head_dim."""
+    from .rope_verdict import rope_report
+    from .run_companions import position_loss
+    from .runner import forgetting_curve
+
+    functions = dict(zip(NAMES, (forgetting_curve, position_loss, rope_report)))
+    taken = {}
+    for name, function in functions.items():
+        parameters = inspect.signature(function).parameters.values()
+        taken[name] = [
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("tokenizer", "input_ids")
+        ]
+    taken["rope_base_check"].append("head_dim")
+    return taken
+
+
+def load(model, corpus=None, tokenizer=None):
+    """A model given by name or as an object, and a corpus given as text or ids.
+
+    Args:
+        model: a causal language model, or its name or folder.
+        corpus: a text, a list of texts (joined by blank lines), token ids, or None.
+        tokenizer: for a text; by default, that of the model's name.
+
+    Returns:
+        the model, the ids (None without a corpus), and the context that the model claims, in tokens or None.
+
+    Raises:
+        ValueError: a text came without a tokenizer.
+    """
+    from .runner import text_config
+
+    name = model if isinstance(model, str) else model.config._name_or_path
+    if isinstance(model, str):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    tokens = corpus
+    if isinstance(corpus, str) or (isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str)):
+        text = corpus if isinstance(corpus, str) else "\n\n".join(corpus)
+        tokens = _tokenizer(tokenizer, name)(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return model, tokens, getattr(text_config(model), "max_position_embeddings", None)
+
+
+def _tokenizer(tokenizer, name):
+    if tokenizer is not None:
+        return tokenizer
+    if not name:
+        raise ValueError("corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=...")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,32 +177,20 @@ def score_predictions(predictions, references) -> ForgettingCurve:
 
 
 def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options) -> ForgettingCurve:
-    """`forgetting_curve` for a model given by name or as an object, on a text or on token ids.
+    """`forgetting_curve` for what `load` takes; the corpus is not used for data_type="random".
 
     Args:
-        model: a causal language model, or its name or folder.
-        corpus: a text, a list of texts (joined by blank lines) or token ids. Not used for data_type="random".
-        tokenizer: for a text; by default, that of the model's name.
         lengths: default: 16 from 8 tokens to what the model claims to read, as far as the corpus reaches.
         options: of `forgetting_curve`.
 
     Raises:
-        ValueError: a text came without a tokenizer, or there is nothing to tell how far to measure.
+        ValueError: there is nothing to tell how far to measure.
     """
     from .curve import linear_lengths
-    from .runner import forgetting_curve, text_config
+    from .runner import forgetting_curve
 
-    name = model if isinstance(model, str) else model.config._name_or_path
-    if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    tokens = corpus
-    if isinstance(corpus, str) or (isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str)):
-        text = corpus if isinstance(corpus, str) else "\n\n".join(corpus)
-        tokens = _tokenizer(tokenizer, name)(text, add_special_tokens=False, verbose=False)["input_ids"]
+    model, tokens, claimed = load(model, corpus, tokenizer)
     if lengths is None:
-        claimed = getattr(text_config(model), "max_position_embeddings", None)
         ends = [] if claimed is None else [longest_length(claimed)]
         ends += [] if tokens is None else [len(tokens) // 3]
         if not ends:
@@ -158,16 +199,6 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
             )
         lengths = linear_lengths(min(ends), 16)
     return forgetting_curve(model, tokens, lengths=lengths, **options)
-
-
-def _tokenizer(tokenizer, name):
-    if tokenizer is not None:
-        return tokenizer
-    if not name:
-        raise ValueError("corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=...")
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
@@ -180,6 +211,62 @@ def curve_result(curve: ForgettingCurve) -> dict:
         "coarse_open_ended": coarse.open_ended,
         "summary": curve.summary(),
         **json.loads(curve.to_json()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The per-token loss
+
+
+def average_log_probs(predictions) -> PositionLoss:
+    """The per-token loss of log-probabilities that were computed elsewhere.
+
+    Args:
+        predictions: per sequence the log-probability (natural logarithm) that the model gave to each of its tokens,
+            the first included; all sequences of one length.
+
+    Raises:
+        ValueError: there is no sequence, or their lengths differ, or a number is above 0 or not finite.
+
+    >>> average_log_probs([[-1.0, -0.5], [-2.0, -0.5]]).loss
+    (1.5, 0.5)
+    """
+    lengths = {len(row) for row in predictions}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"the sequences have lengths {sorted(lengths)}; a loss per position needs one or more sequences of one length."
+        )
+    log_probs = np.asarray(predictions, dtype=np.float64)
+    if not (log_probs <= 0).all():  # NaN is not
+        raise ValueError("predictions must be natural logarithms of probabilities: none above 0, none NaN.")
+    return PositionLoss(-log_probs.mean(0), len(log_probs))
+
+
+def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **options) -> PositionLoss:
+    """`position_loss` for what `load` takes.
+
+    Args:
+        context_length: default: the context that the model claims, as far as the corpus reaches.
+        options: of `position_loss`.
+
+    Raises:
+        ValueError: there is no corpus.
+    """
+    from .run_companions import position_loss
+
+    if corpus is None:
+        raise ValueError("the per-token loss needs a text: corpus=...")
+    model, tokens, claimed = load(model, corpus, tokenizer)
+    length = context_length or min(claimed or len(tokens), len(tokens))
+    return position_loss(model, tokens, context_length=length, **options)
+
+
+def loss_result(result: PositionLoss) -> dict:
+    """A per-token loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
+    return {
+        "final_perplexity": float(result.perplexity[-1]),
+        "summary": result.summary(),
+        **json.loads(result.to_json()),
     }
 
 

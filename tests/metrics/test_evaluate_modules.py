@@ -22,13 +22,20 @@ import evaluate
 from datasets import DownloadConfig
 
 from hf_longctx import cli
-from hf_longctx.metrics import ForgettingCurve, forgetting_curve, module_path, register, rope_report
-from hf_longctx.metrics.evaluate_modules import OPTIONS, check_bases, score_predictions
+from hf_longctx.metrics import (
+    ForgettingCurve,
+    PositionLoss,
+    forgetting_curve,
+    module_path,
+    position_loss,
+    register,
+    rope_report,
+)
+from hf_longctx.metrics.evaluate_modules import NAMES, average_log_probs, check_bases, score_predictions
 from hf_longctx.training.copying import train_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = list(OPTIONS)
 TEXT = "In line {i} the {j} foxes of a village met, and {k} of them forgot. "
 TEXT = "".join(TEXT.format(i=i, j=i * i % 97, k=i % 13) for i in range(60))
 
@@ -58,6 +65,11 @@ def rope_module(cache):
 
 
 @pytest.fixture(scope="module")
+def loss_module(cache):
+    return evaluate.load(module_path("position_loss"))
+
+
+@pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     sizes = dict(vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -84,14 +96,14 @@ def test_bare_names_in_a_new_process(tmp_path):
     """Where no test has touched evaluate's settings; what `register` wrote is all that is found."""
     offline = {"HF_HOME": str(tmp_path), "HF_EVALUATE_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-c", FRESH_PROCESS.format(names=NAMES)],
+        [sys.executable, "-W", "error::FutureWarning", "-c", FRESH_PROCESS.format(names=list(NAMES))],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env={key: value for key, value in os.environ.items() if not key.startswith("HF_")} | offline,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(NAMES)
+    assert run.stdout.strip() == str(list(NAMES))
 
 
 @pytest.fixture
@@ -182,10 +194,10 @@ def test_a_space_has_its_card_and_its_program(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_examples_in_the_descriptions(name, curve_module, rope_module, monkeypatch):
+def test_the_examples_in_the_descriptions(name, monkeypatch):
     import doctest
 
-    module = {"forgetting_curve": curve_module, "rope_base_check": rope_module}[name]
+    module = evaluate.load(module_path(name))
     monkeypatch.setattr(evaluate, "load", lambda name: module)
     examples = doctest.DocTestParser().get_doctest(module.inputs_description, {"evaluate": evaluate}, name, None, 0)
     assert examples.examples
@@ -293,6 +305,48 @@ def test_no_predictions_and_no_tokenizer(model):
         evaluate.load(module_path("forgetting_curve")).compute(model=model, corpus=TEXT)
 
 
+# -- the per-token loss
+
+
+def test_a_measured_loss_is_what_the_runner_gives(loss_module, model, tokenizer, tmp_path):
+    tokens = tokenizer(TEXT)["input_ids"]
+    expected = position_loss(model, tokens, context_length=20, sequences=3)
+    result = loss_module.compute(model=model, corpus=TEXT, tokenizer=tokenizer, context_length=20, sequences=3)
+    file = evaluate.save(tmp_path / "result.json", **result)
+    assert PositionLoss.from_json(Path(file).read_text()) == expected
+    assert result["final_perplexity"] == expected.perplexity[-1] and result["summary"] == expected.summary()
+    assert len(loss_module.compute(model=model, corpus=tokens, sequences=1)["loss"]) == 64  # what the model claims
+    with pytest.raises(ValueError, match="needs a text"):
+        loss_module.compute(model=model)
+
+
+def test_log_probabilities_are_averaged(loss_module):
+    loss_module.add(prediction=[-1.0, -2.0])
+    loss_module.add_batch(predictions=np.array([[-3.0, -2.0]]))
+    result = loss_module.compute()
+    assert result["loss"] == [2.0, 2.0] and result["final_perplexity"] == pytest.approx(np.e**2)
+    assert loss_module.compute(predictions=[[-1.0, -2.0], [-3.0, -2.0]]) == result
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [([], "one or more"), ([[-1.0], [-1.0, -2.0]], r"lengths \[1, 2\]"), ([[0.5]], "above 0"), ([[np.nan]], "NaN")],
+    ids=["none", "two lengths", "positive", "NaN"],
+)
+def test_wrong_log_probabilities(rows, message):
+    with pytest.raises(ValueError, match=message):
+        average_log_probs(rows)
+
+
+def test_wrong_arguments_of_the_loss(loss_module, model):
+    with pytest.raises(ValueError, match="takes no references"):
+        loss_module.compute(predictions=[[-1.0]], references=[[3]])
+    with pytest.raises(ValueError, match="sequences came without a model"):
+        loss_module.compute(predictions=[[-1.0]], sequences=2)
+    with pytest.raises(ValueError, match="not both"):
+        loss_module.compute(predictions=[[-1.0]], model=model, corpus=[1, 2])
+
+
 # -- the RoPE bound
 
 
@@ -331,11 +385,12 @@ def test_wrong_arguments_of_the_check(rope_module, model):
 # -- several at once
 
 
-def test_combined(curve_module, rope_module, model, tmp_path):
-    both = evaluate.combine([curve_module, rope_module])
+def test_combined(curve_module, loss_module, rope_module, model, tmp_path):
+    both = evaluate.combine([curve_module, loss_module, rope_module])
     options = dict(model=model, corpus=list(range(3, 60)), lengths=[4, 9], repeats=1, minimum_base=False)
     result = both.compute(**options)
-    assert len(result["points"]) == 2 and len(result["groups"]) == 1
+    assert len(result["points"]) == 2 and len(result["groups"]) == 1 and len(result["loss"]) == 57
+    assert result["position_loss_summary"].startswith("loss") and result["forgetting_curve_settings"]["repeats"] == 1
     assert json.loads(Path(evaluate.save(tmp_path / "both.json", **result)).read_text())["holds"] == result["holds"]
-    with pytest.raises(TypeError, match=r"no argument lenghts; forgetting_curve takes lengths"):
+    with pytest.raises(TypeError, match=r"no argument lenghts; forgetting_curve takes"):
         both.compute(model=model, lenghts=[4])
