@@ -1,7 +1,8 @@
 """Compile every kernel specialisation of `hf_longctx.fox.triton_fox.TILES` to a cubin and report what it needs.
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
-cuobjdump that travels with Triton. Blocks per multiprocessor follow from registers, shared memory and warps.
+cuobjdump that travels with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
+follow from registers, shared memory and warps.
 
     python scripts/compile_triton.py --capability 90 --head-dim 64 128 --json report.json
 """
@@ -24,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_longctx.fox import triton_fox as fox
+from hf_longctx.fox.attention_fox import GATE_PARTS
 
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -43,11 +45,12 @@ LIMITS = {
 }
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
-INPUT_POINTERS = {"p_q", "p_k", "p_v", "p_o", "p_do", "p_dq", "p_dk", "p_dv"}
+INPUT_POINTERS = {"p_q", "p_k", "p_v", "p_x", "p_o", "p_do", "p_dq", "p_dk", "p_dv"}
+UNALIGNED = {f"s_{x}{d}" for x in "kvx" for d in "bhgtp"}  # decoding: folded keys are a multiple of 8 wide, not of 16
 
 
 def source(kernel, dtype: str, constants: dict) -> ASTSource:
-    """The kernel as it is launched on contiguous 16-byte aligned tensors."""
+    """The kernel as it is launched on 16-byte aligned tensors; decoding as from a static cache of folded keys."""
     signature, fixed, attributes = {}, dict(constants), {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -57,11 +60,14 @@ def source(kernel, dtype: str, constants: dict) -> ASTSource:
             if not constants["BOUNDED"]:
                 fixed[name] = None
         elif name.startswith("p_"):
-            decoded = kernel is fox.decode_kernel and name == "p_o"  # partial results are fp32
-            signature[name] = f"*{dtype}" if name in INPUT_POINTERS and not decoded else "*fp32"
+            partial = kernel is fox.decode_kernel and name == "p_o"  # partial results are fp32
+            signature[name] = f"*{dtype}" if name in INPUT_POINTERS and not partial else "*fp32"
+            signature[name] = "*i64" if name == "p_end" else signature[name]
         else:
-            signature[name] = "fp32" if name == "scale" else "i32"
-        if name.startswith(("p_", "s_")) and signature[name] != "constexpr":
+            signature[name] = "fp32" if name in ("scale", "unit") else "i32"
+        decoding = kernel is fox.decode_kernel
+        aligned = (name.startswith("s_") and not (decoding and name in UNALIGNED)) or name.startswith("p_")
+        if aligned and signature[name] != "constexpr":
             attributes[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in fixed.items()}, attributes)
 
@@ -96,6 +102,8 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
         constants["BR"] = tiles.dkdv.BM
     if name == "dkdv":
         constants["BS"] = min(tile.BM, 16)
+    if name == "decode":
+        constants |= {"P": GATE_PARTS, "ENDS": True, "W": 8}
     compiled = triton.compile(
         source(KERNELS[name], dtype, constants),
         target=GPUTarget("cuda", capability, 32),
@@ -129,6 +137,7 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
         "tensor_core": "+".join(sorted(set(re.findall(TENSOR_CORE, sass)))) or "no tensor cores",
         "blocks_per_sm": blocks,
         "warps_per_sm": blocks * tile.warps,
+        "occupancy": blocks * tile.warps / all_warps,
     }
 
 
@@ -152,9 +161,8 @@ def main() -> None:
                         print(
                             "sm_{capability} {dtype} D={head_dim:<3} {kernel:<7} bounded={bounded:d} {tile} registers "
                             "{registers} spills {spill_bytes} B, {hot_loop_spills} instructions in the hot loop, "
-                            "shared {shared} of {shared_limit}, {tensor_core}, {blocks_per_sm} blocks/SM".format(
-                                **row
-                            ),
+                            "shared {shared} of {shared_limit}, {tensor_core}, {blocks_per_sm} blocks/SM, "
+                            "occupancy {occupancy:.0%}".format(**row),
                             flush=True,
                         )
     if args.json:

@@ -510,23 +510,60 @@ def decay_parts(p_i, p_j, s_xp, unit, m_i, m_ij, P: tl.constexpr):
 
 
 @jit_any_length
+def prune_kernel(
+    p_x, p_first, p_end, p_threshold, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
+    Tq, Tk, Hq, G, n_rows, n_halvings, unit,
+    BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """The first key of each row whose block of BN keys the decay does not bound below p_threshold, (B, Hq, Tq).
+
+    c falls, so the blocks to leave out are a prefix, found by bisection.
+    """
+    if ENDS:
+        Tk = tl.load(p_end).to(tl.int32)
+    o_r = tl.program_id(0) * BM + tl.arange(0, BM)  # (b * Hq + h) * Tq + t
+    o_b, o_h = (o_r // (Tq * Hq)).to(tl.int64), (o_r // Tq % Hq).to(tl.int64)
+    o_i = Tk - Tq + o_r % Tq
+    m_r = o_r < n_rows
+    if BOUNDED:
+        b_first = tl.load(p_first + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
+    else:
+        b_first = tl.zeros([BM], tl.int32)
+    m_see = m_r & (b_first <= o_i)
+    b_threshold = tl.load(p_threshold + o_r // Tq, mask=m_r, other=0.0) * LOG2E
+    p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
+    p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
+    b_lo, b_hi = b_first // BN, o_i // BN
+    for _ in range(n_halvings):
+        b_mid = (b_lo + b_hi) // 2
+        m_mid = m_see & (b_lo < b_hi)
+        p_xj = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
+        m_drop = m_mid & (decay_parts(p_xi, p_xj, s_xp, unit * LOG2E, m_see, m_mid, P) < b_threshold)
+        b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
+    tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first), mask=m_r)
+
+
+@jit_any_length
 def decode_kernel(
-    p_q, p_k, p_v, p_x, p_first, p_end, p_threshold, p_o, p_lse,
+    p_q, p_k, p_v, p_x, p_first, p_end, p_o, p_lse,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
-    Tq, Tk, Hq, G, B, n_split, n_halvings, scale, unit,
+    Tq, Tk, Hq, G, B, n_split, scale, unit,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
-    ENDS: tl.constexpr, PRUNED: tl.constexpr,
+    ENDS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Attention of all G * Tq query rows of a kv head over one of n_split equal parts of the keys that they see.
 
-    What they see is found on the device: the queries end at key p_end, where a cache has free slots; blocks that the
-    decay bounds below p_threshold are left out. So the same launch serves every step, and its work stays evenly split.
+    How much they see is known on the device only: pruning tells the first key, and p_end the last one where a cache has
+    free slots. So the same launch serves every step, and its work stays evenly split.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # neighbours read the same keys
     i_s = tl.program_id(0) // n_r % n_split
     i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
+    # Folded keys are 8 but seldom 16 elements apart, which the compiler would not notice, and load them one by one.
+    s_kb, s_kh, s_kt = s_kb // W * W, s_kh // W * W, s_kt // W * W
+    s_vb, s_vh, s_vt = s_vb // W * W, s_vh // W * W, s_vt // W * W
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
     o_r = i_r * BM + tl.arange(0, BM)
@@ -546,16 +583,6 @@ def decode_kernel(
     else:
         b_first = tl.zeros([BM], tl.int32)
     m_see = m_r & (b_first <= o_i)
-    if PRUNED:  # c falls, so the blocks to leave out are a prefix: bisect for the first one to keep
-        b_threshold = tl.load(p_threshold + i_b * Hq + o_h, mask=m_r, other=0.0) * LOG2E
-        b_lo, b_hi = b_first // BN, o_i // BN
-        for _ in range(n_halvings):
-            b_mid = (b_lo + b_hi) // 2
-            m_mid = m_see & (b_lo < b_hi)
-            p_end_rows = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
-            m_drop = m_mid & (decay_parts(p_xi, p_end_rows, s_xp, unit, m_see, m_mid, P) < b_threshold)
-            b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
-        b_first = tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first)
     begin = tl.min(tl.where(m_see, b_first, Tk), 0)
     stop = tl.max(tl.where(m_see, o_i + 1, 0), 0)
     span = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), BN), n_split) * BN
@@ -708,13 +735,22 @@ def _decode(q, k, v, gates, first_key, end, threshold, scale, unit):
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)
     first_key, *s_first = _bound(first_key, B, Hq)
+    parts, ends = gates.shape[-1], end is not None
     with _on(q.device):
+        if threshold is not None:
+            kept = q.new_empty(B, Hq, Tq, dtype=torch.int32)
+            prune_kernel[(triton.cdiv(B * Hq * Tq, tile.BM),)](
+                gates, first_key, end, threshold, kept, *gates.stride(), *s_first,
+                Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), unit,
+                BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends, num_warps=1,
+            )  # fmt: skip
+            first_key, *s_first = _bound(kept, B, Hq)
         _launch(
             decode_kernel, n_split * rows, tile,
-            q, k, v, gates, first_key, end, threshold, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
-            Tq, Tk, Hq, G, B, n_split, blocks.bit_length(), scale, unit,
-            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=gates.shape[-1],
-            ENDS=end is not None, PRUNED=threshold is not None,
+            q, k, v, gates, first_key, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
+            Tq, Tk, Hq, G, B, n_split, scale, unit,
+            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
+            W=1 if any(s % 8 for s in _strides(k, v)) else 8,
         )  # fmt: skip
         _launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
