@@ -265,7 +265,11 @@ with torch.no_grad():
     logits = model(ids).logits
 model.save_pretrained(again)
 new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-print(json.dumps({"type": config.model_type, "logits": logits[0, -1].tolist(), "new": new[0].tolist()}))
+try:
+    model.set_attn_implementation("forgetting_triton")
+except ImportError as error:
+    reason = str(error)
+print(json.dumps({"reason": reason, "type": config.model_type, "logits": logits[0, -1].tolist(), "new": new[0].tolist()}))
 """
 
 
@@ -292,6 +296,7 @@ def test_remote_code_without_the_package_and_without_triton(variant, tmp_path):
         got = json.loads(run.stdout.splitlines()[-1])
         ids = torch.arange(3, 20)[None]
         assert got["type"] == "fox"
+        assert "needs triton: pip install" in got["reason"]
         assert got["logits"] == logits(model, ids)[0, -1].tolist()
         assert got["new"] == model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)[0].tolist()
 

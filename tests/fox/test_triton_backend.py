@@ -4,6 +4,9 @@ On a CPU the kernels run in Triton's interpreter, slowly: the models and the len
 """
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -292,11 +295,43 @@ def test_the_norms_bound_every_logit(shared):
     assert (largest <= logit_bound_of_norms(layer)).all()
 
 
+# --- beside the weights ----------------------------------------------------------------------------------------------
+
+REMOTE = """
+import sys
+import torch
+from hf_longctx.fox import FoxForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+own = FoxForCausalLM.from_pretrained(sys.argv[1], attn_implementation="forgetting_triton")
+remote = get_class_from_dynamic_module("modeling_fox.FoxForCausalLM", sys.argv[1])
+assert remote is not FoxForCausalLM
+remote = remote.from_pretrained(sys.argv[1], attn_implementation="forgetting_triton")
+remote.config.log_pruning_tolerance = None
+ids = torch.arange(3, 23)[None]
+for model in (own, remote):
+    for length in (20, 2):  # forward and decoding kernel
+        with torch.no_grad():
+            print(model(ids[:, :length], use_cache=False).logits.sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_remote_code_beside_the_package(tmp_path):
+    """Each copy of the files has operators of its own."""
+    make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", REMOTE, tmp_path / "model"],
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    own, remote = done.stdout.split()[:2], done.stdout.split()[2:]
+    assert own == remote
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-def own_mask(model):
-    return {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE)}
 
 
 BAD = {

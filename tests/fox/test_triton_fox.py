@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("triton")
 from hf_longctx.fox import triton_fox
+from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, unfold_decay
 from hf_longctx.fox.triton_fox import (
     count_pruned_blocks,
     first_kept_key,
@@ -187,6 +188,38 @@ def test_decoding_equals_the_full_kernel():
     torch.testing.assert_close(decoded, full, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("gates_per_key", [1, 2])
+@pytest.mark.parametrize("Tq", [1, 3])
+def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
+    """How many slots are filled is known to the device only; free slots and forgotten keys are never read."""
+    filled, slots, D, scale = 90, 100, 20, 0.25
+    q, k, v, log_f, _ = draw(2, 4, 2, Tq, filled, D, dtype=dtype, openness=-1.0)
+    c = log_f[:, :: 2 // gates_per_key].cumsum(-1)
+    folded = fold_keys(k, c, scale)
+    free = (0, 0, 0, slots - filled)
+    keys, values = F.pad(folded, free, value=torch.nan), F.pad(v, free, value=torch.nan)
+    gates = keys[..., D : D + GATE_PARTS * gates_per_key].unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
+    gates = gates.expand(-1, -1, 2, -1, -1)
+    first = first_visible_key(Tq, filled, starts=torch.tensor([0, 5], device=DEVICE))
+    end = torch.tensor(filled, device=DEVICE)
+    args = (gates, -GATE_QUERY * scale, first, end)
+    o = triton_fox.attend_few(q, keys[..., :D], values, *args, None, scale)
+
+    c_read = unfold_decay(folded, D, gates_per_key, scale).repeat_interleave(2 // gates_per_key, 1)
+    gates_read = c_read.diff(dim=-1, prepend=torch.zeros_like(c_read[..., :1]))
+    see = visible(Tq, filled, attention_mask=padding(filled, (0, filled), (5, filled)))
+    exact = reference(*(x.double() for x in (q, k, v, gates_read)), scale=scale, see=see)
+    plain = reference(q, k, v, gates_read, scale=scale, see=see)
+    assert rel(o, exact) <= 2 * rel(plain, exact) + FLOOR[dtype]
+
+    threshold = torch.full((2, 4), -30.0, device=DEVICE)  # what is dropped weighs e^-20 or so
+    block = triton_fox.tiles_for(q.device, D, dtype).decode.BN
+    keys[:, :, :block, :D] = values[:, :, :block] = torch.nan
+    pruned = triton_fox.attend_few(q, keys[..., :D], values, *args, threshold, scale)
+    assert rel(pruned, exact) <= 2 * rel(plain, exact) + FLOOR[dtype]
+
+
 # --- golden vectors --------------------------------------------------------------------------------------------------
 
 
@@ -330,10 +363,11 @@ def test_extreme_gates(value):
     check_budget(run(forgetting_attention_triton, q, k, v, log_f, do), plain, exact, torch.float32)
 
 
-def test_nan_gate_reaches_only_later_rows():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gate_that_is_no_number_reaches_only_later_rows(value):
     q, k, v, log_f, do = draw(1, 1, 1, 40, 40, 16)
     clean = run(forgetting_attention_triton, q, k, v, log_f, do)[0]
-    log_f[..., 25] = torch.nan
+    log_f[..., 25] = value
     o = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0)[0]
     assert torch.equal(o[:, :, :25], clean[:, :, :25]) and o[:, :, 25:].isnan().any(-1).all()
 
