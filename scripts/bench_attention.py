@@ -1,12 +1,14 @@
 """Forgetting attention against plain attention, side by side in one run: time and memory, forward and backward.
 
     python scripts/bench_attention.py [--lengths 1024 4096 16384] [--json FILE]
+    python scripts/bench_attention.py --device cuda --out bench_triton
 
-Prints a Markdown table of medians and of ratios to plain causal SDPA, and writes JSON. The contenders take turns, so that
+On a GPU, all of it is bench_triton.py: see its --help. On a CPU, prints a Markdown table of medians and of ratios to plain causal SDPA, and writes JSON. The contenders take turns, so that
 whatever else the machine does hits all of them. Memory is what one call adds to the peak of a fresh process.
 """
 
 import argparse
+import importlib
 import json
 import platform
 import statistics
@@ -141,7 +143,14 @@ def main():
         "--largest-quadratic", type=int, default=4096, metavar="TOKENS", help="for dense bias and eager"
     )
     parser.add_argument("--json", default="bench_attention.json", metavar="FILE")
-    args = parser.parse_args()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run bench_triton.py")
+    args, others = parser.parse_known_args()
+    if args.device == "cuda":
+        bench_triton = importlib.import_module("bench_triton")  # and Triton with it, which a CPU does not need
+        bench_triton.main(sys.argv[1:])
+        return
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
 
     where = machine()
     print(f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}; float32, B=1 H=8 D=64\n")

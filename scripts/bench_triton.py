@@ -1,11 +1,13 @@
 """Speed of the Triton forgetting-attention kernels beside everything else that computes the same or nearly the same.
 
-    python scripts/bench_triton.py --device cuda --out bench_triton
+    python scripts/bench_attention.py --device cuda --out bench_triton
 
-writes bench_triton.json and bench_triton.md: device, versions and commit; measured ceilings; TFLOP/s forward and
-backward; the gain from pruning; decode latency. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the
-usual count for causal attention. Competitors that cannot run are listed with the reason. `--device cpu` is a dry run
-in Triton's interpreter: it tells that the script works, and nothing about speed.
+(this script, under the name that also measures on a CPU) writes bench_triton.json and bench_triton.md: device, versions
+and commit; measured ceilings; TFLOP/s forward and backward; the gain from pruning; decode latency. FLOPs are
+4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention; bytes are each input and output
+once. The share of the roofline is the least time that both allow at the measured ceilings, over the time taken.
+Competitors that cannot run are listed with the reason. `--device cpu` is a dry run in Triton's interpreter: it tells that
+the script works, and nothing about speed.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ if not torch.cuda.is_available():
 
 import triton
 
+from hf_longctx.fox import forgetting_attention
 from hf_longctx.fox import triton_fox as fox
+from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys
 
 
+ON_GPU = torch.cuda.is_available()
 LOGIT_BOUND = 8.0  # |scale * q.k| in the pruning runs, as QK-norm would promise it
 TOLERANCE = -10.0  # arXiv 2504.06949
 
@@ -51,26 +56,14 @@ def plain_sdpa(backend):
 
 
 def folded(q, k, v, log_f):
-    """The gate as three extra key dimensions that add up to -c / scale, so that stock attention computes the decay."""
-    scale = q.shape[-1] ** -0.5
-    rest = -log_f.cumsum(-1) / scale
-    parts = []
-    for _ in range(3):
-        parts.append(rest.to(k.dtype))
-        rest = rest - parts[-1].float()
-    extra = torch.stack(parts, -1)
-    width = -(-(q.shape[-1] + 3) // 8) * 8
-    qs = F.pad(torch.cat([q, torch.ones_like(extra)], -1), (0, width - q.shape[-1] - 3))
-    ks = F.pad(torch.cat([k, extra], -1), (0, width - k.shape[-1] - 3))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        o = F.scaled_dot_product_attention(qs, ks, F.pad(v, (0, width - v.shape[-1])), is_causal=True, scale=scale)
-    return o[..., : v.shape[-1]]
+    """What every attention implementation of transformers runs: stock attention computes the decay."""
+    return forgetting_attention(q, k, v, log_f)
 
 
 def flex():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled, masks = torch.compile(flex_attention, dynamic=False), {}
+    compiled, masks = torch.compile(flex_attention, dynamic=False) if ON_GPU else flex_attention, {}
 
     def attention(q, k, v, log_f):
         T = q.shape[2]
@@ -101,7 +94,7 @@ COMPETITORS = {  # name: (makes the function, computes forgetting attention)
     "ours": (lambda: ours, True),
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
-    "folded gate, SDPA flash": (lambda: folded, True),
+    "folded gate, SDPA": (lambda: folded, True),
     "FlexAttention score_mod": (flex, True),
     "FLA": (fla, True),
     "official": (official, True),
@@ -146,6 +139,18 @@ def flops(B, H, T, D) -> float:
     return 2 * B * H * T * T * D
 
 
+def bytes_moved(B, H, T, D, itemsize) -> tuple[int, int]:
+    """Least traffic forward (q, k, v, o; log f, lse) and backward (q, k, v, o, do, dq, dk, dv; log f, lse and dlog f)."""
+    row, gate = B * H * T * D * itemsize, B * H * T * 4
+    return 4 * row + 2 * gate, 8 * row + 3 * gate
+
+
+def roofline(flop, moved, taken, limits) -> float:
+    """The least time that the measured ceilings allow, as a share of the time taken."""
+    least = max(flop / limits["matmul_tflops"], moved / limits["copy_tb_per_s"]) / 1e12
+    return least / taken
+
+
 def ceilings(device) -> dict:
     """What the chip gives a large matrix product and a large copy, on random data."""
     n, size = (8192, 2**31) if device == "cuda" else (256, 2**20)
@@ -159,7 +164,7 @@ def ceilings(device) -> dict:
     }
 
 
-def attention_rows(lengths, head_dims, tokens, width, device, matmul) -> list[dict]:
+def attention_rows(lengths, head_dims, tokens, width, device, limits) -> list[dict]:
     rows = []
     for name, (make, gated) in COMPETITORS.items():
         try:
@@ -173,16 +178,19 @@ def attention_rows(lengths, head_dims, tokens, width, device, matmul) -> list[di
                 row = {"name": name, "D": D, "T": T, "B": B, "H": H}
                 try:
                     if gated:
-                        small = draw(1, 2, min(T, 512), D, device)
+                        small = draw(1, 2, min(T, 512), D, device, grad=False)
                         want, got = ours(*small), attention(*small)
                         row["difference_from_ours"] = ((got - want).float().norm() / want.float().norm()).item()
-                    forward, backward = time_both(attention, draw(B, H, T, D, device), device)
+                    inputs = draw(B, H, T, D, device)
+                    forward, backward = time_both(attention, inputs, device)
+                    flop, moved = flops(B, H, T, D), bytes_moved(B, H, T, D, inputs[0].itemsize)
                     row |= {
                         "forward_ms": forward * 1e3,
                         "backward_ms": backward * 1e3,
-                        "forward_tflops": flops(B, H, T, D) / forward / 1e12,
-                        "backward_tflops": 2.5 * flops(B, H, T, D) / backward / 1e12,
-                        "forward_share_of_matmul": flops(B, H, T, D) / forward / 1e12 / matmul,
+                        "forward_tflops": flop / forward / 1e12,
+                        "backward_tflops": 2.5 * flop / backward / 1e12,
+                        "forward_of_roofline": roofline(flop, moved[0], forward, limits),
+                        "backward_of_roofline": roofline(2.5 * flop, moved[1], backward, limits),
                     }
                 except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:  # out of memory, ...
                     row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -222,30 +230,58 @@ def pruning_rows(T, head_dims, tokens, width, device) -> list[dict]:
     return rows
 
 
+def decode_row(B, T, device, copy) -> dict:
+    """One new token, 32 query heads on 8 key heads of 128, from the folded keys of a cache, as a model decodes.
+
+    Bytes are keys, values and gates, each read once; the columns that pad a folded key are not read. Beside it: plain
+    attention without a gate, and ours when nine tenths of the keys are forgotten.
+    """
+    H, Hkv, D = (32, 8, 128) if device == "cuda" else (4, 2, 16)
+    group, scale = H // Hkv, D**-0.5
+    near = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE  # how far the decay falls until a key is forgotten
+    q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=-near / (0.1 * T), grad=False)
+    keys = fold_keys(k, log_f.cumsum(-1), scale)
+    values = F.pad(v, (0, keys.shape[-1] - D))[..., :D]  # as far apart as the keys, as in the cache
+    gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
+    threshold = torch.full((B, H), -near, device=device)
+
+    def decode(threshold=None):
+        return fox.attend_few(q, keys[..., :D], values, gates, -GATE_QUERY * scale, None, None, threshold, scale)
+
+    def plain():
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    taken, moved = graph_seconds(decode, device), k.nbytes + v.nbytes + gates.nbytes
+    return {
+        "B": B,
+        "T": T,
+        "us": seconds(decode, device) * 1e6,
+        "graph_us": taken * 1e6,
+        "tb_per_s": moved / taken / 1e12,
+        "share_of_copy": moved / taken / 1e12 / copy,
+        "pruned_graph_us": graph_seconds(lambda: decode(threshold), device) * 1e6,
+        "plain_sdpa_graph_us": graph_seconds(plain, device) * 1e6,
+    }
+
+
 def decode_rows(contexts, device, copy) -> list[dict]:
-    """One new token, 32 query heads on 8 kv heads of 128; bytes are K, V and the gates, each read once."""
     rows = []
     for B in (1, 8) if device == "cuda" else (1,):
         for T in contexts:
-            H, Hkv, D = (32, 8, 128) if device == "cuda" else (4, 2, 16)
-            inputs = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, grad=False)
-            taken = seconds(lambda inputs=inputs: ours(*inputs), device)
-            moved = sum(x.nbytes for x in inputs[1:])
-            if device == "cuda":  # launches cost more than the work of a short context: time a captured graph too
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    ours(*inputs)
-                replayed = seconds(graph.replay, device)
-            else:
-                replayed = taken
-            rows.append(
-                {
-                    "B": B, "T": T, "us": taken * 1e6, "graph_us": replayed * 1e6, "tb_per_s": moved / replayed / 1e12,
-                    "share_of_copy": moved / replayed / 1e12 / copy,
-                }
-            )  # fmt: skip
+            rows.append(decode_row(B, T, device, copy))
             print(rows[-1], flush=True)
     return rows
+
+
+def graph_seconds(fn, device) -> float:
+    """Seconds in a captured CUDA graph: launches cost more than the work of a short context."""
+    if device != "cuda":
+        return seconds(fn, device)
+    fn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return seconds(graph.replay, device)
 
 
 def markdown(report: dict) -> str:
@@ -257,10 +293,10 @@ def markdown(report: dict) -> str:
         return "\n".join(lines + ["| " + " | ".join(cell(row.get(c)) for c in columns) + " |" for row in rows])
 
     about = "\n".join(f"- {key}: {value}" for key, value in report["about"].items())
-    attention = ["name", "D", "T", "B", "H", "forward_tflops", "backward_tflops", "forward_share_of_matmul",
-                 "difference_from_ours", "error"]  # fmt: skip
+    attention = ["name", "D", "T", "B", "H", "forward_tflops", "backward_tflops", "forward_of_roofline",
+                 "backward_of_roofline", "difference_from_ours", "error"]  # fmt: skip
     pruning = ["D", "T", "B", "H", "share_pruned", "forward_speedup", "backward_speedup", "both_speedup"]
-    decode = ["B", "T", "us", "graph_us", "tb_per_s", "share_of_copy"]
+    decode = ["B", "T", "us", "graph_us", "tb_per_s", "share_of_copy", "pruned_graph_us", "plain_sdpa_graph_us"]
     return (
         f"# Forgetting attention: speed\n\n{about}\n\n"
         f"## Causal attention\n\n{table(report['attention'], attention)}\n\n"
@@ -280,7 +316,7 @@ def override_tiles(choices: list[str], head_dims: list[int]) -> None:
             fox.TILES[capability, 2] = {**fox.TILES.get((capability, 2), fox.TILES[90, 2]), fox.padded(D): tiles}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="default: 2k to 128k")
@@ -289,9 +325,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048, help="heads times head size")
     parser.add_argument("--tile", nargs="*", default=[], metavar="KERNEL=BM,BN,WARPS,STAGES", help="try another tile")
     parser.add_argument("--out", type=Path, default=Path("bench_triton"), help="path without suffix")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     on_gpu = args.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
+    if on_gpu and not ON_GPU:
         parser.error("no CUDA device is visible; --device cpu makes a dry run in Triton's interpreter")
     lengths = args.lengths or ([2048, 4096, 8192, 16384, 32768, 65536, 131072] if on_gpu else [64])
     head_dims = args.head_dim or ([64, 128] if on_gpu else [16])
@@ -312,9 +348,7 @@ def main() -> None:
             "tiles": " ".join(args.tile) or "table",
             **measured,
         },
-        "attention": attention_rows(
-            lengths, head_dims, args.tokens, args.width, args.device, measured["matmul_tflops"]
-        ),
+        "attention": attention_rows(lengths, head_dims, args.tokens, args.width, args.device, measured),
         "pruning": pruning_rows(16384 if on_gpu else 96, head_dims, args.tokens, args.width, args.device),
         "decode": decode_rows(
             [4096, 16384, 65536, 262144] if on_gpu else [96], args.device, measured["copy_tb_per_s"]
