@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from tiny_fox import both_blocks, logits, make, tokens, with_and_without_window
 from transformers import CompileConfig, DynamicCache, StaticCache
 
@@ -9,6 +10,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 SETTINGS = dict(
     max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
 )
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 PADDED = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
 
 
@@ -41,14 +43,16 @@ def test_a_static_cache_is_compiled_once_and_whole(variant):
         assert len(graphs) == (2 if "window" in variant else 1)
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("distance", [0.0, 0.02, 0.5])
 @with_and_without_window
-def test_a_draft_model_changes_nothing(variant, agreement):
+def test_a_draft_model_changes_nothing(variant, distance):
     """Drafts that are all, mostly or hardly ever accepted; rejected tokens leave the cache again."""
+    if "window" in variant and distance == 0.5 and OLD:
+        pytest.skip("before 5.23, transformers cannot take tokens back from a full sliding window, whatever the model")
     model, draft, ids = make(variant), make(variant), tokens(1, 9)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter.add_(agreement * torch.randn_like(parameter))
+            parameter.add_(distance * torch.randn_like(parameter))
     want = model.generate(ids, use_cache=False, **SETTINGS)
     assert_same(model.generate(ids, assistant_model=draft, **SETTINGS), want)
 
@@ -64,14 +68,6 @@ def test_a_cache_in_a_file_can_be_continued(variant, static, tmp_path):
     for again in (read, cache):  # and the one in memory is as it was
         got = logits(model, ids[:, 10:], past_key_values=again)
         torch.testing.assert_close(got, logits(model, ids, use_cache=False)[:, 10:], atol=2e-5, rtol=1e-4)
-
-
-@both_blocks
-def test_a_chunked_prefill_into_a_static_cache(variant):
-    model, ids = make(variant), tokens(2, 9)
-    options = dict(cache_implementation="static", disable_compile=True, prefill_chunk_size=4)
-    want = model.generate(ids, attention_mask=PADDED, use_cache=False, **SETTINGS)
-    assert_same(model.generate(ids, attention_mask=PADDED, **SETTINGS, **options), want)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")
