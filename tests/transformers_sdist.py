@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from filelock import FileLock
 
@@ -25,6 +26,14 @@ from filelock import FileLock
 PACKAGE = "transformers_tests"
 # What the mixins import and the source distribution lacks, with what stands in for it.
 ABSENT = {
+    "distributed_testing_utils": {
+        "run_distributed": None,  # whoever uses the mixins brings processes along
+        "_start_rank_processes": None,
+        "_get_distributed_backend": lambda: "gloo",
+        "_get_distributed_device_type": lambda: "cpu",
+        "_get_rank_device": lambda rank: torch.device("cpu"),
+        "_set_rank_device": lambda rank: None,
+    },
     "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
     "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
     "utils.test_configuration_utils": {

@@ -1,7 +1,9 @@
-"""Run a function in two processes that talk over gloo, and give back what the first one returns."""
+"""Two processes that talk over gloo and do the same job at the same time. They start once, which takes the most time."""
 
 import os
-import time
+import queue
+import tempfile
+import traceback
 
 import pytest
 import torch
@@ -10,31 +12,63 @@ import torch.multiprocessing as mp
 
 
 WORLD = 2
-TIMEOUT = 240  # seconds
+TIMEOUT = 240  # seconds for one job
+GRACE = 10  # seconds for the other process, once one has failed
 
 
-def worker(rank, function, folder, arguments):
+def work(rank, folder, jobs, results):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for by accelerate, used by no one
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    try:
-        result = function(*arguments)
-        if rank == 0:
-            torch.save(result, folder / "result.pt")
-    finally:
-        dist.destroy_process_group()
+    for function, arguments in iter(jobs.get, None):
+        try:
+            torch.save(function(*arguments), f"{folder}/{rank}.pt")
+            results.put((rank, None))
+        except Exception:
+            results.put((rank, traceback.format_exc()))
+    dist.destroy_process_group()
 
 
-def in_processes(function, folder, *arguments):
-    """`function(*arguments)`, importable by name, in each process; what it raises in one of them is raised here."""
-    context = mp.spawn(worker, (function, folder, arguments), nprocs=WORLD, join=False)
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        while not context.join(timeout=1):
-            if time.monotonic() > deadline:
-                pytest.fail(f"{function.__name__} did not end in {TIMEOUT} s: do the processes wait for one another?")
-    finally:
-        for process in context.processes:
-            process.kill()
-    return torch.load(folder / "result.pt", weights_only=False)
+class TwoProcesses:
+    """`two_processes(function, *arguments)`: what `function`, importable by name, returns in the first process."""
+
+    def __init__(self):
+        self.members = []
+
+    def start(self):
+        context = mp.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.results, self.jobs = context.Queue(), [context.Queue() for _ in range(WORLD)]
+        self.members = [
+            context.Process(target=work, args=(rank, self.folder.name, jobs, self.results), daemon=True)
+            for rank, jobs in enumerate(self.jobs)
+        ]
+        for member in self.members:
+            member.start()
+
+    def stop(self):
+        for member in self.members:
+            member.kill()
+            member.join()
+        self.members = []
+
+    def __call__(self, function, *arguments):
+        if not self.members:
+            self.start()
+        for jobs in self.jobs:
+            jobs.put((function, arguments))
+        failures, patience = {}, TIMEOUT
+        for _ in self.members:
+            try:
+                rank, failure = self.results.get(timeout=patience)
+            except queue.Empty:
+                self.stop()
+                waiting = "the other one waited for it" if failures else f"no answer in {TIMEOUT} s"
+                failures[None] = f"{function.__name__}: {waiting}; the processes were ended."
+                break
+            if failure:
+                failures[rank], patience = failure, GRACE
+        if failures:
+            pytest.fail("\n".join(f"process {rank}: {text}" for rank, text in failures.items()), pytrace=False)
+        return torch.load(f"{self.folder.name}/0.pt", weights_only=False)

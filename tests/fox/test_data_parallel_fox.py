@@ -7,7 +7,7 @@ import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from processes import WORLD, in_processes
+from processes import WORLD
 from tiny_fox import make, tokens
 from transformers import Trainer, TrainingArguments
 
@@ -97,14 +97,14 @@ def learn(folder):
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+def found(two_processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data parallel")
     make(VARIANT).save_pretrained(folder / "model")
-    return in_processes(learn, folder, folder), folder
+    return two_processes(learn, folder), folder
 
 
-def test_replicas(two_processes):
-    results, folder = two_processes
+def test_replicas(found):
+    results, folder = found
     losses, weights = results["replicas"]
     want_losses, want_weights = train(folder, 1)
     assert len(losses) == 2
@@ -121,8 +121,8 @@ def test_replicas(two_processes):
         pytest.param("transformers", marks=pytest.mark.skipif(not PLANS, reason="needs transformers 5.23")),
     ],
 )
-def test_shards(shards, two_processes):
-    loss, gradients, largest = two_processes[0][shards]
+def test_shards(shards, found):
+    loss, gradients, largest = found[0][shards]
     model, rows = make(VARIANT), documents()
     want = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
     want.backward()

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from processes import in_processes
 from tiny_fox import TINY, logits, make, tokens
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
@@ -78,17 +77,17 @@ def both(folder, by_heads, by_layers):
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+def found(two_processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     for name in [*TENSOR_PARALLEL, "fixed"]:
         make(name).save_pretrained(folder / name)
     FoxForCausalLM(FoxConfig.pro(**TINY, num_key_value_heads=1)).save_pretrained(folder / "one key head")
-    return in_processes(both, folder, folder, [*TENSOR_PARALLEL, "fixed", "one key head"], PIPELINE_PARALLEL)
+    return two_processes(both, folder, [*TENSOR_PARALLEL, "fixed", "one key head"], PIPELINE_PARALLEL)
 
 
 @pytest.mark.parametrize("variant", TENSOR_PARALLEL)
-def test_tensor_parallel(variant, two_processes):
-    found = two_processes[0][variant]
+def test_tensor_parallel(variant, found):
+    found = found[0][variant]
     assert found["logits"] < 2e-5
     assert found["generated logits"] < 2e-5
     for name, error in found["gradients"].items():
@@ -102,12 +101,12 @@ def test_tensor_parallel(variant, two_processes):
 @pytest.mark.parametrize(
     "variant, message", [("fixed", "fixed gates not at all"), ("one key head", "has split a head")]
 )
-def test_what_cannot_be_split_is_refused(variant, message, two_processes):
-    assert message in two_processes[0][variant]
+def test_what_cannot_be_split_is_refused(variant, message, found):
+    assert message in found[0][variant]
 
 
 @pytest.mark.parametrize("variant", PIPELINE_PARALLEL)
-def test_pipeline_parallel(variant, two_processes):
-    found = two_processes[1][variant]
+def test_pipeline_parallel(variant, found):
+    found = found[1][variant]
     assert found["logits"] < 2e-5
     assert found["generated logits"] < 2e-5

@@ -1,7 +1,8 @@
 """transformers' own common tests, run on FoX (LLaMA) and FoX (Pro).
 
 Its source distribution carries those of models, configurations and training. Those of generation and export come with a
-clone only (transformers_sdist.py); those of pipelines and of tensor parallelism need its hub or helpers it does not ship.
+clone only (transformers_sdist.py); those of pipelines need its hub; those of models split over processes are in
+test_transformers_parallel.py.
 """
 
 import unittest

@@ -1,0 +1,114 @@
+"""Ways to generate that need more than a cache: compiled, with a draft model, with caches offloaded or saved."""
+
+import pytest
+import torch
+import transformers
+from tiny_fox import both_blocks, logits, make, tokens, with_and_without_window
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+
+SETTINGS = dict(
+    max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+)
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+PADDED = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+
+
+def assert_same(got, want):
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope", "pro with a window"])
+def test_a_static_cache_is_compiled_once_and_whole(variant):
+    """One graph for all tokens and both calls; with a sliding window a second one, once the window is full."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, ids = make(variant), tokens(2, 9)
+    options = CompileConfig(backend=backend, fullgraph=True, mode=None)
+    options._compile_all_devices = True  # `generate` leaves models on a CPU as they are
+    for mask in (torch.ones_like(PADDED), PADDED):
+        want = model.generate(ids, attention_mask=mask, use_cache=False, **SETTINGS)
+        got = model.generate(
+            ids, attention_mask=mask, cache_implementation="static", compile_config=options, **SETTINGS
+        )
+        assert_same(got, want)
+        assert len(graphs) == (2 if "window" in variant else 1)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.02, 0.5])
+@with_and_without_window
+def test_a_draft_model_changes_nothing(variant, distance):
+    """Drafts that are all, mostly or hardly ever accepted; rejected tokens leave the cache again."""
+    if "window" in variant and distance == 0.5 and OLD:
+        pytest.skip("before 5.23, transformers cannot take tokens back from a full sliding window, whatever the model")
+    model, draft, ids = make(variant), make(variant), tokens(1, 9)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(distance * torch.randn_like(parameter))
+    want = model.generate(ids, use_cache=False, **SETTINGS)
+    assert_same(model.generate(ids, assistant_model=draft, **SETTINGS), want)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
+@with_and_without_window
+def test_a_cache_in_a_file_can_be_continued(variant, static, tmp_path):
+    model, ids = make(variant), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
+    logits(model, ids[:, :10], past_key_values=cache)
+    torch.save(cache, tmp_path / "cache.pt")
+    read = torch.load(tmp_path / "cache.pt", weights_only=False)
+    for again in (read, cache):  # and the one in memory is as it was
+        got = logits(model, ids[:, 10:], past_key_values=again)
+        torch.testing.assert_close(got, logits(model, ids, use_cache=False)[:, 10:], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+@with_and_without_window
+def test_an_offloaded_cache(variant, implementation):
+    model, ids = make(variant).cuda(), tokens(2, 9).cuda()
+    want = model.generate(ids, use_cache=False, **SETTINGS)
+    assert_same(model.generate(ids, cache_implementation=implementation, disable_compile=True, **SETTINGS), want)
+
+
+@both_blocks
+def test_what_is_offloaded_is_waited_for(variant, monkeypatch):
+    """A stream that copies as late as it may: a layer's keys and shift arrive when they are waited for, not before."""
+    model, ids = make(variant), tokens()
+    cache, stored = DynamicCache(config=model.config), {}
+
+    class Stream:
+        def wait_stream(self, other):
+            for layer, (keys, states) in stored.items():
+                layer.keys = keys
+                if states is not None:
+                    layer.conv_states[0] = states
+            stored.clear()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, Stream()
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: cache.prefetch_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cache.prefetch_stream)
+    pieces = []
+    for chunk in ids.split(6, dim=1):
+        pieces.append(logits(model, chunk, past_key_values=cache))
+        for layer in cache.layers:
+            states = layer.conv_states[0] if hasattr(layer, "conv_states") else None
+            stored[layer] = (layer.keys, states)
+            layer.keys = torch.zeros_like(layer.keys)
+            if states is not None:
+                layer.conv_states[0] = torch.zeros_like(states)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits(model, ids, use_cache=False), atol=2e-5, rtol=1e-4)
