@@ -41,6 +41,7 @@ from transformers.utils.versions import require_version
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
 from .backend_fox import NAME as FORGETTING_TRITON
 from .backend_fox import why_not
+from .checks_fox import check_cache, check_call, check_dtype, check_positions
 from .configuration_fox import FoxConfig
 
 
@@ -191,6 +192,8 @@ class FoxAttention(nn.Module):
             q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
             attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
         else:
+            if past_key_values is not None and not torch.compiler.is_compiling():
+                check_cache(self, past_key_values, k)
             if getattr(past_key_values, "offloading", False) and self.layer_idx < len(past_key_values.layers):
                 # `update` waits for the layer to come back from the CPU, but its last token is read before that.
                 torch.cuda.current_stream(x.device).wait_stream(past_key_values.prefetch_stream)
@@ -275,7 +278,10 @@ class FoxAttention(nn.Module):
             )
         if not past_key_values.has_previous_state(self.layer_idx):
             return torch.zeros_like(current[:, :1])
-        return layers[self.layer_idx].conv_states[0][..., -1:].mT.to(current)
+        state = layers[self.layer_idx].conv_states[0]  # (B, 2 Hkv D, 1 or more if the cache records the past)
+        if state.shape[-1] == 0:  # the cache was cropped to nothing
+            return torch.zeros_like(current[:, :1])
+        return state[..., -1:].mT.to(current)
 
     def log_forget_gate(self, x, kv_heads, padding_mask):
         """log f of the new tokens, (B, H or Hkv, T) fp32, 0 at padding, which does not decay; None without a gate."""
@@ -381,6 +387,8 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
+        if self.self_attn.layer_idx == 0 and not torch.compiler.is_compiling():
+            check_dtype(hidden_states, self.self_attn.q_proj)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -430,6 +438,8 @@ def packed_places(inputs_embeds, attention_mask, position_ids, cu_seq_lens_q=Non
         return None
     if not compiling and not starts[:, 1:].any():
         return None
+    if not compiling and real is None and cu_seq_lens_q is None and seq_idx is None:
+        check_positions(position_ids, starts)
     if real is not None:
         raise ValueError(
             "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) and their "
@@ -527,6 +537,8 @@ class FoxModel(FoxPreTrainedModel):
         places = None
         compiling = torch.compiler.is_compiling()
         paged = "cache" in kwargs  # continuous batching: transformers has prepared the mask
+        if not (paged or compiling):
+            check_call(self, inputs_embeds, attention_mask, position_ids, past_key_values)
         if not (paged or isinstance(attention_mask, dict) or (compiling and past_key_values is not None)):
             borders = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")}
             places = packed_places(inputs_embeds, attention_mask, position_ids, **borders)
@@ -563,7 +575,7 @@ class FoxModel(FoxPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # which an early exit sets lower
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,

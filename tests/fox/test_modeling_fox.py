@@ -90,6 +90,7 @@ GENERATION = {
     "beams": dict(num_beams=3),
     "static cache": dict(cache_implementation="static", disable_compile=True),
     "prompt lookup": dict(prompt_lookup_num_tokens=3),
+    "early exit": dict(assistant_early_exit=1),
     "chunked prefill": dict(prefill_chunk_size=5),
     "chunked prefill into a static cache": dict(
         prefill_chunk_size=5, cache_implementation="static", disable_compile=True
@@ -101,7 +102,7 @@ GENERATION = {
 @pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
 def test_generation_with_a_cache_equals_generation_without(variant, options):
     model = make(variant)
-    batch = 1 if "prompt_lookup_num_tokens" in options else 3
+    batch = 1 if {"prompt_lookup_num_tokens", "assistant_early_exit"} & options.keys() else 3
     settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
     settings |= dict(return_dict_in_generate=True, output_logits=True)
     plain = {name: value for name, value in options.items() if name == "num_beams"}
