@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, modeling_fox
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
+from hf_longctx.fox.backend_fox import VisibleKeys
 from hf_longctx.fox.cache_fox import PrunedLayer, group_heads, logit_bound_of_weights
 from hf_longctx.fox.modeling_fox import eager_attention_forward
 from hf_longctx.fox.triton_fox import INTERPRETED
@@ -250,6 +251,15 @@ def test_the_triton_backend_reads_it_too():
     ]
     assert cache.dropped.any()
     torch.testing.assert_close(torch.cat(steps, dim=1), exact, atol=5e-5, rtol=1e-4)
+
+
+def test_the_mask_of_the_triton_backend_can_be_cut():
+    mask = VisibleKeys(torch.tensor([[[0]], [[9]], [[20]]]), end=20)
+    assert mask.last(12).first_key.tolist() == [[[0]], [[1]], [[12]]]
+    assert mask.last(12).end == 12
+    assert VisibleKeys(None, end=20).last(12) == VisibleKeys(None, end=12)
+    with pytest.raises(NotImplementedError, match="padding lies between"):
+        mask._replace(order=torch.arange(20)).last(12)
 
 
 ROWS = {
