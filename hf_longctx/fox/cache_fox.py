@@ -274,9 +274,7 @@ class PrunedLayer(DynamicLayer):
                     self.log_lost[:, head] = lost[..., suffix.start - 1 : suffix.start]
                     self.pruned_at = self.length
             groups.append(kept)
-        self.keys = fold_keys(
-            self.keys[..., : self.head_dim], torch.zeros_like(now).flatten(1, 2).float(), self.scaling
-        )
+        self.keys = self._fold(self.keys, torch.zeros_like(now))
         self.groups = groups
         self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
         if self.weight_bound is None and self.worst > self.log_tolerance:

@@ -333,6 +333,17 @@ def test_memory_falls_to_what_is_remembered():
 
 
 @both_blocks
+def test_half_precision(variant):
+    """As far from the full cache as the dtype's rounding takes both of them."""
+    exact, model, ids = logits(make(variant), tokens()), make(variant).bfloat16(), tokens()
+    cache = pruned(model)
+    full = in_chunks(model, ids, DynamicCache(config=model.config), 20).float()
+    got = in_chunks(model, ids, cache, 20).float()
+    assert cache.dropped.any()
+    assert (got - exact).norm() < 1.2 * (full - exact).norm()
+
+
+@both_blocks
 def test_what_was_dropped_before_counts(variant):
     """A second pruning at once finds the budget spent."""
     cache = pruned(make(variant))
