@@ -163,12 +163,16 @@ def fold_queries(q, c, scale, gates_per_key):
         (B, Hq, T, D'). A query reads only the gate parts that belong to its own head.
     """
     batch, heads, length, head_dim = q.shape
-    own = torch.eye(gates_per_key, dtype=q.dtype, device=q.device).repeat(heads // gates_per_key, 1) * GATE_QUERY
-    own = own.repeat_interleave(GATE_PARTS, dim=1)[:, None].expand(batch, -1, length, -1)  # (B, Hq, T, 3 G)
-    c = c.repeat_interleave(heads // c.shape[1], dim=1)
-    zero = ((c - c.detach()) / (GATE_QUERY * scale)).unsqueeze(-1).to(q.dtype)
-    padding = folded_width(head_dim, gates_per_key, q.device) - head_dim - GATE_PARTS * gates_per_key - 1
-    return torch.cat([q, own, F.pad(zero, (0, padding))], dim=-1)
+    parts = GATE_PARTS * gates_per_key
+    added = q.new_zeros(
+        heads // gates_per_key, gates_per_key, folded_width(head_dim, gates_per_key, q.device) - head_dim
+    )
+    added[..., :parts].unflatten(-1, (gates_per_key, GATE_PARTS)).diagonal(dim1=1, dim2=2).fill_(GATE_QUERY)
+    added = added.view(1, heads, 1, -1).expand(batch, -1, length, -1)
+    if c.requires_grad:
+        zero = ((c - c.detach()) / (GATE_QUERY * scale)).repeat_interleave(heads // c.shape[1], dim=1)
+        added = added + F.pad(zero.unsqueeze(-1).to(q.dtype), (parts, added.shape[-1] - parts - 1))
+    return torch.cat([q, added], dim=-1)
 
 
 def fold_keys(k, c, scale):
@@ -185,14 +189,16 @@ def fold_keys(k, c, scale):
     batch, kv_heads, length, head_dim = k.shape
     group = c.shape[1] // kv_heads
     x = (c / (-GATE_QUERY * scale)).view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
-    with torch.no_grad():
-        first = x.bfloat16().to(x.dtype)
-        second = (x - first).bfloat16().to(x.dtype)
-        third = x - first - second
-    parts = torch.stack([x + (first - x).detach(), second, third], dim=-1).flatten(3).to(k.dtype)
-    one = torch.full_like(parts[..., :1], GATE_QUERY)
-    padding = folded_width(head_dim, group, k.device) - head_dim - GATE_PARTS * group - 1
-    return torch.cat([k, parts, F.pad(one, (0, padding))], dim=-1)
+    rest = x.detach()
+    first = rest.bfloat16().to(x.dtype)
+    second = (rest - first).bfloat16().to(x.dtype)
+    third = rest - first - second
+    if x.requires_grad:
+        first = x + (first - rest)
+    parts = torch.stack([first, second, third], dim=-1).flatten(3).to(k.dtype)
+    one = k.new_zeros(folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1])
+    one[0] = GATE_QUERY
+    return torch.cat([k, parts, one.expand(batch, kv_heads, length, -1)], dim=-1)
 
 
 def unfold_decay(folded_keys, head_dim, group, scale):

@@ -51,6 +51,16 @@ class VisibleKeys(NamedTuple):
         """What `generate` asks of every mask."""
         return self
 
+    def last(self, length):
+        """The same of the last `length` keys alone, for a cache that has dropped those before."""
+        if self.order is not None:
+            raise NotImplementedError(
+                f"{NAME} and a PrunedCache do not go together where padding lies between real tokens. Pad on one side, or "
+                "use another backend: model.set_attn_implementation('sdpa')."
+            )
+        first = None if self.first_key is None else (self.first_key - (self.end - length)).clamp(min=0)
+        return VisibleKeys(first, length)
+
 
 def visible_keys(
     batch_size,

@@ -178,25 +178,18 @@ class PrunedLayer(DynamicLayer):
 
         Dropped tokens have weight 0 where the function returns weights.
         """
-        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
-            raise NotImplementedError(
-                "a PrunedCache needs a mask that it can cut, and that of flex_attention or forgetting_triton it cannot; use "
-                "another backend: model.set_attn_implementation('sdpa')."
-            )
-        if attention_mask is not None and attention_mask.shape[-1] != self.length:
-            raise ValueError(
-                f"the attention mask covers {attention_mask.shape[-1]} tokens, cache and call hold {self.length}; it must "
-                "cover the dropped tokens too."
-            )
+        self._check_mask(attention_mask)
         if self.weight_bound is None:
             self._watch(query, key)
         outputs, weights = [], []
         for group in self.groups:
             mask = attention_mask
-            if mask is not None:
+            if isinstance(mask, torch.Tensor):
                 mask = mask[..., self.length - group.length :]
                 if mask.ndim == 4 and mask.shape[1] > 1:
                     mask = mask[:, group.query_heads]
+            elif mask is not None:
+                mask = mask.last(group.length)
             output, weight = attention_function(
                 module,
                 query if self.order is None else query[:, group.query_heads],
@@ -211,6 +204,20 @@ class PrunedLayer(DynamicLayer):
         if self.order is None:
             return outputs[0], weights[0] if weights else None
         return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
+
+    def _check_mask(self, mask):
+        if mask is None or hasattr(mask, "last"):  # the latter is that of forgetting_triton
+            return
+        if not isinstance(mask, torch.Tensor):
+            raise NotImplementedError(
+                "a PrunedCache needs a mask that it can cut, and flex_attention's it cannot; use another backend: "
+                "model.set_attn_implementation('sdpa')."
+            )
+        if mask.shape[-1] != self.length:
+            raise ValueError(
+                f"the attention mask covers {mask.shape[-1]} tokens, cache and call hold {self.length}; it must cover the "
+                "dropped tokens too."
+            )
 
     def _watch(self, query, key):
         for name, x in (("largest_query", query), ("largest_key", key)):
@@ -267,9 +274,7 @@ class PrunedLayer(DynamicLayer):
                     self.log_lost[:, head] = lost[..., suffix.start - 1 : suffix.start]
                     self.pruned_at = self.length
             groups.append(kept)
-        self.keys = fold_keys(
-            self.keys[..., : self.head_dim], torch.zeros_like(now).flatten(1, 2).float(), self.scaling
-        )
+        self.keys = self._fold(self.keys, torch.zeros_like(now))
         self.groups = groups
         self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
         if self.weight_bound is None and self.worst > self.log_tolerance:
@@ -349,6 +354,7 @@ class PrunedCache(Cache):
     Args:
         model: the FoX model that will use it, with or without a head. Only sizes and bounds are kept of it.
         tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
+            Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 unless it says otherwise.
         logit_bound: "weights", for a bound that holds for every input, or "observed", the choice for models without
             QK-norm.
         prune_every: tokens between two prunings. Each copies what is kept, and short heads hold so many tokens more.
@@ -358,7 +364,7 @@ class PrunedCache(Cache):
         NotImplementedError: the model has a sliding window.
     """
 
-    def __init__(self, model, tolerance: float = 1e-4, logit_bound: str = "weights", prune_every: int = 256):
+    def __init__(self, model, tolerance: float | None = None, logit_bound: str = "weights", prune_every: int = 256):
         decoder_layers = [m for m in model.modules() if hasattr(getattr(m, "self_attn", None), "fold_forget_gate")]
         if not decoder_layers:
             raise ValueError(
@@ -374,6 +380,13 @@ class PrunedCache(Cache):
                 f"the sliding window of {config.sliding_window} tokens bounds the cache already. "
                 "Use DynamicCache(config=model.config)."
             )
+        if tolerance is None:
+            if config.log_pruning_tolerance is None:
+                raise ValueError(
+                    "the configuration turns pruning off, log_pruning_tolerance=None. Give a tolerance here, or use "
+                    "DynamicCache(config=model.config)."
+                )
+            tolerance = math.exp(config.log_pruning_tolerance)
         if not 0 <= tolerance < 1:
             raise ValueError(
                 f"tolerance is {tolerance}; it is a share of the attention weight, at least 0 and below 1."

@@ -4,26 +4,20 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import tiny_fox
 import torch
+from tiny_fox import ROPE, logits
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, modeling_fox
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
+from hf_longctx.fox.backend_fox import VisibleKeys
 from hf_longctx.fox.cache_fox import PrunedLayer, group_heads, logit_bound_of_weights
 from hf_longctx.fox.modeling_fox import eager_attention_forward
+from hf_longctx.fox.triton_fox import INTERPRETED
 
 
-TINY = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    pad_token_id=0,
-    decay_time_min=0.5,
-    decay_time_max=100,
-)
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TINY = {**tiny_fox.TINY, "decay_time_min": 0.5, "decay_time_max": 100}
 VARIANTS = {
     "llama": lambda: FoxConfig(**TINY),
     "pro": lambda: FoxConfig.pro(**TINY),
@@ -38,10 +32,11 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "grouped heads"])
 
 
-def make(variant, backend="sdpa"):
+def make(variant, backend="sdpa", layers=2):
     """A small model with fast and slow heads, its other parameters far from their initial value."""
     torch.manual_seed(0)
     model = FoxForCausalLM(VARIANTS[variant]()).eval()
+    del model.model.layers[layers:]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "f_proj" not in name:
@@ -55,12 +50,7 @@ def pruned(model, tolerance=1e-6, prune_every=8):
 
 
 def tokens(batch=2, length=160, seed=1):
-    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model, ids, **kwargs):
-    return model(ids, **kwargs).logits
+    return tiny_fox.tokens(batch, length, seed)
 
 
 def in_chunks(model, ids, cache, chunks):
@@ -244,6 +234,34 @@ def test_padded_rows(variant, backend):
     torch.testing.assert_close(got, whole[mask.bool()], atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED.value, reason="no GPU, no Triton interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_triton_backend_reads_it_too():
+    """One layer of a padded row: the interpreter is slow."""
+    model, ids, mask = make("pro", layers=1), tokens(1, 32), torch.ones(1, 32, dtype=torch.long)
+    mask[0, :5] = 0
+    if torch.cuda.is_available():
+        model, ids, mask = model.to("cuda"), ids.to("cuda"), mask.to("cuda")
+    exact = logits(model, ids, attention_mask=mask)[:, 30:]
+    model.set_attn_implementation("forgetting_triton")
+    cache = pruned(model)
+    logits(model, ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+    steps = [
+        logits(model, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache) for t in (30, 31)
+    ]
+    assert cache.dropped.any()
+    torch.testing.assert_close(torch.cat(steps, dim=1), exact, atol=5e-5, rtol=1e-4)
+
+
+def test_the_mask_of_the_triton_backend_can_be_cut():
+    mask = VisibleKeys(torch.tensor([[[0]], [[9]], [[20]]]), end=20)
+    assert mask.last(12).first_key.tolist() == [[[0]], [[1]], [[12]]]
+    assert mask.last(12).end == 12
+    assert VisibleKeys(None, end=20).last(12) == VisibleKeys(None, end=12)
+    with pytest.raises(NotImplementedError, match="padding lies between"):
+        mask._replace(order=torch.arange(20)).last(12)
+
+
 ROWS = {
     "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
@@ -315,6 +333,17 @@ def test_memory_falls_to_what_is_remembered():
 
 
 @both_blocks
+def test_half_precision(variant):
+    """As far from the full cache as the dtype's rounding takes both of them."""
+    exact, model, ids = logits(make(variant), tokens()), make(variant).bfloat16(), tokens()
+    cache = pruned(model)
+    full = in_chunks(model, ids, DynamicCache(config=model.config), 20).float()
+    got = in_chunks(model, ids, cache, 20).float()
+    assert cache.dropped.any()
+    assert (got - exact).norm() < 1.2 * (full - exact).norm()
+
+
+@both_blocks
 def test_what_was_dropped_before_counts(variant):
     """A second pruning at once finds the budget spent."""
     cache = pruned(make(variant))
@@ -371,6 +400,14 @@ def test_bound_of_adapted_weights_is_refused():
     with pytest.raises(ValueError, match=r"Sequential projects.*observed"):
         PrunedCache(model)
     PrunedCache(model, logit_bound="observed")
+
+
+def test_the_tolerance_may_come_from_the_configuration():
+    model = make("pro")
+    assert PrunedCache(model).layers[0].log_tolerance == -10
+    model.config.log_pruning_tolerance = None
+    with pytest.raises(ValueError, match="turns pruning off"):
+        PrunedCache(model)
 
 
 BAD_ARGUMENTS = {
