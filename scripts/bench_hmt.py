@@ -2,11 +2,14 @@
 
     python scripts/bench_hmt.py speed --size tiny --tokens 20000
     python scripts/bench_hmt.py memory --lengths 10000 100000 1000000
+    python scripts/bench_hmt.py pages --out model_cards/evidence
 
 `speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal
 LM, each with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. Runs alternate
 and medians are printed. `memory` streams a token file from disk, piece by piece, and prints the peak of resident
-memory at each length. Results go to stdout as one JSON object.
+memory at each length. `pages` times one recall and one dropped memory, with pages and with one flat memory, over the
+number of segments; counts the vectors a recall touches; and asks for random memories, which are the hardest to find by
+the tag of their page. Results go to stdout as one JSON object; `pages` also writes hmt_pages.json and a picture.
 """
 
 import argparse
@@ -22,7 +25,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt import HMTConfig, HMTMemory, HMTWrapper
+from hf_longctx.hmt.pages_hmt import MemoryPages
 
 
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
@@ -141,9 +145,74 @@ def memory(args):
     return {"by_length": peaks}
 
 
+@torch.no_grad()
+def pages(args):
+    """Milliseconds per segment, vectors touched and memories found, over the number of segments."""
+    torch.manual_seed(0)
+    width, one = args.width, torch.ones(1, 1, dtype=torch.bool)
+    memory = HMTMemory(width, 1, width)
+    for projection in (memory.wq, memory.wk):
+        torch.nn.init.eye_(projection)
+    embeddings = torch.randn(1, max(args.segments), width)
+    kept = MemoryPages.empty(1, width, embeddings.dtype, "cpu", args.page_size, args.recalled_pages)
+    by_segments, start = {}, 0
+    for n in sorted(args.segments):
+        kept, start = kept.append(embeddings[:, start:n], one.expand(1, n - start)), n
+
+        def flat(query, n=n):
+            bank = torch.cat([embeddings[:, : n - 1], query], 1)
+            memory.recall(query, bank, one.expand(1, n))
+
+        def paged(query, kept=kept):
+            found, mask, _ = kept.append(query, one).look_up(memory.direction(query))
+            memory.recall(query, found, mask)
+
+        times = {"flat": [], "pages": []}
+        for repeat in range(args.repeats + 1):
+            for name, recall in (("flat", flat), ("pages", paged)):
+                taken = seconds(lambda recall=recall: recall(torch.randn(1, 1, width)), "cpu")
+                if repeat:
+                    times[name].append(1000 * taken)
+        asked = torch.randint(n, (200,)).tolist()
+        found = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in asked]
+        by_segments[n] = {
+            "ms": {name: round(statistics.median(t), 3) for name, t in times.items()},
+            "tags": kept.sums.shape[1],
+            "recalled": kept.look_up(torch.zeros(1, 1, width))[0].shape[1],
+            "found": sum(map(bool, found)) / len(asked),
+        }
+    result = {"by_segments": by_segments}
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        settings = {name: getattr(args, name) for name in ("width", "page_size", "recalled_pages", "repeats")}
+        text = json.dumps({"torch": torch.__version__, "machine": platform.machine(), **settings, **result}, indent=1)
+        (args.out / "hmt_pages.json").write_text(text + "\n")
+        draw_pages(by_segments, args.out / "hmt_pages.png")
+    return result
+
+
+def draw_pages(by_segments, path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    segments, entries = list(by_segments), list(by_segments.values())
+    vectors, times = figure.subplots(1, 2)
+    vectors.plot(segments, segments, "o:", color="grey", label="flat memory")
+    vectors.plot(segments, [e["tags"] + e["recalled"] for e in entries], "o-", color="C4", label="tags and pages")
+    vectors.set(ylabel="vectors touched by a recall")
+    for name, style in (("flat", "o:"), ("pages", "o-")):
+        colour = {"flat": "grey", "pages": "C4"}[name]
+        times.plot(segments, [e["ms"][name] for e in entries], style, color=colour, label=name)
+    times.set(ylabel="ms per segment")
+    for axes in (vectors, times):
+        axes.set(xscale="log", yscale="log", xlabel="segments read")
+        axes.legend()
+    figure.savefig(path, dpi=110)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "memory"])
+    parser.add_argument("what", choices=["speed", "memory", "pages"])
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--segment-length", type=int, default=222, metavar="TOKENS")
     parser.add_argument("--sensory-tokens", type=int, default=32, metavar="TOKENS")
@@ -151,14 +220,21 @@ def main():
     parser.add_argument("--tokens", type=int, default=20_000, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=3, metavar="RUNS")
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], metavar="TOKENS")
+    segments = [1_000, 3_000, 10_000, 30_000, 100_000]
+    parser.add_argument("--segments", type=int, nargs="+", default=segments, metavar="SEGMENTS")
+    parser.add_argument("--width", type=int, default=512, metavar="NUMBERS")
+    parser.add_argument("--page-size", type=int, default=16, metavar="EMBEDDINGS")
+    parser.add_argument("--recalled-pages", type=int, default=8, metavar="PAGES")
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--piece", type=int, default=8_192, metavar="TOKENS")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, metavar="THREADS")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result = {"speed": speed, "memory": memory}[args.what](args)
-    print(json.dumps({"torch": torch.__version__, "machine": platform.machine(), **vars(args), **result}, indent=2))
+    result = {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
+    settings = {"torch": torch.__version__, "machine": platform.machine(), **vars(args)}
+    print(json.dumps({**settings, **result}, indent=2, default=str))
 
 
 if __name__ == "__main__":

@@ -59,20 +59,16 @@ class Recipe:
     heads: int = 4
     sensory_tokens: int = 2
     stage_1_steps: int = 300
-    stage_2_steps: int = 900
+    stage_2_steps: int = 500
     stage_2_writes: tuple[int, ...] = (2, 4)  # in turns
     batch: int = 32
     learning_rate: float = 2e-3
-    projections_times: float = 3.0  # their learning rate over that of the rest
     evaluated: int = 256
 
 
 def train(model, task, writes, reads, steps, recipe, generator):
     """Train on the answers, with each number of facts in `writes` in turn. AdamW, 50 steps of warm-up, linear decay to a tenth, gradients clipped at 1."""
-    groups = {1.0: [], recipe.projections_times: []}
-    for name, parameter in model.named_parameters():
-        groups[recipe.projections_times if name in ("memory.wq", "memory.wk") else 1.0].append(parameter)
-    optimizer = torch.optim.AdamW([{"params": p, "lr": recipe.learning_rate * times} for times, p in groups.items()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 50, 1 - 0.9 * max(0, step - 50) / max(1, steps - 50))
     )
