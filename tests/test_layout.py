@@ -26,7 +26,8 @@ BUNDLES = {
     "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}
-NUMPY_CORES = ["answers", "curve", "documents", "haystack", "journal", "lines", "loss", "rope_bounds"]
+NUMPY_CORES = ["adaptive", "answers", "curve", "documents", "haystack", "intervals"]
+NUMPY_CORES += ["journal", "lines", "loss", "rope_bounds"]
 
 
 def imports(path):

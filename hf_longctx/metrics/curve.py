@@ -24,6 +24,7 @@ import numpy as np
 from scipy.special import stdtr
 
 from .documents import save_document
+from .intervals import READINGS, LengthInterval, length_interval
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -274,6 +275,11 @@ class CurvePoint:
         if self.begin_locs is not None:
             object.__setattr__(self, "begin_locs", tuple(self.begin_locs))
 
+    def first(self, repeats: int) -> CurvePoint:
+        """The point with its first repeats only."""
+        begins = self.begin_locs and self.begin_locs[:repeats]
+        return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
+
     @property
     def repeats(self) -> int:
         return len(self.copy_correct)
@@ -428,6 +434,10 @@ class ForgettingCurve:
             [p.p_value for p in self.points],
         )
 
+    def interval(self, reading: str, confidence: float = 0.95) -> LengthInterval:
+        """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
+        return length_interval(self.points, reading, confidence=confidence)
+
     def summary(self) -> str:
         """The result in one line."""
         missing = "".join(f"; length {length} not measured: {why}" for length, why in self.not_measured.items())
@@ -439,9 +449,11 @@ class ForgettingCurve:
             return f"{name} length {length} tokens{after}"
 
         first, last = self.points[0], self.points[-1]
+        counts = sorted({p.repeats for p in self.points})
+        repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         return (
             f"{tell('fine', self.fine_length)}, {tell('coarse', self.coarse_length)}; "
-            f"{len(self.points)} lengths from {first.length} to {last.length}, {first.repeats} repeats{missing}"
+            f"{len(self.points)} lengths from {first.length} to {last.length}, {repeats} repeats{missing}"
         )
 
     def to_json(self) -> str:
@@ -469,6 +481,7 @@ class ForgettingCurve:
             for name, length in self.memory_lengths.items()
         }
         document = {"format": FORMAT, "settings": self.settings, "memory_lengths": readings, "points": points}
+        document["intervals_95"] = {reading: self.interval(reading)._asdict() for reading in READINGS}
         document["not_measured"] = [{"length": n, "reason": why} for n, why in self.not_measured.items()]
         return json.dumps(document, indent=1) + "\n"
 

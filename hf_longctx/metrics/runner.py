@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .adaptive import BUDGET, locate
 from .curve import (
     DATA_TYPES,
     ForgettingCurve,
@@ -34,7 +35,7 @@ from .journal import Journal, content_hash
 from .measurement import Measurement, tally
 
 
-PROTOCOLS = ("reference", "nested")
+PROTOCOLS = ("reference", "nested", "adaptive")
 
 
 class PositionLimitError(ValueError):
@@ -65,6 +66,7 @@ def forgetting_curve(
     irrelevant_tokens: Sequence[int] | None = None,
     id_range: tuple[int, int] | None = None,
     protocol: str = "reference",
+    confidence: float = 0.95,
     tokens_per_pass: int | None = None,
     journal=None,
     tokenizer=None,
@@ -95,7 +97,10 @@ def forgetting_curve(
             ids are special tokens in many vocabularies. The BOS and EOS are never drawn.
         protocol: "reference": every length has its own targets, as the paper's program draws them. "nested": targets
             of all lengths begin alike, and so do their irrelevant texts, so that less has to be read: another estimate
-            of the same curve, whose points are correlated.
+            of the same curve, whose points are correlated. "adaptive": the inputs of "reference", but only at those of
+            the `lengths`, and with only so many of the `repeats`, that the fine and the coarse length depend on; give
+            a fine grid. See adaptive.py.
+        confidence: at which the adaptive protocol is satisfied, between 0 and 1.
         tokens_per_pass: memory budget: most tokens in a forward pass, see `Engine`. Changes no number but by rounding.
         journal: path of a file that gets a line for every finished part at once. Given again after a crash, the run
             goes on from there, and ends with the same file. Process k > 0 of several writes to `PATH.k`.
@@ -120,6 +125,8 @@ def forgetting_curve(
         raise ValueError(f"repeats must be at least 1, got {repeats}. The paper uses 10.")
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {PROTOCOLS}, got {protocol!r}.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
     if tokens_per_pass is not None and tokens_per_pass < 1:
         raise ValueError(f"tokens_per_pass must be at least 1, got {tokens_per_pass}.")
     vocab_size = vocabulary_size(model)
@@ -133,6 +140,8 @@ def forgetting_curve(
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
+    if protocol == "adaptive":
+        settings["confidence"] = confidence
 
     if data_type == "order":
         if id_range is not None:
@@ -180,10 +189,12 @@ def forgetting_curve(
     if protocol == "reference":
         mine = share_of(fitting, cost, rank, processes)
         total = 2 * repeats * sum(map(cost, mine))
-    else:
-        mine = list(range(rank, repeats, processes))
+    elif protocol == "nested":
+        mine = range(rank, repeats, processes)
         total = 2 * len(mine) * sum(map(cost, fitting))
-    entries, failure = {}, None
+    else:
+        total = BUDGET * cost(fitting[-1]) if fitting else 0
+    failure = None
     with Journal(journal, results_depend_on) as book, progress_bar(total, progress and rank == 0) as bar:
         bar.update(sum(cost(key[0]) * sum(map(len, result.values())) for key, result in book.done.items() if key[1:]))
         entries = book.done
@@ -193,11 +204,14 @@ def forgetting_curve(
                 if protocol == "reference":
                     for length in mine:
                         work.measure(length, 0, repeats)
-                elif mine and fitting:
-                    work.measure_nested(fitting, mine)
+                elif protocol == "nested":
+                    if mine and fitting:
+                        work.measure_nested(fitting, mine)
+                else:
+                    entries = measure_adaptively(work, fitting, repeats, confidence, rank, processes)
         except BaseException as error:
             failure = error
-    if processes > 1 and not isinstance(failure, KeyboardInterrupt):
+    if processes > 1 and protocol != "adaptive" and not isinstance(failure, KeyboardInterrupt):
         entries, failure = exchange(entries, failure, processes)
     points, missing = tally(entries, samples)
     curve = ForgettingCurve(points, settings, missing)
@@ -217,6 +231,49 @@ def forgetting_curve(
             f"{len(curve.points)} of {len(lengths)} lengths had been measured: they are in this error's .curve."
         )
     raise failure
+
+
+def measure_adaptively(
+    work: Measurement, lengths: Sequence[int], repeats: int, confidence: float, rank: int, processes: int
+) -> dict:
+    """Measure where `locate` wants to; each process measures some of the repeats of every point. Returns all entries.
+
+    Above a length that memory is short for, nothing is measured.
+    """
+
+    class TooLong(Exception):
+        pass
+
+    entries = dict(work.journal.done)
+
+    def measure(length, first, stop):
+        nonlocal entries
+        a, b = (first + (stop - first) * i // processes for i in (rank, rank + 1))
+        failure = None
+        try:
+            if a < b:
+                work.measure(length, a, b)
+        except Exception as error:
+            failure = error
+        if processes > 1:
+            entries, failure = exchange(work.journal.done, failure, processes)
+        else:
+            entries = dict(work.journal.done)
+        if failure is not None:
+            raise failure
+        points, missing = tally({key: value for key, value in entries.items() if key[0] == length}, work.samples)
+        if missing:
+            raise TooLong(length)
+        (point,) = points
+        return point.first(stop)
+
+    while lengths:
+        try:
+            locate(lengths, measure, repeats=repeats, confidence=confidence)
+            break
+        except TooLong as error:
+            lengths = [length for length in lengths if length < error.args[0]]
+    return entries
 
 
 def place_of(model: nn.Module) -> tuple[int, int]:

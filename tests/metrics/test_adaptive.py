@@ -1,0 +1,116 @@
+"""Adaptive placement of points on recorded and made-up curves: no model runs here."""
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+
+from hf_longctx.metrics import adaptive as module
+from hf_longctx.metrics.adaptive import BUDGET, falling_fit, locate
+from hf_longctx.metrics.curve import CurvePoint, ForgettingCurve, input_tokens, linear_lengths
+from hf_longctx.metrics.intervals import length_interval
+
+
+GRID = linear_lengths(1400, 32)
+
+
+def run(points, **options):
+    """Locate on a full curve; returns the adaptive curve and the tokens it reads."""
+    full, calls = {p.length: p for p in points}, []
+
+    def measure(length, first, stop):
+        calls.append((length, first, stop))
+        return full[length].first(stop)
+
+    curve = ForgettingCurve(locate(list(full), measure, **options))
+    assert len(calls) == len(set(calls))  # nothing twice
+    return curve, sum(2 * (stop - first) * input_tokens(length) for length, first, stop in calls)
+
+
+def simulate(rng, fine, steepness, tail):
+    """10 repeats at each length. Copy accuracy falls around `fine` to the LM accuracy, 12 %, and `tail` more."""
+    points, truth = [], {"fine": 0, "coarse": 0}
+    for n in GRID:
+        scored = (n + 1) // 2
+        remembered = 1 / (1 + np.exp(np.log(n / fine) / steepness - 3))
+        accuracy = 0.12 + tail + (0.879 - tail) * remembered
+        truth |= {"fine": n} if accuracy > 0.99 else {}
+        truth |= {"coarse": n} if accuracy >= 0.13 else {}
+        lm = rng.binomial(scored, rng.beta(0.12 * 30, 0.88 * 30, 10))
+        copy = rng.binomial(scored, rng.beta(accuracy * 200, (1 - accuracy) * 200, 10))
+        shared = ((lm / scored - 0.12) * scored * (1 - remembered)).astype(int)  # a text easy to guess is so in both
+        points.append(CurvePoint(n, np.clip(copy + shared, 0, scored).tolist(), lm.tolist()))
+    return points, truth
+
+
+CURVES = {
+    "steep": (250, 0.15, 0),
+    "slow": (200, 0.4, 0),
+    "long": (1300, 0.2, 0),
+    "tail-just-coarse": (150, 0.2, 0.012),
+    "remembers-all": (9000, 0.1, 0),
+    "remembers-nothing": (3, 0.1, 0),
+}
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(module) == (0, 1)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_simulated_curves(name):
+    """At most a fifth of the full cost; the interval covers the truth, and is hardly wider than that of all points."""
+    full_cost = sum(20 * input_tokens(n) for n in GRID)
+    covered, widths = 0, {"fine": [], "coarse": []}
+    for seed in range(20):
+        points, truth = simulate(np.random.default_rng(seed), *CURVES[name])
+        curve, cost = run(points)
+        assert 5 * cost <= full_cost
+        for reading in ("fine", "coarse"):
+            intervals = [length_interval(ps, reading) for ps in (curve.points, points)]
+            ends = [(i.low, 1450 if i.high is None else i.high) for i in intervals]
+            covered += ends[0][0] <= truth[reading] < ends[0][1]
+            widths[reading].append([high - low for low, high in ends])
+    assert covered >= 0.95 * 40
+    for reading in widths:
+        adaptive, full = np.median(widths[reading], axis=0)
+        assert adaptive <= 1.75 * full
+
+
+@pytest.mark.parametrize("name", ["order_linear16_r10_s0", "random_linear12_r10_s2"])
+def test_recorded_curves(golden, name):
+    """The same counts as the full curve, at fewer points; the readings of both lie in the interval."""
+    runs = json.loads((golden / "forgetting_curve" / "results.json").read_text())
+    (rows,) = (run["rows"] for run in runs if run["name"] == name)
+    full = ForgettingCurve([CurvePoint(r["length"], r["copy_correct"], r["lm_correct"]) for r in rows])
+    curve, cost = run(full.points)
+    assert cost <= BUDGET * input_tokens(rows[-1]["length"])
+    assert cost < 0.6 * sum(20 * input_tokens(r["length"]) for r in rows)
+    for reading in ("fine", "coarse"):
+        interval = curve.interval(reading)
+        for found in (full, curve):
+            length = getattr(found, f"{reading}_length")
+            assert interval.low <= length
+            assert interval.high is None or length < interval.high or length < interval.low
+
+
+def test_few_repeats():
+    points, _ = simulate(np.random.default_rng(0), *CURVES["steep"])
+    curve, _ = run(points, repeats=2)
+    assert {p.repeats for p in curve.points} == {2}
+    curve, _ = run(points[:1])
+    assert [p.length for p in curve.points] == [8]
+
+
+@pytest.mark.parametrize("values", [[1, 2, 3], [3, 2, 1], [2, 5, 1, 1, 4, 0]], ids=str)
+def test_falling_fit(values):
+    """Never rises, keeps the weighted sum, and no other falling sequence on a grid is nearer."""
+    weights = np.arange(1, len(values) + 1)
+    fit = falling_fit(values, weights)
+    assert (np.diff(fit) <= 0).all()
+    assert fit @ weights == pytest.approx(np.dot(values, weights))
+    rng = np.random.default_rng(0)
+    others = -np.sort(-rng.uniform(min(values), max(values), (2000, len(values))), axis=1)
+    best = ((others - values) ** 2 @ weights).min()
+    assert ((fit - values) ** 2) @ weights <= best
