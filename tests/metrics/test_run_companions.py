@@ -493,5 +493,12 @@ def test_positions_of_the_companions(bytes_tokenizer, prose):
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ValueError, match=r"the longest length needs 521 positions, and .* ends at 520"):
         needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], generate=False)
+    with pytest.raises(ValueError, match=r"the longest length needs 536 positions, and .* ends at 520"):
+        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 520])  # and 16 more for a reply
     with pytest.raises(ValueError, match=r"a record of 30 lines needs .* ends at 520"):
-        line_retrieval(model, bytes_tokenizer, lines=[1, 30])
+        line_retrieval(model, bytes_tokenizer, lines=[1, 30], generate=False)
+    (tokens,) = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], repeats=1, generate=False).points[0].tokens
+    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=tokens + 15, vocab_size=384)
+    line_retrieval(model, bytes_tokenizer, lines=[2], repeats=1, generate=False)
+    with pytest.raises(ValueError, match=f"a record of 2 lines needs {tokens + 16} positions"):
+        line_retrieval(model, bytes_tokenizer, lines=[2], repeats=1)
