@@ -264,10 +264,10 @@ def reading_cost(model: nn.Module) -> Callable[[int], float]:
     return lambda length: input_tokens(length) * (1 + input_tokens(length) * width / others)
 
 
-def progress_bar(total: float, show: bool) -> tqdm:
+def progress_bar(total: float, show: bool, name: str = "forgetting curve") -> tqdm:
     """Of work, so that the time left is right although long inputs are slow."""
     form = "{l_bar}{bar}| {elapsed}<{remaining}"
-    return tqdm(desc="forgetting curve", total=total, bar_format=form, smoothing=0, disable=not show)
+    return tqdm(desc=name, total=total, bar_format=form, smoothing=0, disable=not show)
 
 
 def weights_hash(model: nn.Module) -> str:

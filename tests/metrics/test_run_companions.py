@@ -11,7 +11,7 @@ import transformers
 from endpoint_server import serving
 from torch import nn
 
-from hf_longctx.metrics import EndpointModel
+from hf_longctx.metrics import EndpointModel, run_companions
 from hf_longctx.metrics import engine as engine_module
 from hf_longctx.metrics.engine import Engine, evaluating
 from hf_longctx.metrics.haystack import ANSWER
@@ -379,6 +379,27 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, bytes_tokenizer, prose, 
         assert path.read_bytes() == whole
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     assert run(model, bytes_tokenizer, prose, journal=path) == expected  # nothing is left to do
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose, run):
+    """One after the other here, so that the second one finds what both have."""
+    expected = run(Copier(12), bytes_tokenizer, prose)
+    shared = {}
+
+    def exchange(entries, failure, processes):
+        assert processes == 2
+        shared.update(entries)
+        return dict(shared), failure
+
+    monkeypatch.setattr(run_companions, "exchange", exchange)
+    for rank in (0, 1):
+        monkeypatch.setattr(run_companions, "place_of", lambda model, rank=rank: (rank, 2))
+        found = run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal")
+        assert len(shared) == 2 * (rank + 1)
+    assert found == expected
+    assert len((tmp_path / "journal").read_bytes().splitlines()) == 3
+    assert len((tmp_path / "journal.1").read_bytes().splitlines()) == 3
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
