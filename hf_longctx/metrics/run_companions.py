@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -257,7 +258,7 @@ def line_retrieval(
     Args:
         model: as for `position_loss`.
         tokenizer: that of the model.
-        lines: numbers of lines in a record, strictly ascending.
+        lines: numbers of lines in a record.
         repeats: records for each of them, each with one question.
         seed: of Python's `random.Random`, which makes up the records.
         bos_token_id, generate, journal, tokens_per_pass, progress: as for `needle_in_a_haystack`.
@@ -273,7 +274,9 @@ def line_retrieval(
     An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until
     then, or None.
     """
-    lines = check_lengths(lines)
+    lines = sorted({operator.index(n) for n in lines})
+    if not lines:
+        raise ValueError("lines is empty; give one or more numbers of lines.")
     check_questions(model, repeats, generate)
     vocab_size = vocabulary_size(model)
     bos, _ = special_ids(model, bos_token_id, None, vocab_size)
@@ -291,7 +294,8 @@ def line_retrieval(
             )
         return record, prompt, answer
 
-    longest = max(sum(map(len, ask(lines[-1], repeat)[1:])) for repeat in range(repeats))
+    tokens = [sum(map(len, ask(n, repeat)[1:])) for n in (lines[0], lines[-1]) for repeat in range(repeats)]
+    longest = max(tokens)
     check_positions(model, longest + MORE * generate, f"a record of {lines[-1]} lines")
     settings = model_settings(model) | {
         "seed": seed,

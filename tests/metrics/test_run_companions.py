@@ -290,7 +290,7 @@ def test_replies_of_a_real_model(bytes_tokenizer, prose):
 
 
 def test_lines_are_found(bytes_tokenizer):
-    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[1, 5, 9], repeats=3)
+    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[9, 1, 5, 5], repeats=3)
     assert [point.match_rate for point in result.points] == [1, 1, 1]
     assert [point.exact_rate for point in result.points] == [1, 1, 1]
     assert [point.lines for point in result.points] == [1, 5, 9]
@@ -496,7 +496,8 @@ def test_bad_arguments_of_the_needle(bytes_tokenizer, prose, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"lines": []}, "lengths must be"),
+        ({"lines": []}, "lines is empty"),
+        ({"lines": [0, 3]}, "a record has from 1 to"),
         ({"lines": [10**6]}, "from 1 to"),
         ({"repeats": 0}, "repeats must be at least 1"),
         ({"tokenizer": OneId()}, "does not know this language"),
