@@ -10,12 +10,13 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 
 import torch
+import transformers
 from torch import nn
 from tqdm.auto import tqdm
 
+from .. import __version__
 from .curve import (
     DATA_TYPES,
     ForgettingCurve,
@@ -293,7 +294,7 @@ def model_settings(model: nn.Module) -> dict:
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
+    return {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def vocabulary_size(model: nn.Module) -> int:
