@@ -58,8 +58,23 @@ def hub(monkeypatch):
             split: make(rows).to_iterable_dataset() if streaming else make(rows) for split, rows in found[name].items()
         }
 
+    def dataset_info(api, name, timeout):
+        if name not in found:
+            raise ConnectionError("no network")
+        if found[name] is silent:
+            found[name]()
+
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     return found
+
+
+awake = []
+
+
+def silent():
+    time.sleep(60)
+    awake.append("nobody should have waited for this")
 
 
 # -- sources
@@ -138,7 +153,7 @@ def test_default_with_a_hub(hub, monkeypatch):
 
 
 def hanging():
-    time.sleep(60)
+    silent()
 
 
 def broken():
@@ -149,12 +164,15 @@ def broken():
     return {"test": stream(rows())}
 
 
-@pytest.mark.parametrize("trouble", [None, hanging, broken], ids=["unreachable", "hanging", "broken"])
+@pytest.mark.parametrize(
+    "trouble", [None, silent, hanging, broken], ids=["unreachable", "silent", "hanging", "broken"]
+)
 def test_default_without_a_hub(hub, monkeypatch, trouble):
     monkeypatch.setattr(corpus, "PATIENCE", 0.05)
     if trouble:
         hub[PG19] = trouble
     tokens, name = load_tokens(words_tokenizer([*WORDS, "the"]))
+    assert not awake
     assert name == "Python language reference, held-out part"
     assert len(tokens) > 1000
 

@@ -89,14 +89,14 @@ def holds_text(reply: str, expected: str) -> bool:
     return f" {wanted} " in f" {said} "
 
 
-def first_number(reply: str) -> int | None:
-    """The first whole number in a reply.
+def holds_number(reply: str, expected: int) -> bool:
+    """Whether the first whole number in `reply` is the expected one.
 
-    >>> first_number("<4096> is the content of line 12")
-    4096
+    >>> holds_number("<4096> is the content of line 12", 4096)
+    True
     """
     found = re.search(r"\d+", reply)
-    return int(found.group()) if found else None
+    return found is not None and int(found.group()) == expected
 
 
 def check_score(score: str) -> str:

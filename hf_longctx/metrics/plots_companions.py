@@ -25,7 +25,7 @@ SCORES = {
 def plot_losses(
     results: Sequence[PositionLoss], path, *, train_length: int | None = None, title: str | None = None
 ) -> None:
-    """Draw L(i), smoothed over 101 tokens, and P(l) of one or more models beside each other.
+    """Draw L(i), smoothed over 101 tokens, and P(l) from l = 51, of one or more models beside each other.
 
     Args:
         path: the file to write: PNG, SVG or PDF by its extension.
@@ -44,7 +44,8 @@ def plot_losses(
         positions = np.arange(1, result.context_length + 1)
         label = f"{short_name(result.settings)} ({result.sequences} sequences)"
         left.plot(positions, result.smoothed(), color=colour, linewidth=1.6, label=label)
-        right.plot(positions, result.perplexity, color=colour, linewidth=1.6)
+        begin = WINDOW // 2 if result.context_length > WINDOW else 0  # few tokens have perplexities far off the scale
+        right.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     for axes, across, up in ((left, "position i", "loss L(i), nats"), (right, "context length l", "perplexity P(l)")):
         plain_axes(axes, f"{across} (tokens)", up)
         axes.set_xlim(0, longest)
@@ -53,12 +54,15 @@ def plot_losses(
         if train_length is not None and train_length <= longest:
             mark = axes.axvline(train_length, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), zorder=2)
             mark.set_label(f"training context: {train_length:,} tokens")
-    right.set_yscale("log")
-    right.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    right.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     set_title(figure, title or titled("Per-token loss", results))
     figure.legend(handles=left.get_lines(), loc="outside lower left", frameon=False, fontsize=9, ncols=2)
-    figure.supxlabel(f"loss: moving average of {WINDOW} tokens", x=0.99, ha="right", fontsize=8, color=QUIET)
+    figure.supxlabel(
+        f"loss: moving average of {WINDOW} tokens; perplexity: from l = {WINDOW // 2 + 1}",
+        x=0.99,
+        ha="right",
+        fontsize=8,
+        color=QUIET,
+    )
     figure.savefig(path)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm.auto import tqdm
 
-from .answers import Answer, Answers, first_number, holds_text
+from .answers import Answer, Answers, holds_number, holds_text
 from .curve import check_ids, check_lengths
 from .endpoint import EndpointModel
 from .engine import Engine, evaluating, text_config
@@ -34,7 +35,17 @@ from .journal import Journal, content_hash
 from .lines import LineRetrieval, LinesPoint, draw_record
 from .loss import PositionLoss, window_starts
 from .runner import _on_cpu as on_cpu
-from .runner import model_settings, position_limit, special_ids, versions, vocabulary_size, weights_hash
+from .runner import (
+    exchange,
+    model_settings,
+    place_of,
+    position_limit,
+    progress_bar,
+    special_ids,
+    versions,
+    vocabulary_size,
+    weights_hash,
+)
 
 
 MORE = 16  # tokens that a reply may have beyond the answer
@@ -55,6 +66,7 @@ def position_loss(
     """Measure the loss of each token of a text, given those before it (Lin et al. 2025, section 4.2).
 
     A sequence of T tokens is read as `[bos]` and all of them but the last. Logits are made in parts, never (T, V).
+    Where torch.distributed is initialized, every process measures a share of the sequences, and all return the result.
 
     Args:
         model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or an
@@ -67,7 +79,7 @@ def position_loss(
         bos_token_id: defaults to that of the model's configuration, or its EOS.
         journal: file that keeps every finished sequence; a run that was killed goes on from there.
         tokens_per_pass: bound of the tokens in a forward pass; see `engine.Engine`.
-        progress: show a progress bar, in tokens.
+        progress: show a progress bar.
 
     Returns:
         `PositionLoss`.
@@ -101,24 +113,24 @@ def position_loss(
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
     }
-    log = open_journal(journal, "position_loss", settings, model)
-    settings |= {"versions": versions()}
 
-    def result():
-        losses = [log.done[start] for start in starts if start in log.done]
-        return PositionLoss(np.mean(losses, axis=0), len(losses), settings) if losses else None
+    def texts(start):
+        targets = corpus[start : start + context_length]
+        return np.concatenate([[bos], targets[:-1]]), targets
 
-    bar = tqdm(total=context_length * len(starts), unit="tok", unit_scale=True, disable=not progress)
-    with log, bar, keeping(result), evaluating(model):
-        engine = None
-        for start in starts:
-            if start not in log.done:
-                targets = corpus[start : start + context_length]
-                ids = np.concatenate([[bos], targets[:-1]])
-                engine = engine or engine_for(model, ids, tokens_per_pass)
-                log.append(start, token_losses(engine, ids, targets, f"sequence from {start}").tolist())
-            bar.update(context_length)
-    return result()
+    @cache
+    def engine():
+        return engine_for(model, texts(starts[0])[0], tokens_per_pass)
+
+    def measure(start):
+        return token_losses(engine(), *texts(start), f"sequence from {start}").tolist()
+
+    def result(losses):
+        return PositionLoss(np.mean(list(losses.values()), axis=0), len(losses), settings | {"versions": versions()})
+
+    return run_parts(
+        model, "position_loss", settings, starts, lambda _: context_length, measure, result, journal, progress
+    )
 
 
 def needle_in_a_haystack(
@@ -139,6 +151,8 @@ def needle_in_a_haystack(
 ) -> NeedleGrid:
     """Measure whether a model finds one sentence in a long text (Lin et al. 2025, section 4.3 and appendix B.3).
 
+    Where torch.distributed is initialized, every process measures a share of the cells, and all return the result.
+
     Args:
         model: as for `position_loss`.
         tokenizer: that of the model.
@@ -153,7 +167,7 @@ def needle_in_a_haystack(
             that is the reply. Without replies a cell's `match_rate` equals its `exact_rate`.
         journal: file that keeps every finished cell; a run that was killed goes on from there.
         tokens_per_pass: bound of the tokens in a forward pass; see `engine.Engine`.
-        progress: show a progress bar, in tokens.
+        progress: show a progress bar.
 
     Returns:
         `NeedleGrid` with one cell per length and depth.
@@ -191,15 +205,6 @@ def needle_in_a_haystack(
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
     }
-    log = open_journal(journal, "needle", settings, model)
-    settings |= {"versions": versions()}
-    grid = [(length, depth) for length in lengths for depth in depths]
-
-    def result():
-        done = [(length, depth, log.done[length, depth]) for length, depth in grid if (length, depth) in log.done]
-        cells = [NeedleCell(Answers.from_list(x["answers"]).answers, n, depth, x["positions"]) for n, depth, x in done]
-        return NeedleGrid(cells, settings) if cells else None
-
     sentence_ends = {}  # by id, as far as ids occur
 
     def ask(length, depth, begin):
@@ -209,22 +214,30 @@ def needle_in_a_haystack(
         at = insertion_point(np.array([sentence_ends[i] for i in haystack.tolist()]), depth)
         return hide_needle(haystack, at, pieces), len(pieces.bos) + at
 
-    bar = tqdm(total=sum(length for length, _ in grid) * repeats, unit="tok", unit_scale=True, disable=not progress)
-    with log, bar, keeping(result), evaluating(model):
-        engine = None
-        for length, depth in grid:
-            if (length, depth) not in log.done:
-                answers, positions = [], []
-                for begin in begins[length]:
-                    prompt, position = ask(length, depth, begin)
-                    engine = engine or engine_for(model, prompt, tokens_per_pass)
-                    where = f"length {length}, depth {depth}, haystack from {begin}"
-                    matches = lambda reply: holds_text(reply, ANSWER)  # noqa: E731
-                    answers.append(answer_of(engine, tokenizer, prompt, pieces.answer, matches, generate, where))
-                    positions.append(position)
-                log.append((length, depth), {"positions": positions, "answers": Answers(answers).to_list()})
-            bar.update(length * repeats)
-    return result()
+    @cache
+    def engine():
+        return engine_for(model, ask(lengths[0], 0, begins[lengths[0]][0])[0], tokens_per_pass)
+
+    def measure(cell):
+        length, depth = cell
+        positions, answers = [], []
+        for begin in begins[length]:
+            prompt, position = ask(length, depth, begin)
+            where = f"length {length}, depth {depth}, haystack from {begin}"
+            matches = partial(holds_text, expected=ANSWER)
+            answers.append(answer_of(engine(), tokenizer, prompt, pieces.answer, matches, generate, where))
+            positions.append(position)
+        return {"positions": positions, "answers": Answers(answers).to_list()}
+
+    def result(done):
+        cells = [
+            NeedleCell(Answers.from_list(found["answers"]).answers, *cell, found["positions"])
+            for cell, found in done.items()
+        ]
+        return NeedleGrid(cells, settings | {"versions": versions()})
+
+    grid = [(length, depth) for length in lengths for depth in depths]
+    return run_parts(model, "needle", settings, grid, lambda cell: cell[0], measure, result, journal, progress)
 
 
 def line_retrieval(
@@ -245,7 +258,7 @@ def line_retrieval(
     Args:
         model: as for `position_loss`.
         tokenizer: that of the model.
-        lines: numbers of lines in a record, strictly ascending.
+        lines: numbers of lines in a record.
         repeats: records for each of them, each with one question.
         seed: of Python's `random.Random`, which makes up the records.
         bos_token_id, generate, journal, tokens_per_pass, progress: as for `needle_in_a_haystack`.
@@ -261,7 +274,9 @@ def line_retrieval(
     An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until
     then, or None.
     """
-    lines = check_lengths(lines)
+    lines = sorted({operator.index(n) for n in lines})
+    if not lines:
+        raise ValueError("lines is empty; give one or more numbers of lines.")
     check_questions(model, repeats, generate)
     vocab_size = vocabulary_size(model)
     bos, _ = special_ids(model, bos_token_id, None, vocab_size)
@@ -279,7 +294,8 @@ def line_retrieval(
             )
         return record, prompt, answer
 
-    longest = max(sum(map(len, ask(lines[-1], repeat)[1:])) for repeat in range(repeats))
+    tokens = [sum(map(len, ask(n, repeat)[1:])) for n in (lines[0], lines[-1]) for repeat in range(repeats)]
+    longest = max(tokens)
     check_positions(model, longest + MORE * generate, f"a record of {lines[-1]} lines")
     settings = model_settings(model) | {
         "seed": seed,
@@ -289,33 +305,84 @@ def line_retrieval(
         "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
         "record_sha256": content_hash(ask(lines[0], 0)[1]),
     }
-    log = open_journal(journal, "line_retrieval", settings, model)
-    settings |= {"versions": versions()}
 
-    def result():
-        done = [(n, log.done[n]) for n in lines if n in log.done]
+    @cache
+    def engine():
+        return engine_for(model, ask(lines[0], 0)[1], tokens_per_pass)
+
+    def measure(n):
+        tokens, asked_lines, answers = [], [], []
+        for repeat in range(repeats):
+            record, prompt, answer = ask(n, repeat)
+            matches = partial(holds_number, expected=record.number)
+            answers.append(
+                answer_of(engine(), tokenizer, prompt, answer, matches, generate, f"{n} lines, repeat {repeat}")
+            )
+            tokens.append(len(prompt) + len(answer))
+            asked_lines.append(record.asked_line)
+        return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}
+
+    def result(done):
         points = [
-            LinesPoint(Answers.from_list(x["answers"]).answers, n, x["tokens"], x["asked_lines"]) for n, x in done
+            LinesPoint(Answers.from_list(found["answers"]).answers, n, found["tokens"], found["asked_lines"])
+            for n, found in done.items()
         ]
-        return LineRetrieval(points, settings) if points else None
+        return LineRetrieval(points, settings | {"versions": versions()})
 
-    bar = tqdm(total=sum(lines) * repeats, unit="line", unit_scale=True, disable=not progress)
-    with log, bar, keeping(result), evaluating(model):
-        engine = None
-        for n in lines:
-            if n not in log.done:
-                found = {"tokens": [], "asked_lines": [], "answers": []}
-                for repeat in range(repeats):
-                    record, prompt, answer = ask(n, repeat)
-                    engine = engine or engine_for(model, prompt, tokens_per_pass)
-                    matches = lambda reply, number=record.number: first_number(reply) == number  # noqa: E731
-                    where = f"{n} lines, repeat {repeat}"
-                    found["answers"].append(answer_of(engine, tokenizer, prompt, answer, matches, generate, where))
-                    found["tokens"].append(len(prompt) + len(answer))
-                    found["asked_lines"].append(record.asked_line)
-                log.append(n, found | {"answers": Answers(found["answers"]).to_list()})
-            bar.update(n * repeats)
-    return result()
+    return run_parts(model, "line_retrieval", settings, lines, lambda n: n, measure, result, journal, progress)
+
+
+def run_parts(
+    model: nn.Module,
+    metric: str,
+    settings: dict,
+    parts: Sequence,
+    cost: Callable,
+    measure: Callable,
+    result: Callable[[dict], Any],
+    journal: str | os.PathLike | None,
+    progress: bool,
+):
+    """Measure what the journal does not have, every process its share, and make the result of it.
+
+    Args:
+        settings: all that the parts depend on.
+        parts: keys for the journal.
+        cost: what share of the progress bar a part takes.
+        measure: what a part gives, as JSON values, in eval and inference mode.
+        result: made of what the parts gave, `{part: values}`, in order.
+
+    An exception gets `result` of what had been measured as an attribute, or None.
+    """
+    rank, processes = place_of(model)
+    depends_on = {"metric": metric, **settings}
+    if journal is not None:
+        depends_on["weights_sha256"] = weights_hash(model)
+    if processes > 1:
+        depends_on |= {"process": rank, "processes": processes}
+        journal = f"{journal}.{rank}" if journal is not None and rank else journal
+    entries, failure, mine = {}, None, parts[rank::processes]
+    total, show = sum(map(cost, mine)), progress and rank == 0
+    with Journal(journal, depends_on) as book, progress_bar(total, show, metric.replace("_", " ")) as bar:
+        entries = book.done
+        try:
+            with evaluating(model):
+                for part in mine:
+                    if part not in book.done:
+                        book.append(part, measure(part))
+                    bar.update(cost(part))
+        except BaseException as error:
+            failure = error
+    if processes > 1 and not isinstance(failure, KeyboardInterrupt):
+        entries, failure = exchange(entries, failure, processes)
+    done = {part: entries[part] for part in parts if part in entries}
+    found = result(done) if done else None
+    if failure is None:
+        return found
+    failure.result = found
+    if hasattr(failure, "add_note"):  # Python 3.11
+        failure.add_note(f"{len(done)} of {len(parts)} parts had been measured: they are in this error's .result.")
+    raise failure
 
 
 def token_losses(engine: Engine | EndpointModel, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
@@ -428,18 +495,6 @@ def engine_for(model: nn.Module, ids: np.ndarray, tokens_per_pass: int | None) -
     return Engine(model, np.resize(ids, max(len(ids), 3)), tokens_per_pass)
 
 
-@contextmanager
-def keeping(result: Callable):
-    """Give an exception what had been measured, as its `result`."""
-    try:
-        yield
-    except BaseException as error:
-        error.result = result()
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note("What had been measured until then is in this error's .result.")
-        raise
-
-
 def encoder(tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -472,9 +527,3 @@ def check_positions(model: nn.Module, tokens: int, what: str) -> None:
             "support. It is measured all the same.",
             stacklevel=3,
         )
-
-
-def open_journal(path, metric: str, settings: dict, model: nn.Module) -> Journal:
-    """A journal of a metric with these settings, of this very model."""
-    weights = {} if path is None else {"weights_sha256": weights_hash(model)}
-    return Journal(path, {"metric": metric, **settings, **weights})

@@ -10,12 +10,13 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 
 import torch
+import transformers
 from torch import nn
 from tqdm.auto import tqdm
 
+from .. import __version__
 from .adaptive import BUDGET, locate
 from .curve import (
     DATA_TYPES,
@@ -321,10 +322,10 @@ def reading_cost(model: nn.Module) -> Callable[[int], float]:
     return lambda length: input_tokens(length) * (1 + input_tokens(length) * width / others)
 
 
-def progress_bar(total: float, show: bool) -> tqdm:
+def progress_bar(total: float, show: bool, name: str = "forgetting curve") -> tqdm:
     """Of work, so that the time left is right although long inputs are slow."""
     form = "{l_bar}{bar}| {elapsed}<{remaining}"
-    return tqdm(desc="forgetting curve", total=total, bar_format=form, smoothing=0, disable=not show)
+    return tqdm(desc=name, total=total, bar_format=form, smoothing=0, disable=not show)
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -350,7 +351,7 @@ def model_settings(model: nn.Module) -> dict:
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("hf-longctx", "torch", "transformers")}
+    return {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def vocabulary_size(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hf_longctx.metrics import answers as module
-from hf_longctx.metrics.answers import Answer, Answers, check_score, first_number, holds_text
+from hf_longctx.metrics.answers import Answer, Answers, check_score, holds_number, holds_text
 
 
 def test_examples_in_docstrings():
@@ -29,9 +29,12 @@ def test_text_in_a_reply(reply, expected, held):
     assert holds_text(reply, expected) is held
 
 
-@pytest.mark.parametrize("reply, number", [(" <123>\nline 7", 123), ("no idea", None), ("it is 0042.", 42)])
-def test_number_in_a_reply(reply, number):
-    assert first_number(reply) == number
+@pytest.mark.parametrize(
+    "reply, held",
+    [(" <42>\nline 7", True), ("no idea", False), ("it is 0042.", True), ("not 7 but 42", False), ("421", False)],
+)
+def test_number_in_a_reply(reply, held):
+    assert holds_number(reply, 42) is held
 
 
 def test_rates():

@@ -11,7 +11,7 @@ import transformers
 from endpoint_server import serving
 from torch import nn
 
-from hf_longctx.metrics import EndpointModel
+from hf_longctx.metrics import EndpointModel, run_companions
 from hf_longctx.metrics import engine as engine_module
 from hf_longctx.metrics.engine import Engine, evaluating
 from hf_longctx.metrics.haystack import ANSWER
@@ -290,7 +290,7 @@ def test_replies_of_a_real_model(bytes_tokenizer, prose):
 
 
 def test_lines_are_found(bytes_tokenizer):
-    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[1, 5, 9], repeats=3)
+    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[9, 1, 5, 5], repeats=3)
     assert [point.match_rate for point in result.points] == [1, 1, 1]
     assert [point.exact_rate for point in result.points] == [1, 1, 1]
     assert [point.lines for point in result.points] == [1, 5, 9]
@@ -379,6 +379,27 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, bytes_tokenizer, prose, 
         assert path.read_bytes() == whole
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     assert run(model, bytes_tokenizer, prose, journal=path) == expected  # nothing is left to do
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose, run):
+    """One after the other here, so that the second one finds what both have."""
+    expected = run(Copier(12), bytes_tokenizer, prose)
+    shared = {}
+
+    def exchange(entries, failure, processes):
+        assert processes == 2
+        shared.update(entries)
+        return dict(shared), failure
+
+    monkeypatch.setattr(run_companions, "exchange", exchange)
+    for rank in (0, 1):
+        monkeypatch.setattr(run_companions, "place_of", lambda model, rank=rank: (rank, 2))
+        found = run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal")
+        assert len(shared) == 2 * (rank + 1)
+    assert found == expected
+    assert len((tmp_path / "journal").read_bytes().splitlines()) == 3
+    assert len((tmp_path / "journal.1").read_bytes().splitlines()) == 3
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -475,7 +496,8 @@ def test_bad_arguments_of_the_needle(bytes_tokenizer, prose, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"lines": []}, "lengths must be"),
+        ({"lines": []}, "lines is empty"),
+        ({"lines": [0, 3]}, "a record has from 1 to"),
         ({"lines": [10**6]}, "from 1 to"),
         ({"repeats": 0}, "repeats must be at least 1"),
         ({"tokenizer": OneId()}, "does not know this language"),
@@ -493,5 +515,12 @@ def test_positions_of_the_companions(bytes_tokenizer, prose):
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ValueError, match=r"the longest length needs 521 positions, and .* ends at 520"):
         needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], generate=False)
+    with pytest.raises(ValueError, match=r"the longest length needs 536 positions, and .* ends at 520"):
+        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 520])  # and 16 more for a reply
     with pytest.raises(ValueError, match=r"a record of 30 lines needs .* ends at 520"):
-        line_retrieval(model, bytes_tokenizer, lines=[1, 30])
+        line_retrieval(model, bytes_tokenizer, lines=[1, 30], generate=False)
+    (tokens,) = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], repeats=1, generate=False).points[0].tokens
+    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=tokens + 15, vocab_size=384)
+    line_retrieval(model, bytes_tokenizer, lines=[2], repeats=1, generate=False)
+    with pytest.raises(ValueError, match=f"a record of 2 lines needs {tokens + 16} positions"):
+        line_retrieval(model, bytes_tokenizer, lines=[2], repeats=1)
