@@ -14,6 +14,7 @@ steps and measures two lengths: a test of the script, not evidence.
 import argparse
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def measure(name, model, train_length, file, lengths, repeats):
         eos_token_id=EOS,
     )
     parameters = sum(p.numel() for p in model.parameters())
-    curve = ForgettingCurve(curve.points, {**curve.settings, "parameters": parameters, "train_length": train_length})
+    curve = replace(curve, settings={**curve.settings, "parameters": parameters, "train_length": train_length})
     curve.save(file)
     print(f"{name}: {curve.summary()}; {time.process_time() - began:.0f} s of CPU", flush=True)
     return curve

@@ -239,7 +239,8 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     by_name = curve_module.compute(corpus=TEXT, **options | {"model": str(tmp_path)})
-    assert by_name["points"] == result["points"] and by_name["settings"]["model"] == str(tmp_path)
+    assert by_name["points"] == result["points"]
+    assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == str(tmp_path)
 
 
 def test_lengths_default_to_half_of_the_claimed_context(curve_module, model):
