@@ -33,7 +33,8 @@ def test_everything_is_measured_once(llama, tmp_path, monkeypatch, capsys):
         assert json.loads((output / f"{name}.json").read_text())["saved"]["time"]
     page = (output / "report.html").read_text()
     assert page.count("<img") == 3 and "Not measured" not in page
-    assert json.loads((output / "loss.json").read_text())["settings"]["corpus"].startswith("Python language reference")
+    settings = json.loads((output / "loss.json").read_text())["settings"]
+    assert settings["corpus"].startswith("Python language reference") and settings["train_length"] == 512
     names = {entry.metric_name for entry in ModelCard.load(output / "model_card.md").data.eval_results}
     assert len(names) == 4
     longest = json.loads((output / "curve.json").read_text())["points"][-1]["length"]
