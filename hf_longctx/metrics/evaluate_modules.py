@@ -64,8 +64,7 @@ def register() -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{name}.{os.getpid()}.partial")
         partial.write_text(line)
-        partial.replace(file)  # another process may be loading it
-        os.utime(file)  # evaluate takes the newest of the versions it holds
+        partial.replace(file)  # at once, as another process may be loading it; and anew, as evaluate takes the newest
         written.append(file)
     return written
 
