@@ -22,8 +22,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper
-from hf_longctx.metrics import ForgettingCurve, forgetting_curve, log_lengths, rope_base_bound, rope_context_bound
-from hf_longctx.metrics.plots_comparison import comparison_table, plot_comparison
+from hf_longctx.metrics import (
+    ForgettingCurve,
+    comparison_table,
+    forgetting_curve,
+    log_lengths,
+    plot_comparison,
+    rope_base_bound,
+    rope_context_bound,
+)
 
 
 ROOT = Path(__file__).resolve().parents[1]

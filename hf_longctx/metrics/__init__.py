@@ -12,7 +12,7 @@ _HOME = {
     "register": "evaluate_modules",
     "card_snippet": "model_card",
     "eval_results": "model_card",
-    "comparison_table": "plots_comparison",
+    "comparison_table": "results",
     "plot_comparison": "plots_comparison",
     "read_result": "results",
     "write_report": "report_html",
