@@ -29,6 +29,7 @@ from hf_longctx.metrics import (
     module_path,
     position_loss,
     register,
+    rope_base_bound,
     rope_report,
 )
 from hf_longctx.metrics.evaluate_modules import NAMES, average_log_probs, check_bases, score_predictions
@@ -366,12 +367,9 @@ def test_bases_hold_from_the_smallest_base_on():
     bases = [minimum[0] * 1.001, minimum[1] * 0.999, minimum[2] * 1.001, minimum[3] * 0.999]
     result = check_bases(bases, contexts, 32)
     assert result["verdicts"] == ["holds", "violated", "holds", "violated"] and result["holds"] == 0.5
-    assert [bound is None or bound >= n - 1 for bound, n in zip(result["context_bounds"], contexts)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    assert minimum[0] == rope_base_bound(255, 32).base  # the largest distance within 256 tokens
+    assert check_bases([1e4, 1e4], [1707, 1708], 128)["verdicts"] == ["holds", "violated"]
+    assert check_bases([1e4], [100], 128)["context_bounds"] == [1706]
 
 
 def test_wrong_arguments_of_the_check(rope_module, model):
