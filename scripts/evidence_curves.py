@@ -14,6 +14,7 @@ steps and measures two lengths: a test of the script, not evidence.
 import argparse
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper
-from hf_longctx.metrics import ForgettingCurve, forgetting_curve, log_lengths, rope_base_bound, rope_context_bound
-from hf_longctx.metrics.plots_comparison import comparison_table, plot_comparison
+from hf_longctx.metrics import (
+    ForgettingCurve,
+    comparison_table,
+    forgetting_curve,
+    log_lengths,
+    plot_comparison,
+    rope_base_bound,
+    rope_context_bound,
+)
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,7 +162,7 @@ def measure(name, model, train_length, file, lengths, repeats):
         eos_token_id=EOS,
     )
     parameters = sum(p.numel() for p in model.parameters())
-    curve = ForgettingCurve(curve.points, {**curve.settings, "parameters": parameters, "train_length": train_length})
+    curve = replace(curve, settings={**curve.settings, "parameters": parameters, "train_length": train_length})
     curve.save(file)
     print(f"{name}: {curve.summary()}; {time.process_time() - began:.0f} s of CPU", flush=True)
     return curve

@@ -20,8 +20,8 @@ def run(args):
 
     from ..metrics import ForgettingCurve, PositionLoss
     from ..metrics.plots_companions import plot_losses
-    from ..metrics.plots_comparison import comparison_table, plot_comparison
-    from ..metrics.results import named, read_result
+    from ..metrics.plots_comparison import plot_comparison
+    from ..metrics.results import comparison_table, named, read_result
 
     files = [Path(file) for file in args.files]
     if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):

@@ -47,13 +47,15 @@ def run(args):
     grid = log_lengths if args.log_lengths else linear_lengths
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    train_length = claimed if args.train_length is None else args.train_length
+    if args.train_length is None:
+        args.train_length = claimed
+    if args.data_type == "random":
+        args.corpus = None
 
     def write(result):
-        if args.data_type == "order":
-            result = shared.with_corpus(args, result)
+        result = shared.described(args, result)
         result.save(output.with_name(output.name + ".json"))
-        result.plot(output.with_name(output.name + ".png"), train_length=train_length)
+        result.plot(output.with_name(output.name + ".png"), train_length=args.train_length)
         print(result.summary())
         print(f"wrote {output}.png and {output}.json")
 

@@ -42,7 +42,7 @@ def add_arguments(parser):
 def run(args):
     from ..metrics.model_card import card_snippet
     from ..metrics.report_html import write_report
-    from ..metrics.results import model_name, read_result
+    from ..metrics.results import read_result
 
     folder = Path(args.output)
     keep_arguments(args, folder / "arguments.json")
@@ -69,12 +69,13 @@ def run(args):
     results = [read_result(file) for file in files if file.exists()]
     if not results:
         raise ValueError("nothing could be measured. " + " ".join(f"{title}: {why}" for title, why in missing.items()))
-    write_report(results, folder / "report.html", missing=missing)
+    name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
+    write_report(results, folder / "report.html", title=f"How far {name} remembers", missing=missing)
     picture = "curve.png" if (folder / "curve.png").exists() else None
     written = [folder / "report.html"]
     if any(file.exists() for file in files[:3]):
         written.append(folder / "model_card.md")
-        written[1].write_text(card_snippet(model_name(results[0]), results, picture), encoding="utf-8")
+        written[1].write_text(card_snippet(name, results, picture), encoding="utf-8")
     print(f"wrote {' and '.join(map(str, written))}")
 
 
@@ -114,6 +115,7 @@ def measure(name, args, loaded, folder):
     COMMANDS[name].run(options)
     for ending in ("png", "json"):  # the JSON last: it says that all is there
         (unfinished / f"{name}.{ending}").replace(folder / f"{name}.{ending}")
+    Path(chosen["journal"]).unlink(missing_ok=True)
 
 
 def needle_lengths(context_length, model, tokenizer):

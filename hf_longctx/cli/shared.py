@@ -88,10 +88,11 @@ def add_measuring(parser, output):
     parser.add_argument("--output", default=output, metavar="PATH", help="without ending (default: %(default)s)")
 
 
-def with_corpus(args, result):
-    """The result, its settings naming the text that it was measured on."""
-    corpus = getattr(args, "corpus", None)
-    return result if corpus is None else replace(result, settings={**result.settings, "corpus": corpus})
+def described(args, result):
+    """The result, its settings naming the text that it was measured on and the context of training, where known."""
+    known = {name: getattr(args, name, None) for name in ("corpus", "train_length")}
+    known = {name: value for name, value in known.items() if value is not None}
+    return replace(result, settings={**result.settings, **known})
 
 
 def measure(args, tokenizer, function, *arguments, picture=None, **options):
@@ -104,7 +105,7 @@ def measure(args, tokenizer, function, *arguments, picture=None, **options):
     output.parent.mkdir(parents=True, exist_ok=True)
 
     def write(result):
-        result = with_corpus(args, result)
+        result = described(args, result)
         result.save(output.with_name(output.name + ".json"))
         result.plot(output.with_name(output.name + ".png"), **(picture or {}))
         print(result.summary())

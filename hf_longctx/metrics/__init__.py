@@ -10,6 +10,12 @@ import importlib
 _HOME = {
     "module_path": "evaluate_modules",
     "register": "evaluate_modules",
+    "card_snippet": "model_card",
+    "eval_results": "model_card",
+    "comparison_table": "results",
+    "plot_comparison": "plots_comparison",
+    "read_result": "results",
+    "write_report": "report_html",
     "CurvePoint": "curve",
     "ForgettingCurve": "curve",
     "MemoryLength": "curve",

@@ -64,8 +64,7 @@ def register() -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{name}.{os.getpid()}.partial")
         partial.write_text(line)
-        partial.replace(file)  # another process may be loading it
-        os.utime(file)  # evaluate takes the newest of the versions it holds
+        partial.replace(file)  # at once, as another process may be loading it; and anew, as evaluate takes the newest
         written.append(file)
     return written
 
@@ -111,33 +110,36 @@ def load(model, corpus=None, tokenizer=None):
         tokenizer: for a text; by default, that of the model's name.
 
     Returns:
-        the model, the ids (None without a corpus), and the context that the model claims, in tokens or None.
+        the model, the ids (None without a corpus), and the tokenizer that made them (None if they were given).
 
     Raises:
         ValueError: a text came without a tokenizer.
     """
-    from .runner import text_config
-
     name = model if isinstance(model, str) else model.config._name_or_path
     if isinstance(model, str):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    tokens = corpus
-    if isinstance(corpus, str) or (isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str)):
-        text = corpus if isinstance(corpus, str) else "\n\n".join(corpus)
-        tokens = _tokenizer(tokenizer, name)(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return model, tokens, getattr(text_config(model), "max_position_embeddings", None)
+    if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
+        corpus = "\n\n".join(corpus)
+    if not isinstance(corpus, str):
+        return model, corpus, None
+    if tokenizer is None:
+        if not name:
+            raise ValueError(
+                "corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=..."
+            )
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    return model, tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"], tokenizer
 
 
-def _tokenizer(tokenizer, name):
-    if tokenizer is not None:
-        return tokenizer
-    if not name:
-        raise ValueError("corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=...")
-    from transformers import AutoTokenizer
+def claimed_context(model) -> int | None:
+    """The context that a model claims, in tokens."""
+    from .runner import text_config
 
-    return AutoTokenizer.from_pretrained(name)
+    return getattr(text_config(model), "max_position_embeddings", None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,8 +191,9 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     from .curve import linear_lengths
     from .runner import forgetting_curve
 
-    model, tokens, claimed = load(model, corpus, tokenizer)
+    model, tokens, tokenizer = load(model, corpus, tokenizer)
     if lengths is None:
+        claimed = claimed_context(model)
         ends = [] if claimed is None else [longest_length(claimed)]
         ends += [] if tokens is None else [len(tokens) // 3]
         if not ends:
@@ -198,7 +201,7 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
                 "the model claims no context and there is no corpus; say how far to measure: lengths=[...]."
             )
         lengths = linear_lengths(min(ends), 16)
-    return forgetting_curve(model, tokens, lengths=lengths, **options)
+    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=tokenizer, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
@@ -256,8 +259,8 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    model, tokens, claimed = load(model, corpus, tokenizer)
-    length = context_length or min(claimed or len(tokens), len(tokens))
+    model, tokens, _ = load(model, corpus, tokenizer)
+    length = context_length or min(claimed_context(model) or len(tokens), len(tokens))
     return position_loss(model, tokens, context_length=length, **options)
 
 

@@ -6,10 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from itertools import cycle
 
-from matplotlib.patches import Patch
-
 from .curve import ForgettingCurve
-from .plots import INK, QUIET, Figure, PercentFormatter, StrMethodFormatter, written
+from .plots import INK, QUIET, Figure, Patch, PercentFormatter, StrMethodFormatter, written
 
 
 # colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker for those that do not suffice
@@ -113,24 +111,3 @@ def draw_bars(axes, curves, train_lengths, left):
         label.set_color(colour)
         label.set_fontsize(9)
     axes.set_ylim(len(curves) - 0.4, -0.6)
-
-
-def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
-    """The fine and the coarse lengths of several models as a Markdown table, in tokens.
-
-    >>> print(comparison_table({}))
-    | model | data | fine length | coarse length | next tested | measured | training context |
-    |---|---|---|---|---|---|---|
-    <BLANKLINE>
-    """
-    rows = [
-        "| model | data | fine length | coarse length | next tested | measured | training context |",
-        "|---" * 7 + "|",
-    ]
-    for name, curve in curves.items():
-        fine, coarse = curve.fine_length, curve.coarse_length
-        after = ", ".join("-" if x.next_tested is None else str(x.next_tested) for x in (fine, coarse))
-        reach = f"{curve.points[0].length} to {curve.points[-1].length}"
-        cells = [name.replace("|", r"\|"), curve.settings.get("data_type", "-"), fine, coarse, after, reach]
-        rows.append(f"| {' | '.join(map(str, cells))} | {(train_lengths or {}).get(name, '-')} |")
-    return "\n".join(rows) + "\n"

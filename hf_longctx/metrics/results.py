@@ -1,8 +1,9 @@
-"""Saved results of any metric, read again: for pictures, reports and model cards."""
+"""Saved results of any metric, read again: for pictures, tables, reports and model cards."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from .curve import ForgettingCurve
@@ -77,3 +78,24 @@ def named(results: list[tuple[Path, Result]]) -> dict[str, Result]:
             own += "'"
         unique[own] = result
     return unique
+
+
+def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
+    """The fine and the coarse lengths of several models as a Markdown table, in tokens.
+
+    >>> print(comparison_table({}))
+    | model | data | fine length | coarse length | next tested | measured | training context |
+    |---|---|---|---|---|---|---|
+    <BLANKLINE>
+    """
+    rows = [
+        "| model | data | fine length | coarse length | next tested | measured | training context |",
+        "|---" * 7 + "|",
+    ]
+    for name, curve in curves.items():
+        fine, coarse = curve.fine_length, curve.coarse_length
+        after = ", ".join("-" if x.next_tested is None else str(x.next_tested) for x in (fine, coarse))
+        reach = f"{curve.points[0].length} to {curve.points[-1].length}"
+        cells = [name.replace("|", r"\|"), curve.settings.get("data_type", "-"), fine, coarse, after, reach]
+        rows.append(f"| {' | '.join(map(str, cells))} | {(train_lengths or {}).get(name, '-')} |")
+    return "\n".join(rows) + "\n"

@@ -33,9 +33,10 @@ def test_everything_is_measured_once(llama, tmp_path, monkeypatch, capsys):
         assert json.loads((output / f"{name}.json").read_text())["saved"]["time"]
     page = (output / "report.html").read_text()
     assert page.count("<img") == 3 and "Not measured" not in page
-    assert json.loads((output / "loss.json").read_text())["settings"]["corpus"].startswith("Python language reference")
-    names = {entry.metric_name for entry in ModelCard.load(output / "model_card.md").data.eval_results}
-    assert len(names) == 4
+    settings = json.loads((output / "loss.json").read_text())["settings"]
+    assert settings["corpus"].startswith("Python language reference") and settings["train_length"] == 512
+    card = ModelCard.load(output / "model_card.md").data
+    assert card.model_name == llama.name and len(card.eval_results) == 4
     longest = json.loads((output / "curve.json").read_text())["points"][-1]["length"]
     assert longest == (400 - 3) // 2
     lengths = {cell["length"] for cell in json.loads((output / "needle.json").read_text())["cells"]}
