@@ -18,6 +18,7 @@ from .cache_fox import PrunedCache
 from .configuration_fox import FoxConfig
 from .convert_folder_fox import convert_folder
 from .convert_fox import from_fla, from_llama, from_official, to_fla, to_official
+from .maps_fox import HeadMap, head_maps
 from .modeling_fox import (
     FoxForCausalLM,
     FoxForQuestionAnswering,
@@ -48,6 +49,7 @@ __all__ = [
     "FoxForTokenClassification",
     "FoxModel",
     "FoxPreTrainedModel",
+    "HeadMap",
     "PrunedCache",
     "convert_folder",
     "forgetting_attention",
@@ -55,6 +57,7 @@ __all__ = [
     "from_fla",
     "from_llama",
     "from_official",
+    "head_maps",
     "to_fla",
     "to_official",
 ]

@@ -349,7 +349,8 @@ class PrunedCache(Cache):
         model.generate(**inputs, past_key_values=cache)
         cache.dropped
 
-    It follows beams, and can be cropped back to the last pruning.
+    It follows beams, and can be cropped back to the last pruning. A long prompt is pruned while it is read if it comes in
+    chunks, `generate(..., prefill_chunk_size=1024)`; else its first generated token prunes it.
 
     Args:
         model: the FoX model that will use it, with or without a head. Only sizes and bounds are kept of it.

@@ -361,10 +361,12 @@ def test_the_decay_stays_exact_where_that_of_a_full_cache_does_not():
     model = FoxForCausalLM(FoxConfig(**{**TINY, "decay_time_max": 2.0}, forget_gate="fixed")).eval()
     ids, error = tokens(1, 6000), []
     exact = logits(model, ids[:, -300:])[:, -20:]  # all that two layers can remember
-    for cache in (DynamicCache(config=model.config), pruned(model, 1e-9, prune_every=100)):
-        error.append((in_chunks(model, ids, cache, 100)[:, -20:] - exact).norm() / exact.norm())
+    full, cache = DynamicCache(config=model.config), pruned(model, 1e-9, prune_every=100)
+    for used in (full, cache):
+        error.append((in_chunks(model, ids, used, 100)[:, -20:] - exact).norm() / exact.norm())
     assert error[0] > 1e-5
     assert error[1] < error[0] / 10
+    assert stored_bytes(cache) < stored_bytes(full) / 10
 
 
 def test_dropped_tokens_have_no_weight():
