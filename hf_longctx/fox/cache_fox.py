@@ -301,7 +301,7 @@ class PrunedLayer(DynamicLayer):
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        removed = abs(tokens_to_remove)
+        removed = abs(int(tokens_to_remove))  # 5.17 gives a tensor
         if removed and self.length - removed < self.pruned_at:
             raise ValueError(
                 f"the cache holds {self.length} tokens and was pruned after {self.pruned_at}; {removed} cannot be taken back, "
