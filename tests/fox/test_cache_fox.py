@@ -37,6 +37,7 @@ def make(variant, backend="sdpa", layers=2):
     torch.manual_seed(0)
     model = FoxForCausalLM(VARIANTS[variant]()).eval()
     del model.model.layers[layers:]
+    model.config.num_hidden_layers = layers
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "f_proj" not in name:
