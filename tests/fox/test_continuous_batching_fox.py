@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from tiny_fox import logits, make, tokens
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 
@@ -26,7 +26,7 @@ VARIANTS = [
 ]
 
 
-def generate_batch(model, prompts, new=6, batching=None, **settings):
+def generate_batch(model, prompts, new=6, batching=None, keep=False, **settings):
     settings = dict(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0) | settings
     # Small pages and batches: prompts span several of both, and the common beginning is a page that two requests share.
     options = dict(num_blocks=64, page_size=4, max_batch_tokens=24, return_logprobs=True) | (batching or {})
@@ -34,6 +34,7 @@ def generate_batch(model, prompts, new=6, batching=None, **settings):
         prompts,
         generation_config=GenerationConfig(**settings),
         continuous_batching_config=ContinuousBatchingConfig(**options),
+        persistent_manager=keep,
     )
     assert all(result.error is None for result in results.values())
     return [(result.generated_tokens, torch.tensor(result.logprobs)) for result in results.values()]
@@ -70,6 +71,22 @@ def test_several_answers_to_one_prompt(variant):
         scores = logits(model, torch.tensor([PROMPTS[0] + new]))[0, -len(new) - 1 : -1].log_softmax(-1)
         want = scores.gather(1, torch.tensor(new)[:, None])[:, 0]
         torch.testing.assert_close(logprobs, want, atol=2e-5, rtol=1e-4)
+
+
+def test_a_manager_may_be_kept():
+    model = make("pro")
+    first, second = (generate_batch(model, PROMPTS, keep=True) for _ in range(2))
+    model.destroy_cached_continuous_batching_manager()
+    assert [new for new, _ in first] == [new for new, _ in second] == [generate(model, p)[0] for p in PROMPTS]
+
+
+@pytest.mark.slow
+def test_compiled():
+    torch._dynamo.reset()
+    model = make("pro")
+    compiled = CompileConfig(backend="eager", fullgraph=False, dynamic=True, mode=None)
+    results = generate_batch(model, PROMPTS, batching=dict(varlen_compile_config=compiled))
+    assert [new for new, _ in results] == [generate(model, prompt)[0] for prompt in PROMPTS]
 
 
 def test_a_float16_mask_outweighs_any_decay():
