@@ -58,8 +58,8 @@ class Recipe:
     layers: int = 2
     heads: int = 4
     sensory_tokens: int = 2
-    stage_1_steps: int = 300
-    stage_2_steps: int = 500
+    stage_1_steps: int = 200
+    stage_2_steps: int = 350
     stage_2_writes: tuple[int, ...] = (2, 4)  # in turns
     batch: int = 32
     learning_rate: float = 2e-3

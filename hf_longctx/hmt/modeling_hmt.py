@@ -7,7 +7,8 @@ into segments of L' new tokens. Every segment is one short pass of the backbone 
 
 and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
 recalled from the memories so far: a *summary pass* over its first j tokens gives a query that attends to them. Cost
-grows linearly with the text, and what is carried from segment to segment is an `HMTState` of fixed size.
+grows linearly with the text, and what is carried from segment to segment is an `HMTState` of fixed size. Memories beyond
+that size are dropped, or go to pages where a recall still finds them (`pages_hmt.py`).
 
 Two ways to use the recall
 --------------------------
