@@ -1,7 +1,11 @@
 """Running models over the forgetting curve: recorded curves, which logits are computed, limits, failures."""
 
 import json
+import subprocess
+import sys
 import warnings
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -383,7 +387,7 @@ def test_progress_bar(capsys):
 # -- protocols
 
 
-PROTOCOLS = ["reference", "nested"]
+PROTOCOLS = ["reference", "nested", "adaptive"]
 DATA = [{"data_type": "order"}, {"data_type": "random", "id_range": (3, 7)}]
 
 
@@ -410,7 +414,7 @@ def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per
 
 @pytest.mark.filterwarnings("ignore:lengths above 254")
 @pytest.mark.parametrize("data", ["order", "random"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", ["reference", "nested"])
 def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, tokens, protocol, data):
     """Token for token, on runs that are not recorded."""
     options = {"lengths": [60, 270], "repeats": 3, "seed": 77, "protocol": protocol, "data_type": data}
@@ -437,11 +441,92 @@ def test_nested_samples_begin_alike():
 def test_nested_estimates_the_same_curve(trained, tokens):
     """Means of many targets agree within the noise that their spread leaves, at lengths where the curve is steep."""
     options = {"lengths": [16, 48, 100], "repeats": 24}
-    curves = [forgetting_curve(trained, tokens, protocol=protocol, **options) for protocol in PROTOCOLS]
+    curves = [forgetting_curve(trained, tokens, protocol=protocol, **options) for protocol in PROTOCOLS[:2]]
     for a, b in zip(*(curve.points for curve in curves)):
         for name in ("copy", "lm"):
             noise = np.hypot(*(getattr(p, f"{name}_std") / 23**0.5 for p in (a, b)))
             assert abs(getattr(a, f"{name}_mean") - getattr(b, f"{name}_mean")) < 4 * noise + 1e-9
+
+
+def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
+    options = {"lengths": core.linear_lengths(60, 24), "repeats": 6, "seed": 3}
+    curve = forgetting_curve(counting, CORPUS % 8, protocol="adaptive", confidence=0.9, **options)
+    whole = {p.length: p for p in forgetting_curve(counting, CORPUS % 8, **options).points}
+    assert [p.length for p in curve.points if p.length in (8, 60)] == [8, 60]
+    assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
+    assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
+    assert curve.settings["confidence"] == 0.9
+    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high"}
+
+
+# -- processes
+
+
+WORKER = """
+import sys
+import torch.distributed as dist
+from test_runner import CORPUS, PROTOCOLS, SHARED, tiny_llama, tokens_read
+from hf_longctx.metrics import forgetting_curve
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+model = tiny_llama(vocab_size=8)
+for protocol in PROTOCOLS:
+    with tokens_read(model) as read:
+        curve = forgetting_curve(model, CORPUS % 8, protocol=protocol, journal=f"{folder}/{protocol}", **SHARED)
+    open(f"{folder}/{protocol}.{rank}.json", "w").write(curve.to_json())
+    print(sum(read))
+if rank == 1:
+    model.model.norm.register_forward_hook(lambda *_: 1 / 0)
+for protocol in PROTOCOLS:
+    try:
+        forgetting_curve(model, CORPUS % 8, protocol=protocol, **SHARED)
+    except Exception as error:
+        print(repr(error))
+dist.destroy_process_group()
+"""
+SHARED = {"lengths": [8, 20, 30, 50], "repeats": 4}
+
+
+@contextmanager
+def tokens_read(model):
+    """A list of the tokens in each forward pass."""
+    read = []
+
+    def count(_, args, options):
+        read.append((args[0] if args else options["input_ids"]).numel())
+
+    hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield read
+    finally:
+        hook.remove()
+
+
+@slow
+def test_two_processes_share_the_work(counting, tmp_path):
+    """Each reads about half, has a journal of its own, and returns the JSON of one process; both end if one fails."""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, tmp_path, str(rank)],
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=300)[0].splitlines() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    for i, protocol in enumerate(PROTOCOLS):
+        with tokens_read(counting) as read:
+            alone = forgetting_curve(counting, CORPUS % 8, protocol=protocol, **SHARED)
+        for rank in range(2):
+            assert (tmp_path / f"{protocol}.{rank}.json").read_text() == alone.to_json()
+            assert int(outputs[rank][i]) < 0.8 * sum(read)
+        assert (tmp_path / protocol).exists()
+        assert (tmp_path / f"{protocol}.1").exists()
+    failure = repr(ZeroDivisionError("division by zero"))
+    assert outputs[1][3:] == [failure] * 3
+    assert outputs[0][3:] == [repr(RuntimeError(f"process 1 failed: {failure}"))] * 3
 
 
 # -- journals
@@ -463,7 +548,7 @@ def test_a_killed_run_resumes(counting, tmp_path, protocol):
         total = len(passes)
     finally:
         hook.remove()
-    for kill_at in range(0, total, 7):
+    for kill_at in range(0, total, 17):
         passes.clear()
 
         def kill(*_, kill_at=kill_at):
