@@ -107,7 +107,7 @@ OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("data", ["order", "random"])
-@pytest.mark.parametrize("protocol", ["reference", "nested"])
+@pytest.mark.parametrize("protocol", ["reference", "nested", "adaptive"])
 def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     options = OPTIONS | {"data_type": data, "protocol": protocol, "id_range": (3, 11) if data == "random" else None}
     expected = forgetting_curve(model, CORPUS, **options)
