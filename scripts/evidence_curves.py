@@ -52,7 +52,7 @@ SIZES = dict(
 )
 # (context, rows per step, steps): copying is learned on short passages, then made to reach further
 LLAMA = ((64, 32, 400), (256, 8, 400), (CONTEXT, 4, 400))
-MAMBA = ((32, 64, 600), (64, 32, 300), (256, 8, 200))
+MAMBA = ((32, 64, 900), (64, 32, 300), (256, 8, 100))
 HMT = ((256, 8, 200), (CONTEXT, 4, 100))
 
 
@@ -134,7 +134,7 @@ def models(work, quick):
 
     llamas = [trained(f"Llama, RoPE base {base:.0f}", partial(llama, base), LLAMA) for base in BASES]
     yield from llamas
-    yield trained("Mamba-2", mamba, MAMBA, learning_rate=1e-2)
+    yield trained("Mamba-2", mamba, MAMBA, learning_rate=5e-3)
     wrap = HMTConfig(segment_length=64, sensory_tokens=16)
     yield trained(
         "HMT around the Llama", lambda: HMTWrapper.from_backbone(llamas[0][1], wrap), HMT, learning_rate=1e-3

@@ -33,6 +33,15 @@ def add_arguments(parser):
         "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture"
     )
     parser.add_argument(
+        "--protocol",
+        choices=("reference", "nested"),
+        default="reference",
+        help="reference: the paper's program, token for token (default); nested: faster, another estimate of the curve",
+    )
+    parser.add_argument(
+        "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
+    )
+    parser.add_argument(
         "--output", default="forgetting_curve", metavar="PATH", help="without ending (default: %(default)s)"
     )
 
@@ -69,6 +78,9 @@ def run(args):
             bos_token_id=args.bos_token_id if args.bos_token_id is not None else tokenizer.bos_token_id,
             eos_token_id=args.eos_token_id if args.eos_token_id is not None else tokenizer.eos_token_id,
             data_type=args.data_type,
+            protocol=args.protocol,
+            journal=args.journal,
+            tokenizer=tokenizer,
             progress=True,
         )
     except BaseException as error:

@@ -30,6 +30,19 @@ def test_curve_writes_picture_and_numbers(folder, tmp_path, capsys):
     assert "fine length" in capsys.readouterr().out
 
 
+def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
+    options = ["--max-length", "30", "--points", "3", "--repeats", "2", "--output", str(tmp_path / "curve")]
+    options += ["--journal", str(tmp_path / "curve.jsonl"), "--protocol", "nested"]
+    assert cli.main(["curve", str(folder), *options]) == 0
+    journal = tmp_path / "curve.jsonl"
+    whole, first = journal.read_bytes(), json.loads((tmp_path / "curve.json").read_text())
+    assert first["settings"]["protocol"] == "nested" and first["settings"]["tokenizer"] == str(folder)
+    journal.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    assert cli.main(["curve", str(folder), *options]) == 0
+    assert journal.read_bytes() == whole
+    assert json.loads((tmp_path / "curve.json").read_text())["points"] == first["points"]
+
+
 def test_rope_tells_the_verdict(tmp_path, capsys):
     LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
     assert cli.main(["rope", str(tmp_path)]) == 0
