@@ -78,11 +78,11 @@ def visible_keys(
     """The mask function; arguments are those that transformers gives. None if every query sees all keys up to its own.
 
     Raises:
-        NotImplementedError: a mask function of the caller's own.
+        NotImplementedError: a mask function of the caller's own, or attention in both directions.
     """
-    if use_vmap:
+    if use_vmap or not getattr(config, "is_causal", True):
         raise NotImplementedError(
-            f"{NAME} knows causal masks with padding, packed documents and a window, but no mask function of your own. "
+            f"{NAME} knows causal masks with padding, packed documents and a window, but no other mask function. "
             "Use another backend: model.set_attn_implementation('flex_attention')."
         )
     compiling = torch.compiler.is_compiling()
