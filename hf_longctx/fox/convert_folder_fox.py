@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from .configuration_fox import FoxConfig
 from .convert_fox import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
+from .modeling_fox import AUTO_MAP
 
 
 # In the order in which safetensors lays out a file.
@@ -127,6 +128,7 @@ def save_code_and_config(config, dtype, folder):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.architectures = [type(model).__name__]
+    model.config.auto_map = dict(AUTO_MAP)
     custom_object_save(model, folder, config=model.config)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

@@ -31,6 +31,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.auto import AutoModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
@@ -433,7 +434,9 @@ def packed_places(inputs_embeds, attention_mask, position_ids, cu_seq_lens_q=Non
             last_real = (torch.arange(length, device=device) * real).cummax(1).values
             before = position_ids.gather(1, last_real[:, :-1]).masked_fill(~real.cummax(1).values[:, :-1], -1)
         starts = F.pad(position_ids[:, 1:] <= before, (1, 0), value=True)
-        starts = starts if real is None else starts & real
+        if real is not None:  # what `generate` appends to right padding falls too, but not to where the row began
+            first = position_ids.gather(1, real.int().argmax(1, keepdim=True))
+            starts = starts & real & (position_ids == first)
     else:
         return None
     if not compiling and not starts[:, 1:].any():
@@ -458,6 +461,16 @@ def flash_borders(places: torch.Tensor) -> dict:
     borders = F.pad((places.flatten() == 0).nonzero()[:, 0], (0, 1), value=places.numel()).int()
     longest = int(places.max()) + 1
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+
+# The saved code is that of every head, so each can be made of a folder whatever it was saved from.
+AUTO_MAP = {
+    "AutoModel": "modeling_fox.FoxModel",
+    "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
+    "AutoModelForQuestionAnswering": "modeling_fox.FoxForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_fox.FoxForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_fox.FoxForTokenClassification",
+}
 
 
 class FoxPreTrainedModel(PreTrainedModel):
@@ -489,6 +502,10 @@ class FoxPreTrainedModel(PreTrainedModel):
             "attention": create_mask(**shared, past_key_values=past_key_values, position_ids=position_ids),
             "padding": padding_mask(attention_mask, inputs_embeds.shape[1]),
         }
+
+    def save_pretrained(self, *args, **kwargs):
+        self.config.auto_map = dict(AUTO_MAP)
+        return super().save_pretrained(*args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -686,18 +703,24 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
         return manager
 
 
-class FoxForSequenceClassification(GenericForSequenceClassification, FoxPreTrainedModel):
+class FoxHead(FoxPreTrainedModel):
+    """What transformers' generic heads stand on: they ask `AutoModel` for a decoder, which knows no remote code."""
+
+    def __init__(self, config):
+        AutoModel.register(type(config), FoxModel, exist_ok=True)
+        super().__init__(config)
+
+
+class FoxForSequenceClassification(GenericForSequenceClassification, FoxHead):
     """FoX with a linear head on the last real token of each row."""
 
 
-class FoxForTokenClassification(GenericForTokenClassification, FoxPreTrainedModel):
+class FoxForTokenClassification(GenericForTokenClassification, FoxHead):
     """FoX with a linear head on every token."""
 
 
-class FoxForQuestionAnswering(GenericForQuestionAnswering, FoxPreTrainedModel):
+class FoxForQuestionAnswering(GenericForQuestionAnswering, FoxHead):
     """FoX with heads for the start and the end of an answer."""
-
-    base_model_prefix = "transformer"  # what the generic class calls its backbone
 
 
 __all__ = [

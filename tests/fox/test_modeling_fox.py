@@ -114,6 +114,16 @@ def test_generation_with_a_cache_equals_generation_without(variant, options):
 
 
 @both_blocks
+def test_generation_after_right_padding(variant):
+    """Not advised, but it runs: transformers counts the new tokens from the position of the padding on."""
+    model, mask = make(variant), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    settings = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    with_cache, without = (model.generate(tokens(2, 9), **settings, use_cache=use) for use in (True, False))
+    assert torch.equal(with_cache, without)
+
+
+@both_blocks
 def test_a_saved_cache_can_be_continued(variant):
     model, ids = make(variant), tokens()
     with torch.no_grad():

@@ -1,0 +1,181 @@
+"""What goes out through another library comes back the same: remote code, PEFT, pipelines, torch.export, lm-eval."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from tiny_fox import TINY, VARIANTS, both_blocks, logits, make, tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+WORDS = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(58))]
+HEADS = {
+    "AutoModelForSequenceClassification": "score.weight",
+    "AutoModelForTokenClassification": "score.weight",
+    "AutoModelForQuestionAnswering": "qa_outputs.weight",
+}
+REMOTE = """
+import importlib.abc, json, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hf_longctx", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import torch
+import transformers
+
+got = {}
+for name, folder, again in json.loads(sys.argv[1]):
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        got[folder] = model(torch.arange(3, 20)[None])[0].flatten().tolist()
+    if again:
+        model.save_pretrained(again)
+print(json.dumps(got))
+"""
+
+
+@pytest.fixture
+def tokenizer():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def words(ids):
+    return " ".join(WORDS[i] for i in ids)
+
+
+@pytest.mark.slow  # two processes import transformers
+def test_every_head_is_loaded_by_remote_code(tmp_path):
+    """From its own folder, from the folder that remote code saves, and the decoder from the folder of another model."""
+    torch.manual_seed(0)
+    config = VARIANTS["pro with grouped heads and rope"]()
+    first, second, want = [], [], {}
+    for name in HEADS:
+        model = getattr(transformers, name).from_config(config).eval()
+        folder, again = str(tmp_path / name), str(tmp_path / f"{name} again")
+        model.save_pretrained(folder)
+        first.append((name, folder, again))
+        second.append((name, again, None))
+        with torch.no_grad():
+            want[folder] = want[again] = model(torch.arange(3, 20)[None])[0].flatten().tolist()
+    causal = make("llama")
+    causal.save_pretrained(tmp_path / "causal")
+    second.append(("AutoModel", str(tmp_path / "causal"), None))
+    with torch.no_grad():
+        want[str(tmp_path / "causal")] = causal.model(torch.arange(3, 20)[None])[0].flatten().tolist()
+
+    environment = {
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": "",
+        "HOME": str(tmp_path),
+    }
+    got = {}
+    for folders in (first, second):
+        command = [sys.executable, "-c", REMOTE, json.dumps(folders)]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert run.returncode == 0, run.stderr
+        got |= json.loads(run.stdout.splitlines()[-1])
+    assert got == want
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_language_model_becomes_a_head(name, tmp_path):
+    causal = make("pro")
+    causal.save_pretrained(tmp_path / "causal")
+    head, report = getattr(transformers, name).from_pretrained(tmp_path / "causal", output_loading_info=True)
+    assert {key.split(".")[0] for key in report["missing_keys"]} == {HEADS[name].split(".")[0]}
+    assert set(report["unexpected_keys"]) <= {"lm_head.weight"}
+    assert torch.equal(head.base_model.norm.weight, causal.model.norm.weight)
+    head.save_pretrained(tmp_path / "head")
+    again = getattr(transformers, name).from_pretrained(tmp_path / "head").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens())[0], head.eval()(tokens())[0])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@both_blocks
+def test_a_lora_adapter(variant, tmp_path):
+    peft = pytest.importorskip("peft")
+    options = dict(
+        r=4, target_modules=["q_proj", "v_proj", "gate_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(make(variant), peft.LoraConfig(**options)).eval()
+    want = logits(adapted, tokens())
+    assert not torch.allclose(want, logits(make(variant), tokens()))
+    adapted.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(make(variant), tmp_path).eval()
+    assert torch.equal(logits(loaded, tokens()), want)
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(logits(merged, tokens()), want, atol=2e-5, rtol=1e-4)
+
+
+@both_blocks
+def test_a_text_generation_pipeline(variant, tokenizer, tmp_path):
+    model = make(variant)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pipe = transformers.pipeline("text-generation", model=str(tmp_path), device="cpu")
+    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    prompts = [words(row) for row in (range(3, 12), range(20, 25))]
+    for batch_size in (1, 2):  # in a batch, the shorter one is padded on the left
+        pipe.tokenizer.padding_side = "left"
+        answers = pipe(prompts, batch_size=batch_size, return_tensors=True, **settings)
+        for prompt, [answer] in zip(prompts, answers):
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            assert answer["generated_token_ids"][-6:] == model.generate(ids, **settings)[0, -6:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["llama", "pro", "a Llama"])
+def test_torch_export(variant):
+    """As transformers exports: not strict, without a cache, the length of the text left open."""
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).eval() if variant == "a Llama" else make(variant)
+    length = torch.export.Dim("length", min=2, max=64)
+    arguments = dict(input_ids=tokens(2, 9), use_cache=False)
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (), arguments, dynamic_shapes=dict(input_ids={1: length}, use_cache=None), strict=False
+        )
+    for ids in (tokens(2, 9), tokens(2, 23, seed=2)):
+        got = program.module()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(got, logits(model, ids), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@both_blocks
+def test_lm_eval_measures_our_log_likelihoods(variant, tokenizer):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed")
+    from lm_eval.api.instance import Instance
+
+    model = make(variant)
+    pairs = [
+        (range(3, 12), range(20, 23)),
+        (range(5, 6), range(30, 45)),
+        (range(40, 44), range(7, 8)),
+        ([], range(9, 14)),
+    ]
+    want = []
+    for context, continuation in pairs:
+        ids = torch.tensor([[*(context or [tokenizer.bos_token_id]), *continuation]])
+        log_p = logits(model, ids).log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        want.append(log_p[-len(continuation) :].sum().item())
+    for batch_size in (1, 4):
+        harness = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu")
+        requests = [
+            Instance(
+                request_type="loglikelihood", doc={}, arguments=(words(context), " " + words(continuation)), idx=i
+            )
+            for i, (context, continuation) in enumerate(pairs)
+        ]
+        got = [log_p for log_p, _ in harness.loglikelihood(requests, disable_tqdm=True)]
+        assert got == pytest.approx(want, rel=1e-5)
