@@ -193,12 +193,12 @@ class FoxAttention(nn.Module):
             q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
             attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
         else:
-            if past_key_values is not None and not torch.compiler.is_compiling():
-                check_cache(self, past_key_values, k)
             if getattr(past_key_values, "offloading", False) and self.layer_idx < len(past_key_values.layers):
                 # `update` waits for the layer to come back from the CPU, but its last token is read before that.
                 torch.cuda.current_stream(x.device).wait_stream(past_key_values.prefetch_stream)
                 past_key_values.layers[self.layer_idx].prefetch()
+            if past_key_values is not None and not torch.compiler.is_compiling():
+                check_cache(self, past_key_values, k)
             k, v = self.token_shift(x, k, v, padding_mask, places, past_key_values)
             q, k = self.q_norm(q), self.k_norm(k)
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)

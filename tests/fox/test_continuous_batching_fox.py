@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from tiny_fox import logits, make, tokens
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 
@@ -78,15 +78,6 @@ def test_a_manager_may_be_kept():
     first, second = (generate_batch(model, PROMPTS, keep=True) for _ in range(2))
     model.destroy_cached_continuous_batching_manager()
     assert [new for new, _ in first] == [new for new, _ in second] == [generate(model, p)[0] for p in PROMPTS]
-
-
-@pytest.mark.slow
-def test_compiled():
-    torch._dynamo.reset()
-    model = make("pro")
-    compiled = CompileConfig(backend="eager", fullgraph=False, dynamic=True, mode=None)
-    results = generate_batch(model, PROMPTS, batching=dict(varlen_compile_config=compiled))
-    assert [new for new, _ in results] == [generate(model, prompt)[0] for prompt in PROMPTS]
 
 
 def test_a_float16_mask_outweighs_any_decay():
