@@ -1,7 +1,8 @@
 """Measure how far a causal language model remembers: its forgetting curve (Liu et al. 2024).
 
 Writes OUTPUT.json and OUTPUT.png and prints the fine length (copying above 99 %) and the coarse length (copying at
-least 1 % better than guessing from the language). An interrupted run keeps the lengths it has measured.
+least 1 % better than guessing from the language). An interrupted run keeps the lengths it has measured, and with
+--journal goes on from there. Under torchrun or accelerate launch, the processes share the work.
 """
 
 import sys
@@ -18,7 +19,7 @@ def add_arguments(parser):
         "--max-length", type=int, metavar="TOKENS", help="longest passage (default: half the claimed context)"
     )
     parser.add_argument(
-        "--points", type=int, default=16, metavar="N", help="lengths to measure (default: %(default)s)"
+        "--points", type=int, metavar="N", help="lengths to measure (default: 16; 32 for the adaptive protocol)"
     )
     parser.add_argument("--log-lengths", action="store_true", help="space the lengths logarithmically")
     parser.add_argument(
@@ -27,19 +28,23 @@ def add_arguments(parser):
     parser.add_argument(
         "--data-type", choices=("order", "random"), default="order", help="running text or random tokens"
     )
+    parser.add_argument(
+        "--protocol",
+        choices=("reference", "nested", "adaptive"),
+        default="reference",
+        help="reference: the paper's program, token for token (default); nested: faster, another estimate of the curve; "
+        "adaptive: measures only what its two lengths depend on",
+    )
+    parser.add_argument(
+        "--tokens-per-pass", type=int, metavar="N", help="memory budget (default: 512 on a CPU, 4096 elsewhere)"
+    )
+    parser.add_argument(
+        "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
+    )
     parser.add_argument("--bos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
     parser.add_argument("--eos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
     parser.add_argument(
         "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture"
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=("reference", "nested"),
-        default="reference",
-        help="reference: the paper's program, token for token (default); nested: faster, another estimate of the curve",
-    )
-    parser.add_argument(
-        "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
     )
     parser.add_argument(
         "--output", default="forgetting_curve", metavar="PATH", help="without ending (default: %(default)s)"
@@ -49,11 +54,14 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import forgetting_curve, linear_lengths, log_lengths
 
+    rank = shared.join_processes()
     model, tokenizer = shared.load_model(args)
     claimed = getattr(model.config, "max_position_embeddings", None)
     tokens = shared.load_tokens(args, tokenizer, args.max_length or claimed)
     longest = _default_max_length(claimed, len(tokens)) if args.max_length is None else args.max_length
     grid = log_lengths if args.log_lengths else linear_lengths
+    if args.points is None:
+        args.points = 32 if args.protocol == "adaptive" else 16
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if args.train_length is None:
@@ -62,6 +70,8 @@ def run(args):
         args.corpus = None
 
     def write(result):
+        if rank > 0:
+            return
         result = shared.described(args, result)
         result.save(output.with_name(output.name + ".json"))
         result.plot(output.with_name(output.name + ".png"), train_length=args.train_length)
@@ -79,6 +89,7 @@ def run(args):
             eos_token_id=args.eos_token_id if args.eos_token_id is not None else tokenizer.eos_token_id,
             data_type=args.data_type,
             protocol=args.protocol,
+            tokens_per_pass=args.tokens_per_pass,
             journal=args.journal,
             tokenizer=tokenizer,
             progress=True,

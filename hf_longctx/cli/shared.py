@@ -1,5 +1,6 @@
 """What several commands have in common: naming a model, loading it, reading a text."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,18 @@ def load_tokens(args, tokenizer, longest=None):
     print(f"text: {corpus.name}, {len(corpus.tokens)} tokens", file=sys.stderr)
     args.corpus = corpus.name
     return corpus.tokens
+
+
+def join_processes() -> int:
+    """Under torchrun or accelerate launch, join the other processes, on a device of our own. Returns our rank."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        return 0
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group()
+    return torch.distributed.get_rank()
 
 
 def add_measuring(parser, output):

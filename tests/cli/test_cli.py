@@ -43,6 +43,19 @@ def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
     assert json.loads((tmp_path / "curve.json").read_text())["points"] == first["points"]
 
 
+def test_curve_with_a_journal_goes_on(folder, tmp_path, monkeypatch):
+    options = ["--max-length", "30", "--repeats", "3", "--protocol", "adaptive", "--tokens-per-pass", "40"]
+    options += ["--journal", str(tmp_path / "journal"), "--output", str(tmp_path / "curve")]
+    assert cli.main(["curve", str(folder), *options]) == 0
+    first, journal = (json.loads((tmp_path / "curve.json").read_text()), (tmp_path / "journal").read_bytes())
+    assert first["settings"]["protocol"] == "adaptive"
+    assert len(json.loads(journal.splitlines()[0])["settings"]["lengths"]) == 23  # of 32 points between 8 and 30
+    monkeypatch.setattr("hf_longctx.metrics.engine.Engine.__init__", None)  # nothing is left to measure
+    assert cli.main(["curve", str(folder), *options]) == 0
+    assert json.loads((tmp_path / "curve.json").read_text())["points"] == first["points"]
+    assert (tmp_path / "journal").read_bytes() == journal
+
+
 def test_rope_tells_the_verdict(tmp_path, capsys):
     LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
     assert cli.main(["rope", str(tmp_path)]) == 0

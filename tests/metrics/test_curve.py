@@ -276,7 +276,7 @@ def test_lengths_and_summary():
     assert (curve.fine_length, curve.coarse_length) == (18, 20)
     assert curve.summary() == (
         "fine length 18 tokens (next tested: 20), coarse length 20 tokens (next tested: 40); "
-        "3 lengths from 18 to 40, 2 repeats"
+        "3 lengths from 18 to 40, 2 repeats; 95 % sure: fine >=0, coarse >=0"
     )
     assert (
         ForgettingCurve(curve.points[:2])
