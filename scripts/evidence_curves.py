@@ -1,4 +1,4 @@
-"""Make model_cards/evidence anew: the forgetting curves of small models of several kinds, in one picture.
+"""Make model_cards/evidence/curves anew: the forgetting curves of small models of several kinds, in one picture.
 
     python scripts/evidence_curves.py [--quick] [--work FOLDER] [--output FOLDER]
 
@@ -183,7 +183,8 @@ one, so that the true ones lie between. 0: no length passes.
 - **Llama, RoPE base {bases}**: two layers, {llama} parameters, trained from the same start, on the same rows of up to 512
   random tokens. The bound for 512 tokens and heads of {head_dim} dimensions (`rope_base_bound(511, {head_dim})`) is {bound:.0f}; B_m
   stays positive up to m = {reach}.
-- **Mamba-2**: two layers, {mamba} parameters, trained the same way on rows of up to 256 tokens.
+- **Mamba-2**: two layers, {mamba} parameters, trained the same way on rows of up to 256 tokens. In so few steps
+  it does not learn to copy without mistakes; what it shows is a memory that fades from the first tokens on.
 - **HMT around the Llama**: the first Llama read in segments of 64 tokens, each beginning with the last 16 of the one before, and
   trained with its memory for another 300 steps.
 
@@ -200,7 +201,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="test the script")
     parser.add_argument("--work", type=Path, default=ROOT / "demo_output" / "evidence", metavar="FOLDER")
-    parser.add_argument("--output", type=Path, default=ROOT / "model_cards" / "evidence", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=ROOT / "model_cards" / "evidence" / "curves", metavar="FOLDER")
     args = parser.parse_args()
     lengths, repeats = ([8, 12], 2) if args.quick else (LENGTHS, REPEATS)
     args.work.mkdir(parents=True, exist_ok=True)

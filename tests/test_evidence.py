@@ -39,3 +39,15 @@ def test_the_script_makes_picture_table_and_curves_and_resumes(tmp_path):
     assert (tmp_path / "out" / "comparison.png").exists() and (tmp_path / "out" / "comparison.svg").exists()
     assert first.count(" loss ") == 5
     assert "step" not in run(tmp_path), "what had been trained and measured is done again"
+
+
+def test_the_committed_evidence_is_that_of_the_script():
+    folder = ROOT / "model_cards" / "evidence" / "curves"
+    table = (folder / "README.md").read_text()
+    curves = [ForgettingCurve.from_json(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    assert len(curves) == table.count("| random |") >= 6
+    for curve in curves:
+        row = next(line for line in table.splitlines() if line.startswith(f"| {curve.settings['model']} |"))
+        assert f"| random | {curve.fine_length} | {curve.coarse_length} |" in row
+    by_base = {curve.settings["model"]: curve.fine_length for curve in curves if "RoPE" in curve.settings["model"]}
+    assert by_base["Llama, RoPE base 20000"] > by_base["Llama, RoPE base 100"]
