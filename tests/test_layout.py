@@ -22,7 +22,10 @@ ALLOWED = {
 }
 # Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
 BUNDLES = {
-    "fox": ["configuration_fox", "modeling_fox", "attention_fox", "checks_fox", "backend_fox", "triton_fox"],
+    "fox": [
+        *("configuration_fox", "modeling_fox", "attention_fox", "packing_fox", "paged_fox", "checks_fox"),
+        *("backend_fox", "triton_fox"),
+    ],
     "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}

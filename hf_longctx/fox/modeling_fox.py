@@ -6,8 +6,6 @@ token shift on keys and values. The gate is folded into the keys (see attention_
 and generation method of transformers works unchanged.
 """
 
-import copy
-import inspect
 import math
 
 import torch
@@ -16,8 +14,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import ContinuousBatchingConfig, GenerationMixin
-from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation import GenerationMixin
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.masking_utils import (
     create_causal_mask,
@@ -42,8 +39,10 @@ from transformers.utils.versions import require_version
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
 from .backend_fox import NAME as FORGETTING_TRITON
 from .backend_fox import why_not
-from .checks_fox import check_cache, check_call, check_dtype, check_positions
+from .checks_fox import check_cache, check_call, check_dtype
 from .configuration_fox import FoxConfig
+from .packing_fox import flash_borders, packed_places, padding_mask
+from .paged_fox import ContinuousBatching, through_pages
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
@@ -176,7 +175,7 @@ class FoxAttention(nn.Module):
         position_ids: torch.LongTensor | None = None,
         places: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        cache: PagedAttentionCache | None = None,
+        cache=None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
@@ -189,8 +188,8 @@ class FoxAttention(nn.Module):
             )
         q, k, v = (y.view(heads) for y in (q, k, v))  # (B, T, H, D)
         takes_gates = self.config._attn_implementation == FORGETTING_TRITON
-        if cache is not None:  # continuous batching
-            q, k, v = self.through_pages(x, q, k, v, position_embeddings, cache, kwargs)
+        if cache is not None:  # the pages of continuous batching
+            q, k, v = through_pages(self, x, q, k, v, position_embeddings, cache, kwargs)
             attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
         else:
             if getattr(past_key_values, "offloading", False) and self.layer_idx < len(past_key_values.layers):
@@ -308,43 +307,6 @@ class FoxAttention(nn.Module):
         k = fold_keys(k, c, self.scaling)
         return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
 
-    def through_pages(self, x, q, k, v, position_embeddings, cache, kwargs):
-        """Queries, and the folded keys and values of every request, where transformers batches continuously.
-
-        A page has no place for a running state, and requests may share it. So it holds a token as it is by itself: its key
-        and value and, in the columns that folding adds, log f and the weights of the token shift. What depends on the
-        tokens before it is made after reading.
-        """
-        shifted = self.k_shift_proj is not None or self.v_shift_proj is not None
-        log_f = x.new_zeros(1, k.shape[2], x.shape[1], dtype=torch.float32) if self.f_proj is None else self.f_proj(x)
-        if shifted:
-            projections = (self.k_shift_proj, self.v_shift_proj)
-            weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).float().sigmoid().to(k) for p in projections]
-            v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
-            q = self.q_norm(q).transpose(1, 2)
-        else:
-            q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
-            if position_embeddings is not None:
-                q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-            k = k.transpose(1, 2)
-        k, v = fold_keys(k.transpose(1, 2), log_f, self.scaling), v.transpose(1, 2)
-        width = k.shape[-1]
-        k, v = cache.update(k, F.pad(v, (0, width - v.shape[-1])), self.layer_idx, kwargs)  # (1, Hkv, all, D')
-
-        borders = kwargs["cu_seq_lens_k"]  # of the requests
-        index = torch.arange(k.shape[2], device=k.device)
-        places = (index - borders[torch.bucketize(index, borders, right=True) - 1])[None]
-        c = running_sum(unfold_decay(k, self.head_dim, self.gates_per_key, self.scaling), places)
-        k, v, weights = k[..., : self.head_dim], v[..., : self.head_dim], v[..., self.head_dim : self.head_dim + 2]
-        if shifted:
-            first = (places == 0)[:, None, :, None]
-            k_previous, v_previous = (F.pad(y, (0, 0, 1, -1)).masked_fill(first, 0.0) for y in (k, v))
-            k = torch.lerp(k, k_previous, weights[..., :1])
-            v = torch.lerp(v, v_previous, weights[..., 1:])
-            k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
-        q = fold_queries(q, log_f, self.scaling, self.gates_per_key)
-        return q, fold_keys(k, c, self.scaling), F.pad(v, (0, width - self.head_dim))
-
     def decay_so_far(self, past_key_values, c):
         """c of the last cached token, (B, H, 1), read back from its key; 0 if the cache is empty."""
         layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
@@ -393,74 +355,6 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-def padding_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Which of the last `length` tokens are real, (B, T) bool; None where all of them are, or nothing is known.
-
-    Not transformers' `create_recurrent_attention_mask`: it takes a token that comes alone for a generated one, but a
-    prompt may be fed token by token.
-    """
-    if attention_mask is None or attention_mask.ndim != 2:
-        return None
-    real = attention_mask[:, -length:].bool()
-    return None if not torch.compiler.is_compiling() and real.all() else real
-
-
-def packed_places(inputs_embeds, attention_mask, position_ids, cu_seq_lens_q=None, seq_idx=None):
-    """Place of each token in its own document, (B, T), where rows hold several documents; None where none does.
-
-    Borders are read from what transformers' collators give: `cu_seq_lens_q` (N + 1,), `seq_idx` (B, T), or position ids
-    that do not go up from one token to the next. Where values cannot be looked at (compiling), position ids without a
-    mask are taken for packed, as transformers does.
-    """
-    (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
-    compiling = torch.compiler.is_compiling()
-    real = padding_mask(attention_mask, length)
-    if cu_seq_lens_q is not None:
-        if batch > 1 or (not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)):
-            raise ValueError(
-                "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must run from "
-                f"0 to the length of the row; got an input of {(batch, length)} tokens and {cu_seq_lens_q.tolist()}."
-            )
-        starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
-        starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
-    elif seq_idx is not None:
-        starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
-    elif position_ids is not None and length > 1 and not (compiling and real is not None):
-        position_ids = position_ids.to(device).expand(batch, -1)
-        before = position_ids[:, :-1]
-        if real is not None:  # of the last real token
-            last_real = (torch.arange(length, device=device) * real).cummax(1).values
-            before = position_ids.gather(1, last_real[:, :-1]).masked_fill(~real.cummax(1).values[:, :-1], -1)
-        starts = F.pad(position_ids[:, 1:] <= before, (1, 0), value=True)
-        if real is not None:  # what `generate` appends to right padding falls too, but not to where the row began
-            first = position_ids.gather(1, real.int().argmax(1, keepdim=True))
-            starts = starts & real & (position_ids == first)
-    else:
-        return None
-    if not compiling and not starts[:, 1:].any():
-        return None
-    if not compiling and real is None and cu_seq_lens_q is None and seq_idx is None:
-        check_positions(position_ids, starts)
-    if real is not None:
-        raise ValueError(
-            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) and their "
-            "attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no mask, only labels "
-            "of -100; or give each document a row of its own."
-        )
-    index = torch.arange(length, device=device)
-    return index - torch.where(starts, index, 0).cummax(1).values
-
-
-def flash_borders(places: torch.Tensor) -> dict:
-    """The borders of packed documents as FlashAttention takes them, over all rows one after the other.
-
-    Left to itself it looks for them in position ids, in each layer again and only in a batch of one.
-    """
-    borders = F.pad((places.flatten() == 0).nonzero()[:, 0], (0, 1), value=places.numel()).int()
-    longest = int(places.max()) + 1
-    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
 # The saved code is that of every head, so each can be made of a folder whatever it was saved from.
@@ -607,7 +501,7 @@ class FoxModel(FoxPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
-class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
+class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
     """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -662,45 +556,6 @@ class FoxForCausalLM(FoxPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    @torch.no_grad()
-    def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """As transformers', with pages that have room for what a token of FoX keeps; see `FoxAttention.through_pages`.
-
-        Raises:
-            NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE or a
-                sliding window.
-        """
-        config = self.config
-        shifted = config.k_shift or config.v_shift
-        if shifted and (config.rope_parameters or config.sliding_window):
-            raise NotImplementedError(
-                "continuous batching keeps keys as they are before the token shift, and so neither turned by RoPE nor with "
-                "the one before the sliding window: with k_shift or v_shift it needs a model without both. Use `generate`."
-            )
-        if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa"):
-            raise NotImplementedError(
-                f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write the "
-                "pages themselves: model.set_attn_implementation('sdpa')."
-            )
-        if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
-            raise NotImplementedError(
-                "continuous batching of FoX needs transformers>=5.23: pip install -U transformers"
-            )
-        batching = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
-        batching.auto_switch_to_flash = False
-
-        attention = self.model.layers[0].self_attn
-        pages = copy.copy(config)
-        pages.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
-        pages.k_shift = pages.v_shift = False  # so that its layers are of plain attention
-        self.config = pages  # where the manager looks
-        try:
-            manager = super().init_continuous_batching(generation_config, batching, **kwargs)
-            manager.batch_processor = manager._create_batch_processor()
-        finally:
-            self.config = config
-        return manager
 
 
 class FoxHead(FoxPreTrainedModel):

@@ -1,0 +1,110 @@
+"""Continuous batching: `generate_batch` and `transformers serve`, whose cache is made of pages.
+
+A page has no place for a running state, and requests may share it. So it holds a token as it is by itself: its key and
+value and, in the columns that folding adds, log f and the weights of the token shift. What depends on the tokens before
+it is made after reading.
+"""
+
+import copy
+import inspect
+
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+
+
+def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
+    """Write the new tokens of all requests into their pages, and read back what attention needs.
+
+    Args:
+        attention: the `FoxAttention`.
+        x: its input, (1, T, hidden): the new tokens of all requests one after another.
+        q, k, v: projections of x, (1, T, H or Hkv, D).
+        position_embeddings: cos and sin, or None.
+        cache, kwargs: what transformers passes to attention functions: the pages, and where tokens lie in them.
+
+    Returns:
+        folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.
+    """
+    shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
+    if attention.f_proj is None:
+        log_f = x.new_zeros(1, k.shape[2], x.shape[1], dtype=torch.float32)
+    else:
+        log_f = attention.f_proj(x)
+    if shifted:
+        projections = (attention.k_shift_proj, attention.v_shift_proj)
+        weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).float().sigmoid().to(k) for p in projections]
+        v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
+        q = attention.q_norm(q).transpose(1, 2)
+    else:
+        q, k = attention.q_norm(q).transpose(1, 2), attention.k_norm(k).transpose(1, 2)
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        k = k.transpose(1, 2)
+    k, v = fold_keys(k.transpose(1, 2), log_f, attention.scaling), v.transpose(1, 2)
+    width = k.shape[-1]
+    k, v = cache.update(k, F.pad(v, (0, width - v.shape[-1])), attention.layer_idx, kwargs)  # (1, Hkv, all, D')
+
+    borders = kwargs["cu_seq_lens_k"]  # of the requests
+    index = torch.arange(k.shape[2], device=k.device)
+    places = (index - borders[torch.bucketize(index, borders, right=True) - 1])[None]
+    c = running_sum(unfold_decay(k, attention.head_dim, attention.gates_per_key, attention.scaling), places)
+    k = k[..., : attention.head_dim]
+    v, weights = v[..., : attention.head_dim + 2].tensor_split([attention.head_dim], dim=-1)
+    if shifted:
+        first = (places == 0)[:, None, :, None]
+        k_previous, v_previous = (F.pad(y, (0, 0, 1, -1)).masked_fill(first, 0.0) for y in (k, v))
+        k = torch.lerp(k, k_previous, weights[..., :1])
+        v = torch.lerp(v, v_previous, weights[..., 1:])
+        k = attention.k_norm(k.transpose(1, 2)).transpose(1, 2)
+    q = fold_queries(q, log_f, attention.scaling, attention.gates_per_key)
+    return q, fold_keys(k, c, attention.scaling), F.pad(v, (0, width - attention.head_dim))
+
+
+class ContinuousBatching:
+    """What a causal language model needs for it; comes before `GenerationMixin`."""
+
+    @torch.no_grad()
+    def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
+        """As transformers', with pages that have room for what a token of FoX keeps; see `through_pages`.
+
+        Raises:
+            NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE or a
+                sliding window.
+        """
+        # imported late: it takes as long as all of FoX
+        from transformers.generation import ContinuousBatchingConfig
+        from transformers.generation.continuous_batching import PagedAttentionCache
+
+        config = self.config
+        shifted = config.k_shift or config.v_shift
+        if shifted and (config.rope_parameters or config.sliding_window):
+            raise NotImplementedError(
+                "continuous batching keeps keys as they are before the token shift, and so neither turned by RoPE nor with "
+                "the one before the sliding window: with k_shift or v_shift it needs a model without both. Use `generate`."
+            )
+        if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa"):
+            raise NotImplementedError(
+                f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write the "
+                "pages themselves: model.set_attn_implementation('sdpa')."
+            )
+        if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+            raise NotImplementedError(
+                "continuous batching of FoX needs transformers>=5.23: pip install -U transformers"
+            )
+        batching = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
+        batching.auto_switch_to_flash = False
+
+        attention = self.model.layers[0].self_attn
+        pages = copy.copy(config)
+        pages.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
+        pages.k_shift = pages.v_shift = False  # so that its layers are of plain attention
+        self.config = pages  # where the manager looks
+        try:
+            manager = super().init_continuous_batching(generation_config, batching, **kwargs)
+            manager.batch_processor = manager._create_batch_processor()
+        finally:
+            self.config = config
+        return manager
