@@ -453,7 +453,8 @@ class ForgettingCurve:
         repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         return (
             f"{tell('fine', self.fine_length)}, {tell('coarse', self.coarse_length)}; "
-            f"{len(self.points)} lengths from {first.length} to {last.length}, {repeats} repeats; 95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
+            f"{len(self.points)} lengths from {first.length} to {last.length}, {repeats} repeats; "
+            f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
         )
 
     def to_json(self) -> str:
