@@ -8,7 +8,8 @@ is a property of the key alone. It becomes a few more dimensions of the head:
 
 so `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention, in linear memory, and any KV cache
 carries the decay along. Each part has eight significant bits, so it is exact in bfloat16, float16 and TF32, and the three
-together hold the 24 bits of a float32. The factor 64 keeps the parts inside float16's range up to `|c|` of 5e5.
+together hold the 24 bits of a float32. The factor 64 keeps the parts inside float16's range up to `|c|` of
+64 * scale * 65504, 5e5 at D = 64.
 
 The last column adds 0 to the logits and is there for the gradient. With dS the gradient of the logits, that of c_t is
 (row sum - column sum) of dS, and that of log f_t sums it over all later positions. Rows of dS sum to 0 but for rounding;

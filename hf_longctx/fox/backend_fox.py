@@ -146,9 +146,9 @@ def logit_bound_of_norms(attention):
     if config.qk_norm_shared:
         q = q.expand(config.num_attention_heads, -1)  # (Hq, D)
     k = k.repeat_interleave(len(q) // len(k), dim=0)
-    # a rotation moves weight between dimensions, so under RoPE the two maxima may meet
+    # a rotation moves weight between dimensions, so under RoPE the two maxima may meet; YaRN and LongRoPE lengthen both
     largest = (q * k).amax(1) if config.rope_parameters is None else q.amax(1) * k.amax(1)
-    return ROUNDING * attention.scaling * head_dim * largest
+    return ROUNDING * attention.scaling * attention.rotary_gain * head_dim * largest
 
 
 def take(x, order):

@@ -73,7 +73,8 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         if projection.bias is not None:
             norm = norm + projection.bias.float().view(-1, head_dim).norm(dim=1)
         norms.append(norm)
-    return ROUNDING * attention.scaling * norms[0] * norms[1].repeat_interleave(attention.num_key_value_groups)
+    queries, keys = norms[0], norms[1].repeat_interleave(attention.num_key_value_groups)
+    return ROUNDING * attention.scaling * attention.rotary_gain * queries * keys
 
 
 class HeadGroup:

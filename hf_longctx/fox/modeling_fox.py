@@ -36,7 +36,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
-from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+from .attention_fox import CLOSED_GATE, fold_keys, fold_queries, folded_width, running_sum, unfold_decay
 from .backend_fox import NAME as FORGETTING_TRITON
 from .backend_fox import why_not
 from .checks_fox import check_cache, check_call, check_dtype
@@ -110,7 +110,7 @@ class FoxForgetGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = F.linear(x, self.weight, self.bias) if self.kind == "full" else self.bias.expand(*x.shape[:2], -1)
-        return F.logsigmoid(logits.float()).transpose(1, 2)
+        return F.logsigmoid(logits.float()).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -139,9 +139,11 @@ class FoxAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.gates_per_key = 1 if config.forget_gate_per_kv_head else self.num_key_value_groups
+        one_gate = config.forget_gate_per_kv_head or config.forget_gate == "none"
+        self.gates_per_key = 1 if one_gate else self.num_key_value_groups
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
+        self.rotary_gain = 1.0  # by how much RoPE lengthens q.k, which YaRN and LongRoPE do
         self.is_causal = True
 
         q_size = config.num_attention_heads * self.head_dim
@@ -423,6 +425,8 @@ class FoxModel(FoxPreTrainedModel):
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.rope_parameters else None
+        for layer in self.layers if self.rotary_emb is not None else ():
+            layer.self_attn.rotary_gain = self.rotary_emb.attention_scaling**2
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -24,7 +24,7 @@ def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolu
     """Draw the forget gate matrix F and the attention map A of some heads, F above A.
 
     Args:
-        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is some 400 points wide. Without `layers` and `heads`, four heads are
+        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is some 400 pixels wide. Without `layers` and `heads`, four heads are
             chosen that span from the one that forgets fastest to the slowest, over all layers.
         path: the file to write: PNG, SVG or PDF by its extension.
         title: above all.

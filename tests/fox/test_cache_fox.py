@@ -18,6 +18,7 @@ from hf_longctx.fox.triton_fox import INTERPRETED
 
 
 TINY = {**tiny_fox.TINY, "decay_time_min": 0.5, "decay_time_max": 100}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 256}
 VARIANTS = {
     "llama": lambda: FoxConfig(**TINY),
     "pro": lambda: FoxConfig.pro(**TINY),
@@ -27,6 +28,8 @@ VARIANTS = {
         **TINY, v_shift=True, qk_norm=True, qk_norm_shared=True, qkv_bias=True
     ),
     "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed"),
+    "YaRN": lambda: FoxConfig(**TINY, rope_parameters=YARN),
+    "YaRN and QK-norm": lambda: FoxConfig.pro(**TINY, rope_parameters=YARN),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "grouped heads"])

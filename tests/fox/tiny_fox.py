@@ -27,7 +27,7 @@ VARIANTS = {
     ),
     "bias only": lambda: FoxConfig(**TINY, forget_gate="bias_only", decay_time_min=2, decay_time_max=64),
     "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64),
-    "no gate": lambda: FoxConfig(**TINY, forget_gate="none", rope_parameters=ROPE),
+    "no gate": lambda: FoxConfig(**TINY, forget_gate="none", num_key_value_heads=2, rope_parameters=ROPE),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
