@@ -64,8 +64,8 @@ class HMTOutput(ModelOutput):
     logits: (B, T, V), or those of `logits_to_keep`.
     state: `HMTState` after the last token, with `use_cache=True`.
     recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
-        (those in the recalled pages, then the latest); None for a segment that recalled nothing (the first one, or one
-        whose query is not complete).
+        (those in the recalled pages, then the latest), 0 in a row for what it has not; None for a segment that
+        recalled nothing (the first one, or one whose query is not complete).
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d).
     """
@@ -334,7 +334,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             bank, valid, ages = (torch.cat(pair, 1) for pair in zip(found, (bank, valid, ages - count)))
             ages = ages + count
         prompt, scores = self.memory.recall(query, bank, valid)
-        return prompt, scores, recall_distance(scores, ages)
+        return prompt, scores, recall_distance(scores, ages).masked_fill(~valid.any(1), 0)
 
     def _layout(self, state, prompt, ids, mask, close):
         """[prompt, sensory tokens, tokens] and, to close it, the prompt again.
@@ -473,6 +473,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     def _check_loss_arguments(self, labels, logits_to_keep, score_from, pos_mask):
         if labels is not None and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep):
             raise ValueError("labels need all logits; leave logits_to_keep at 0.")
+        if not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; it counts the last positions, 0 is all of them.")
         if labels is None and (score_from is not None or pos_mask is not None):
             raise ValueError("score_from and pos_mask are about the loss, which needs labels.")
         last = self.config.segment_length - 1
@@ -481,6 +483,11 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def _first_of(positions, tokens):
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"logits_to_keep is a tensor of {positions.dtype}; it must list positions as integers (of a mask over "
+                "positions: mask.nonzero().squeeze(1))."
+            )
         first, last = (-1, -1) if positions.numel() == 0 else (positions.min().item(), positions.max().item())
         if first < 0 or last >= tokens or positions.dim() != 1:
             raise ValueError(
@@ -575,10 +582,21 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         """The whole prompt first (it may continue a `state`), then one new token at a time."""
         if is_first_iteration and attention_mask is not None and not attention_mask.any(1).all():
             raise ValueError("A row of attention_mask is all padding: there is nothing to continue. Remove the row.")
+        if state is not None and not kwargs.get("use_cache", True):
+            raise ValueError(
+                "use_cache is False, and generation continues a state: what is generated has no other place to go. "
+                "Leave use_cache at True, or generate from the whole text without a state."
+            )
         if state is not None and not is_first_iteration:
             input_ids, attention_mask = input_ids[:, -1:], None
         used = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **used}
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        """As in transformers, for the rows of a `state` too."""
+        if expand_size > 1 and model_kwargs.get("state") is not None:
+            model_kwargs["state"] = model_kwargs["state"].map(lambda x: x.repeat_interleave(expand_size, dim=0))
+        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls):

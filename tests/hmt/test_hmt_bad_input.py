@@ -84,6 +84,11 @@ def test_tokens(make_wrapper, tokens):
     for positions in (torch.tensor([], dtype=torch.long), torch.tensor([43]), torch.tensor([-1]), torch.tensor([[0]])):
         with pytest.raises(ValueError, match="a list of positions of this call, 0 to 42"):
             model(tokens, logits_to_keep=positions)
+    with pytest.raises(ValueError, match="logits_to_keep is -1"):
+        model(tokens, logits_to_keep=-1)
+    for positions in (torch.ones(43, dtype=torch.bool), torch.ones(2)):
+        with pytest.raises(ValueError, match="must list positions as integers"):
+            model(tokens, logits_to_keep=positions)
     with pytest.raises(ValueError, match="needs labels"):
         model(tokens, score_from=4)
     for position in (-1, 8):
