@@ -31,8 +31,9 @@ all tokens.
 
 Padding: in the causal mode a segment without any real token leaves no memory in that row, padding among the sensory
 tokens is masked, and positions count real tokens only, so a row padded on the left by whole segments is read as if it
-stood alone (but for recurrent backbones, and sliding windows shorter than a segment, which run over padding). The
-paper mode keeps the memories of padding and shows padded sensory tokens, as the official code does.
+stood alone (but for recurrent and convolutional backbones and sliding windows shorter than a segment, which run over
+padding, and MPT, whose position bias counts it). The paper mode keeps the memories of padding and shows padded sensory
+tokens, as the official code does.
 """
 
 from contextlib import nullcontext

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaForCausalLM, LlamaModel, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    LlamaForCausalLM,
+    LlamaModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+    XLNetLMHeadModel,
+)
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper, from_official, official_parameters
 
@@ -66,6 +75,31 @@ def test_unsuitable_backbones(llama):
         HMTWrapper.from_backbone(llama, config)
     with pytest.raises(ValueError, match="no backbone_config"):
         HMTWrapper(HMTConfig())
+
+
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
+XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 61}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "model_class, sizes, remedy",
+    [
+        (BertLMHeadModel, {**BERT, "initializer_range": 0.3}, {"is_decoder": True}),
+        (XLNetLMHeadModel, {**XLNET, "initializer_range": 0.3}, {"attn_type": "uni"}),
+    ],
+    ids=["BERT", "XLNet"],
+)
+def test_a_backbone_that_sees_ahead(model_class, sizes, remedy, dtype):
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes)).to(dtype)
+    model.dropout_of_mine = torch.nn.Dropout().eval()
+    modes = [m.training for m in model.modules()]
+    with pytest.raises(ValueError, match=rf"{model_class.__name__} is not causal.*is_decoder=True.*attn_type='uni'"):
+        HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3))
+    assert [m.training for m in model.modules()] == modes and any(modes) and not all(modes)
+    good = model_class(model_class.config_class(**sizes, **remedy)).to(dtype)
+    assert HMTWrapper.from_backbone(good, HMTConfig(segment_length=8, sensory_tokens=3)).training
 
 
 def test_tokens(make_wrapper, tokens):

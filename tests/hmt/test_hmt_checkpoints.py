@@ -47,6 +47,17 @@ def test_copies_and_pickles(make_wrapper, tokens):
     assert torch.equal(model(tokens).logits, expected)
 
 
+def test_the_backbone_alone_keeps_no_graph(make_wrapper, tokens):
+    model = make_wrapper()
+    expected = model(tokens).logits
+    model.backbone(tokens)
+    assert torch.equal(copy.deepcopy(model)(tokens).logits, expected)
+    model.calls.base.layers[1].self_attn = None
+    with pytest.raises(TypeError):
+        model(tokens)
+    copy.deepcopy(model)  # nor does a call that fails
+
+
 def test_new_tokens(make_wrapper, tokens):
     model = make_wrapper()
     expected = model(tokens).logits
