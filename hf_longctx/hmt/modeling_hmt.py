@@ -36,7 +36,7 @@ padding, and MPT, whose position bias counts it). The paper mode keeps the memor
 tokens, as the official code does.
 """
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -44,7 +44,7 @@ from itertools import groupby
 import torch
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput, cached_file
 
@@ -382,7 +382,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         kept = (c.memory_size or bank.shape[1]) if c.recall else c.memory_tokens
         pages, dropped = state.pages, bank.shape[1] - kept
         if pages is not None and dropped > 0:
-            pages = pages.append(bank[:, :dropped], valid[:, :dropped])
+            # sliced from the bank before this segment: what leaves it has no part in this segment's graph
+            pages = pages.append(state.bank[:, :dropped], state.valid[:, :dropped])
         state = replace(
             state,
             pages=pages,
@@ -681,13 +682,25 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers."""
+        """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers.
+
+        With `output_loading_info=True`, the second result of a pointer is about the backbone, under its own names; the
+        memory's weights must all be there.
+
+        Raises:
+            ValueError: settings beside a configuration object.
+        """
         path, found = pretrained_model_name_or_path, config
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {name: kwargs[name] for name in hub_names if name in kwargs}
         settings = {k: v for k, v in kwargs.items() if k in HMTConfig.__dataclass_fields__ and k != "dtype"}
-        if config is None:
-            found = HMTConfig.from_pretrained(path, **hub, **settings)
+        if not isinstance(config, HMTConfig):
+            found = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
+        elif settings:
+            raise ValueError(
+                f"{sorted(settings)} and a config are both given. Set them in the config, or leave it out: then they "
+                "change the saved one."
+            )
         if found.backbone_in_checkpoint:
             return super().from_pretrained(path, *args, config=config, **kwargs)
         ours = {"revision", "subfolder", *settings}  # the rest is for loading the backbone
@@ -696,10 +709,13 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         backbone = AutoModelForCausalLM.from_pretrained(
             found.backbone_name_or_path, revision=found.backbone_revision, **rest
         )
+        backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         model = cls.from_backbone(backbone, found)
         weights = load_file(cached_file(path, "model.safetensors", **hub))
         model.memory.load_state_dict({name.removeprefix("memory."): value for name, value in weights.items()})
-        return model.eval()
+        with suppress(OSError):  # none there: it stays that of the backbone
+            model.generation_config = GenerationConfig.from_pretrained(path, **hub)
+        return (model.eval(), *loading_info) if loading_info else model.eval()
 
 
 def retrieval_loss(scores, pos_mask):

@@ -45,6 +45,10 @@ def test_settings(settings, message):
         HMTConfig(**settings)
 
 
+def test_a_whole_segment_as_an_integer():
+    assert HMTConfig(sum_fraction=1).summary_length == 512
+
+
 def test_a_tie_goes_to_the_even_number():
     assert [HMTConfig(segment_length=n, sensory_tokens=0).summary_length for n in (13, 15, 16)] == [6, 8, 8]
 
@@ -52,6 +56,8 @@ def test_a_tie_goes_to_the_even_number():
 def test_too_few_positions(llama):
     with pytest.raises(ValueError, match=r"allows 64 positions, and a segment needs 66.*segment_length to at most 62"):
         HMTWrapper.from_backbone(llama, HMTConfig(segment_length=64, sensory_tokens=0))
+    with pytest.raises(ValueError, match="Lower sensory_tokens and segment_length"):
+        HMTWrapper.from_backbone(llama, HMTConfig(segment_length=100, sensory_tokens=50))
     model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=62, sensory_tokens=0))
     assert model.config.positions_per_segment == 64
 
