@@ -44,7 +44,14 @@ from itertools import groupby
 import torch
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.utils import ModelOutput, cached_file
 
@@ -694,7 +701,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {name: kwargs[name] for name in hub_names if name in kwargs}
         settings = {k: v for k, v in kwargs.items() if k in HMTConfig.__dataclass_fields__ and k != "dtype"}
-        if not isinstance(config, HMTConfig):
+        if not isinstance(config, PreTrainedConfig):  # remote code has an HMTConfig of its own
             found = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
