@@ -13,6 +13,8 @@ import torch
 
 _LAST_HIDDEN = "hmt_last_hidden_state"
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
+# Layers whose cache several tokens can continue with an attention mask. "hybrid": FoX, whose token shift minds padding.
+_CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
 
 
 class Backbone:
@@ -22,7 +24,8 @@ class Backbone:
         model: a causal LM, or a PEFT model around one.
 
     Raises:
-        ValueError: no input embeddings, no `inputs_embeds`, or prompt-learning PEFT; the message names the class.
+        ValueError: no input embeddings, no `inputs_embeds`, prompt-learning PEFT, or a position that sees later ones;
+            the message names the class.
     """
 
     def __init__(self, model):
@@ -45,14 +48,52 @@ class Backbone:
             raise ValueError(f"{name} has no input embeddings; HMT needs them to embed tokens beside its memory.")
         self.model = model
         self.base = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
+        if self.base is model:  # a text model within a larger architecture, such as Llama4ForCausalLM
+            self.base = getattr(model, "model", model)
         if self.base is model:
             raise ValueError(f"{name} has no head beside its base model; pass a causal LM such as LlamaForCausalLM.")
         if _keep_last_hidden not in self.base._forward_hooks.values():
             self.base.register_forward_hook(_keep_last_hidden)
         self.width = embedding.weight.shape[-1]
         self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
-        # A stateful backbone cannot be continued by several tokens at once in general: its segment is read again.
-        self.continues = "past_key_values" in self.forward_arguments and not getattr(model, "_is_stateful", False)
+        # Where a `DynamicCache` cannot be continued by several tokens, padding among them, the segment is read again.
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        self.stateful = getattr(model, "_is_stateful", False)
+        self.continues = (
+            "past_key_values" in self.forward_arguments
+            and not self.stateful
+            and model._supports_default_dynamic_cache()
+            and layers <= _CONTINUED_LAYERS
+        )
+        self._check_causal(embedding.weight.device)
+
+    def _check_causal(self, device):
+        """ValueError if the first of three positions sees the last: one tiny pass for each of two last embeddings.
+
+        Not run on weights that are not there yet, nor with attention kernels that may need another device or dtype than
+        the model has so far; recurrent backbones cannot see ahead.
+        """
+        model, attention = self.model, getattr(self.model.config, "_attn_implementation", None)
+        if device.type == "meta" or self.stateful or attention not in (None, "eager", "sdpa"):
+            return
+        training = [module for module in model.modules() if module.training]
+        model.eval()  # no dropout
+        try:
+            with torch.no_grad():
+                like = self.embed(torch.zeros(1, 3, dtype=torch.long, device=device))
+                embeds = torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
+                other = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
+                first, second = (self.run(x, None, None)[1][0, 0].float() for x in (embeds, other))
+        finally:
+            for module in training:
+                module.training = True
+        # above what rounding may differ by, where a mixture of experts groups the positions in another way
+        if (first - second).norm() > max(8 * torch.finfo(like.dtype).eps, 3e-4) * first.norm():
+            raise ValueError(
+                f"{type(model).__name__} is not causal: its first position sees a later one, so it would read the "
+                "tokens that it is asked to predict. Set up its configuration for language modelling (BERT and its "
+                "kin: is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
+            )
 
     def embed(self, ids):
         """Token embeddings as the backbone's first layer receives them, (B, T) -> (B, T, d)."""
@@ -79,23 +120,23 @@ class Backbone:
                 inputs["position_ids"] = positions[:, -embeds.shape[1] :]
         if kv_cache is not None:
             inputs["past_key_values"] = kv_cache
-        if keep is None:
-            self.base(**inputs)
-            return None, self._last_hidden()
-        if "logits_to_keep" in self.forward_arguments:
-            logits = self.model(**inputs, logits_to_keep=keep).logits
-        else:
-            logits = self.model(**inputs).logits[:, keep]
-        return logits, self._last_hidden()
-
-    def _last_hidden(self):
-        hidden = self.base.__dict__.pop(_LAST_HIDDEN)
+        logits = None
+        self.base.__dict__[_LAST_HIDDEN] = None  # for the hook to fill
+        try:
+            if keep is None:
+                self.base(**inputs)
+            elif "logits_to_keep" in self.forward_arguments:
+                logits = self.model(**inputs, logits_to_keep=keep).logits
+            else:
+                logits = self.model(**inputs).logits[:, keep]
+        finally:
+            hidden = self.base.__dict__.pop(_LAST_HIDDEN)
         if hidden.shape[-1] != self.width:
             raise ValueError(
                 f"{type(self.model).__name__} takes embeddings of width {self.width} and ends in hidden states of "
                 f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so they must be equal."
             )
-        return hidden
+        return logits, hidden
 
     @torch.no_grad()
     def embedding_std(self):
@@ -107,7 +148,8 @@ class Backbone:
 
 
 def _keep_last_hidden(module, args, output):
-    module.__dict__[_LAST_HIDDEN] = output[0]
+    if _LAST_HIDDEN in module.__dict__:  # within `Backbone.run`: whoever uses the backbone alone keeps no graph
+        module.__dict__[_LAST_HIDDEN] = output[0]
 
 
 __all__ = ["Backbone"]

@@ -50,7 +50,7 @@ class HMTConfig(PreTrainedConfig):
     memory_size: int | None = 300
     recalled_pages: int | None = None
     page_size: int = 16
-    sum_fraction: float = 0.5
+    sum_fraction: float | int = 0.5
     recall: bool = True
     memory_tokens: int = 1
     recall_dim: int | None = None
@@ -117,10 +117,13 @@ class HMTConfig(PreTrainedConfig):
         text_config = self.backbone_config and self.backbone_config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
+            most = self.segment_length - self.positions_per_segment + positions
+            remedy = f"Set segment_length to at most {most}."
+            if most <= self.sensory_tokens + self.memory_tokens:
+                remedy = "Lower sensory_tokens and segment_length, which must stay above it, or take another backbone."
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
-                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. "
-                f"Set segment_length to at most {self.segment_length - self.positions_per_segment + positions}."
+                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. " + remedy
             )
 
     @property

@@ -56,12 +56,13 @@ class HMTMemory(nn.Module):
             valid: False where a row has no such memory, (B, c), bool.
 
         Returns:
-            prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32. A row without any memory gets `initial`.
+            prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32, 0 where not valid. A row without any memory
+            gets `initial`.
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
             scores = (self.direction(query).to(bank_wide) @ bank_wide.mT).squeeze(1)  # (B, c)
-            scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1)
+            scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
         return self.or_initial(prompt, valid), scores
 
@@ -81,7 +82,8 @@ class HMTState:
     `pages` holds what fell out of `bank`, if the model keeps pages.
 
     A state is not changed by a call: keep one to branch off from it later. `position` counts tokens per row, `segment`
-    full segments, `padded` says that some position may be padding, `signature` names the model it belongs to.
+    full segments, `padded` says that some position may be padding, `signature` names the kind of model it belongs to: a
+    state of the same architecture and settings with other weights is not noticed, and its memories are noise there.
     """
 
     bank: torch.Tensor
@@ -153,7 +155,10 @@ class HMTState:
 
     @classmethod
     def load(cls, path, device="cpu") -> "HMTState":
-        """Read a state written by `save`. Raises ValueError if the file holds something else."""
+        """Read a state written by `save`; its pages come into CPU memory, also those that were in a page file.
+
+        Raises ValueError if the file holds something else.
+        """
         with safe_open(str(path), "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "hmt_state" not in metadata:

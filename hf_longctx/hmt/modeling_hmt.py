@@ -31,11 +31,12 @@ all tokens.
 
 Padding: in the causal mode a segment without any real token leaves no memory in that row, padding among the sensory
 tokens is masked, and positions count real tokens only, so a row padded on the left by whole segments is read as if it
-stood alone (but for recurrent backbones, and sliding windows shorter than a segment, which run over padding). The
-paper mode keeps the memories of padding and shows padded sensory tokens, as the official code does.
+stood alone (but for recurrent and convolutional backbones and sliding windows shorter than a segment, which run over
+padding, and MPT, whose position bias counts it). The paper mode keeps the memories of padding and shows padded sensory
+tokens, as the official code does.
 """
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -43,7 +44,14 @@ from itertools import groupby
 import torch
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.utils import ModelOutput, cached_file
 
@@ -64,8 +72,8 @@ class HMTOutput(ModelOutput):
     logits: (B, T, V), or those of `logits_to_keep`.
     state: `HMTState` after the last token, with `use_cache=True`.
     recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
-        (those in the recalled pages, then the latest); None for a segment that recalled nothing (the first one, or one
-        whose query is not complete).
+        (those in the recalled pages, then the latest), 0 in a row for what it has not; None for a segment that
+        recalled nothing (the first one, or one whose query is not complete).
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d).
     """
@@ -334,7 +342,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             bank, valid, ages = (torch.cat(pair, 1) for pair in zip(found, (bank, valid, ages - count)))
             ages = ages + count
         prompt, scores = self.memory.recall(query, bank, valid)
-        return prompt, scores, recall_distance(scores, ages)
+        return prompt, scores, recall_distance(scores, ages).masked_fill(~valid.any(1), 0)
 
     def _layout(self, state, prompt, ids, mask, close):
         """[prompt, sensory tokens, tokens] and, to close it, the prompt again.
@@ -381,7 +389,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         kept = (c.memory_size or bank.shape[1]) if c.recall else c.memory_tokens
         pages, dropped = state.pages, bank.shape[1] - kept
         if pages is not None and dropped > 0:
-            pages = pages.append(bank[:, :dropped], valid[:, :dropped])
+            # sliced from the bank before this segment: what leaves it has no part in this segment's graph
+            pages = pages.append(state.bank[:, :dropped], state.valid[:, :dropped])
         state = replace(
             state,
             pages=pages,
@@ -473,6 +482,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     def _check_loss_arguments(self, labels, logits_to_keep, score_from, pos_mask):
         if labels is not None and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep):
             raise ValueError("labels need all logits; leave logits_to_keep at 0.")
+        if not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; it counts the last positions, 0 is all of them.")
         if labels is None and (score_from is not None or pos_mask is not None):
             raise ValueError("score_from and pos_mask are about the loss, which needs labels.")
         last = self.config.segment_length - 1
@@ -481,6 +492,11 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def _first_of(positions, tokens):
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"logits_to_keep is a tensor of {positions.dtype}; it must list positions as integers (of a mask over "
+                "positions: mask.nonzero().squeeze(1))."
+            )
         first, last = (-1, -1) if positions.numel() == 0 else (positions.min().item(), positions.max().item())
         if first < 0 or last >= tokens or positions.dim() != 1:
             raise ValueError(
@@ -575,10 +591,21 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         """The whole prompt first (it may continue a `state`), then one new token at a time."""
         if is_first_iteration and attention_mask is not None and not attention_mask.any(1).all():
             raise ValueError("A row of attention_mask is all padding: there is nothing to continue. Remove the row.")
+        if state is not None and not kwargs.get("use_cache", True):
+            raise ValueError(
+                "use_cache is False, and generation continues a state: what is generated has no other place to go. "
+                "Leave use_cache at True, or generate from the whole text without a state."
+            )
         if state is not None and not is_first_iteration:
             input_ids, attention_mask = input_ids[:, -1:], None
         used = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **used}
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        """As in transformers, for the rows of a `state` too."""
+        if expand_size > 1 and model_kwargs.get("state") is not None:
+            model_kwargs["state"] = model_kwargs["state"].map(lambda x: x.repeat_interleave(expand_size, dim=0))
+        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -662,13 +689,25 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers."""
+        """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers.
+
+        With `output_loading_info=True`, the second result of a pointer is about the backbone, under its own names; the
+        memory's weights must all be there.
+
+        Raises:
+            ValueError: settings beside a configuration object.
+        """
         path, found = pretrained_model_name_or_path, config
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {name: kwargs[name] for name in hub_names if name in kwargs}
         settings = {k: v for k, v in kwargs.items() if k in HMTConfig.__dataclass_fields__ and k != "dtype"}
-        if config is None:
-            found = HMTConfig.from_pretrained(path, **hub, **settings)
+        if not isinstance(config, PreTrainedConfig):  # remote code has an HMTConfig of its own
+            found = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
+        elif settings:
+            raise ValueError(
+                f"{sorted(settings)} and a config are both given. Set them in the config, or leave it out: then they "
+                "change the saved one."
+            )
         if found.backbone_in_checkpoint:
             return super().from_pretrained(path, *args, config=config, **kwargs)
         ours = {"revision", "subfolder", *settings}  # the rest is for loading the backbone
@@ -677,10 +716,13 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         backbone = AutoModelForCausalLM.from_pretrained(
             found.backbone_name_or_path, revision=found.backbone_revision, **rest
         )
+        backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         model = cls.from_backbone(backbone, found)
         weights = load_file(cached_file(path, "model.safetensors", **hub))
         model.memory.load_state_dict({name.removeprefix("memory."): value for name, value in weights.items()})
-        return model.eval()
+        with suppress(OSError):  # none there: it stays that of the backbone
+            model.generation_config = GenerationConfig.from_pretrained(path, **hub)
+        return (model.eval(), *loading_info) if loading_info else model.eval()
 
 
 def retrieval_loss(scores, pos_mask):

@@ -12,6 +12,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
 ROOM = {"max_position_embeddings": 64, "intermediate_size": 24}
 HEADS = {"num_key_value_heads": 1, "head_dim": 8}
+LINEAR = {**HEADS, "num_local_experts": 2, "block_size": 4, "layer_types": ["linear_attention", "full_attention"]}
 BACKBONES = {
     "LlamaForCausalLM": {**SIZES, **ROOM},
     "MistralForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "sliding_window": 6},
@@ -29,6 +30,12 @@ BACKBONES = {
     "BloomForCausalLM": {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61},
     "CohereForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "logit_scale": 0.5},
     "MixtralForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "num_local_experts": 2},
+    "Lfm2ForCausalLM": {
+        **{**SIZES, **ROOM, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
+        "initializer_range": 0.3,  # so that what its convolution sees matters
+    },
+    "MiniMaxForCausalLM": {**SIZES, **ROOM, **LINEAR},
+    "Llama4ForCausalLM": {**SIZES, **ROOM, **HEADS, "intermediate_size_mlp": 24, "num_local_experts": 2},
     "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4},
     "Mamba2ForCausalLM": {
         **{"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4, "chunk_size": 8},
@@ -78,6 +85,21 @@ def test_stream_and_generation_equal_forward(model, tokens):
     torch.testing.assert_close(chosen, logits.amax(2), atol=2e-5, rtol=1e-4)  # the arg-max, up to a tie
 
 
+def test_a_padded_row_token_by_token(model, tokens):
+    """What a cache holds of padding must not reach the tokens after it."""
+    if not model.calls.sees_padding:
+        pytest.skip("this backbone refuses padding")
+    mask, state, logits = torch.ones(2, 20, dtype=torch.long), None, []
+    mask[0, :5] = 0
+    with torch.no_grad():
+        whole = model(tokens[:, :20], attention_mask=mask).logits
+        for ids, seen in zip(tokens[:, :20].split(1, 1), mask.split(1, 1)):
+            out = model(ids, attention_mask=seen, state=state, use_cache=True)
+            state = out.state
+            logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1)[mask > 0], whole[mask > 0], atol=2e-5, rtol=1e-4)
+
+
 def test_prompts_start_at_the_scale_of_embeddings(model, tokens):
     """What Gemma's embedding multiplies by sqrt(d) must not leave the prompts behind."""
     embedded = model.get_input_embeddings()(torch.arange(61)).std()
@@ -97,9 +119,12 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
 
 
 def test_left_padding_by_whole_segments(model, tokens):
-    """Position ids leave padding out; a recurrent state and a window shorter than a segment run over it."""
+    """Position ids leave padding out; a recurrence, a convolution and a window below a segment run over it."""
     backbone = model.config.backbone_config
-    if backbone.model_type in ("mamba", "mamba2", "rwkv") or getattr(backbone, "sliding_window", None) == 6:
+    if (
+        backbone.model_type in ("mamba", "mamba2", "rwkv", "minimax", "lfm2")
+        or getattr(backbone, "sliding_window", None) == 6
+    ):
         pytest.skip(f"this {backbone.model_type} has more than positions that count padding")
     ids, mask = torch.cat([tokens[:, :16], tokens], 1), torch.ones(2, 59, dtype=torch.long)
     mask[1, :16] = 0

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaForCausalLM, LlamaModel, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    LlamaForCausalLM,
+    LlamaModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+    XLNetLMHeadModel,
+)
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper, from_official, official_parameters
 
@@ -36,6 +45,10 @@ def test_settings(settings, message):
         HMTConfig(**settings)
 
 
+def test_a_whole_segment_as_an_integer():
+    assert HMTConfig(sum_fraction=1).summary_length == 512
+
+
 def test_a_tie_goes_to_the_even_number():
     assert [HMTConfig(segment_length=n, sensory_tokens=0).summary_length for n in (13, 15, 16)] == [6, 8, 8]
 
@@ -43,6 +56,8 @@ def test_a_tie_goes_to_the_even_number():
 def test_too_few_positions(llama):
     with pytest.raises(ValueError, match=r"allows 64 positions, and a segment needs 66.*segment_length to at most 62"):
         HMTWrapper.from_backbone(llama, HMTConfig(segment_length=64, sensory_tokens=0))
+    with pytest.raises(ValueError, match="Lower sensory_tokens and segment_length"):
+        HMTWrapper.from_backbone(llama, HMTConfig(segment_length=100, sensory_tokens=50))
     model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=62, sensory_tokens=0))
     assert model.config.positions_per_segment == 64
 
@@ -68,6 +83,31 @@ def test_unsuitable_backbones(llama):
         HMTWrapper(HMTConfig())
 
 
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
+XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 61}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "model_class, sizes, remedy",
+    [
+        (BertLMHeadModel, {**BERT, "initializer_range": 0.3}, {"is_decoder": True}),
+        (XLNetLMHeadModel, {**XLNET, "initializer_range": 0.3}, {"attn_type": "uni"}),
+    ],
+    ids=["BERT", "XLNet"],
+)
+def test_a_backbone_that_sees_ahead(model_class, sizes, remedy, dtype):
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes)).to(dtype)
+    model.dropout_of_mine = torch.nn.Dropout().eval()
+    modes = [m.training for m in model.modules()]
+    with pytest.raises(ValueError, match=rf"{model_class.__name__} is not causal.*is_decoder=True.*attn_type='uni'"):
+        HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3))
+    assert [m.training for m in model.modules()] == modes and any(modes) and not all(modes)
+    good = model_class(model_class.config_class(**sizes, **remedy)).to(dtype)
+    assert HMTWrapper.from_backbone(good, HMTConfig(segment_length=8, sensory_tokens=3)).training
+
+
 def test_tokens(make_wrapper, tokens):
     model = make_wrapper()
     for bad in (None, tokens[0], tokens[:, :0], tokens[:0]):
@@ -83,6 +123,11 @@ def test_tokens(make_wrapper, tokens):
         model(tokens, labels=tokens, logits_to_keep=torch.arange(3))
     for positions in (torch.tensor([], dtype=torch.long), torch.tensor([43]), torch.tensor([-1]), torch.tensor([[0]])):
         with pytest.raises(ValueError, match="a list of positions of this call, 0 to 42"):
+            model(tokens, logits_to_keep=positions)
+    with pytest.raises(ValueError, match="logits_to_keep is -1"):
+        model(tokens, logits_to_keep=-1)
+    for positions in (torch.ones(43, dtype=torch.bool), torch.ones(2)):
+        with pytest.raises(ValueError, match="must list positions as integers"):
             model(tokens, logits_to_keep=positions)
     with pytest.raises(ValueError, match="needs labels"):
         model(tokens, score_from=4)

@@ -129,3 +129,15 @@ def test_right_padding_changes_no_real_token(make_wrapper, tokens):
     for row, n in enumerate(lengths):
         torch.testing.assert_close(out.logits[row, :n], model(tokens[row : row + 1, :n]).logits[0], atol=1e-9, rtol=0)
     assert out.loss.isfinite()
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_size": 1, "page_size": 1, "recalled_pages": 1}], ids=str)
+def test_what_a_padded_row_recalled(make_wrapper, tokens, settings):
+    """Rows padded by whole segments report what they would alone, and nothing for the time before they began."""
+    model, mask = make_wrapper(**settings), torch.ones_like(tokens)
+    mask[1, :16] = 0
+    padded = model(tokens, attention_mask=mask, output_recall=True)
+    alone = model(tokens[1:, 16:], output_recall=True)
+    assert padded.recall_distance[:, 1].tolist() == [0, 0, *alone.recall_distance[:, 0].tolist()]
+    for n, scores in enumerate(padded.recall_scores[1:5], 1):
+        torch.testing.assert_close(scores.sum(1), torch.tensor([1.0, n > 2]).double())

@@ -47,6 +47,17 @@ def test_copies_and_pickles(make_wrapper, tokens):
     assert torch.equal(model(tokens).logits, expected)
 
 
+def test_the_backbone_alone_keeps_no_graph(make_wrapper, tokens):
+    model = make_wrapper()
+    expected = model(tokens).logits
+    model.backbone(tokens)
+    assert torch.equal(copy.deepcopy(model)(tokens).logits, expected)
+    model.calls.base.layers[1].self_attn = None
+    with pytest.raises(TypeError):
+        model(tokens)
+    copy.deepcopy(model)  # nor does a call that fails
+
+
 def test_new_tokens(make_wrapper, tokens):
     model = make_wrapper()
     expected = model(tokens).logits
@@ -89,6 +100,9 @@ def test_a_pointer_holds_the_memory_alone(llama, tokens, tmp_path, auto):
     again = loader.from_pretrained(tmp_path / "hmt")
     assert torch.equal(again(tokens).logits, model(tokens).logits)
     assert again.config.backbone_name_or_path == str(tmp_path / "llama")
+    _, info = loader.from_pretrained(tmp_path / "hmt", output_loading_info=True)
+    assert "missing_keys" in info and not any(info.values())
+    assert loader.from_pretrained(tmp_path / "hmt", memory_size=9).config.memory_size == 9
     half = loader.from_pretrained(tmp_path / "hmt", dtype=torch.bfloat16, attn_implementation="eager")
     assert half.backbone.config._attn_implementation == "eager"
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
@@ -96,6 +110,23 @@ def test_a_pointer_holds_the_memory_alone(llama, tokens, tmp_path, auto):
     model.config.backbone_name_or_path = None
     with pytest.raises(ValueError, match="does not say where the backbone is"):
         model.save_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("pointer", [True, False])
+def test_settings_of_a_checkpoint(llama, tmp_path, pointer):
+    llama.save_pretrained(tmp_path / "llama")
+    model = HMTWrapper.from_backbone(tmp_path / "llama", HMTConfig(**SETTINGS, backbone_in_checkpoint=not pointer))
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "hmt")
+    assert HMTWrapper.from_pretrained(tmp_path / "hmt").generation_config.max_new_tokens == 7
+    assert (
+        HMTWrapper.from_pretrained(tmp_path / "hmt", config=str(tmp_path / "hmt"), memory_size=9).config.memory_size
+        == 9
+    )
+    (tmp_path / "hmt" / "generation_config.json").unlink()
+    assert HMTWrapper.from_pretrained(tmp_path / "hmt").generation_config.eos_token_id == 2
+    with pytest.raises(ValueError, match=r"'memory_size'. and a config are both given"):
+        HMTWrapper.from_pretrained(tmp_path / "hmt", config=HMTConfig.from_pretrained(tmp_path / "hmt"), memory_size=9)
 
 
 def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):

@@ -60,6 +60,26 @@ def test_continues_a_state(make_wrapper, tokens):
     assert torch.equal(out.sequences, whole[:, 19:])
 
 
+def test_a_state_needs_the_cache(make_wrapper, tokens):
+    model = make_wrapper()
+    state = model(tokens[:, :19], use_cache=True).state
+    with pytest.raises(ValueError, match="generation continues a state"):
+        model.generate(tokens[:, 19:23], state=state, max_new_tokens=3, use_cache=False)
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_size": 1, "page_size": 1, "recalled_pages": 1}], ids=str)
+@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+def test_several_sequences_continue_a_state(make_wrapper, tokens, settings, arguments):
+    model, arguments = make_wrapper(**settings), {"do_sample": False, "max_new_tokens": 9, **arguments}
+    with torch.no_grad():
+        state = model(tokens[:, :19], use_cache=True).state
+    torch.manual_seed(0)
+    whole = model.generate(tokens[:, :23], eos_token_id=None, **arguments)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(tokens[:, 19:23], state=state, eos_token_id=None, **arguments), whole[:, 19:])
+    assert len(state.bank) == 2
+
+
 def test_end_of_text_per_row(make_wrapper, tokens):
     model = make_wrapper()
     free = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=None)

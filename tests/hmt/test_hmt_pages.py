@@ -102,6 +102,15 @@ def test_generates_as_it_reads(make_wrapper, long_tokens):
         assert torch.equal(ids[:, 61:], model(ids).logits[:, 60:-1].argmax(-1))
 
 
+def test_training_that_cuts_every_segment_pages_to_a_file(make_wrapper, tokens, tmp_path):
+    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1, bptt_segments=1)
+    in_ram = model(tokens, labels=tokens, state=model.new_state(2))
+    in_file = model(tokens, labels=tokens, state=model.new_state(2, tmp_path / "pages"))
+    in_file.loss.backward()
+    assert torch.equal(in_file.logits, in_ram.logits)
+    assert len(in_file.state.pages) == 4 and model.memory.wq.grad.any()
+
+
 def test_what_a_file_cannot_do(make_wrapper, tokens, tmp_path):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
     with pytest.raises(ValueError, match="lose their gradient"):
