@@ -37,6 +37,7 @@ from .loss import PositionLoss, window_starts
 from .runner import _on_cpu as on_cpu
 from .runner import (
     exchange,
+    identity,
     model_settings,
     place_of,
     position_limit,
@@ -44,7 +45,6 @@ from .runner import (
     special_ids,
     versions,
     vocabulary_size,
-    weights_hash,
 )
 
 
@@ -357,7 +357,7 @@ def run_parts(
     rank, processes = place_of(model)
     depends_on = {"metric": metric, **settings}
     if journal is not None:
-        depends_on["weights_sha256"] = weights_hash(model)
+        depends_on |= identity(model)
     if processes > 1:
         depends_on |= {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal

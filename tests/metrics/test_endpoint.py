@@ -149,6 +149,8 @@ def test_an_interrupted_curve_goes_on(model, tmp_path, trouble):
         assert forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "part") == expected
         assert len(server.requests) - before < 2 * asked
     assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
+    with serving(model) as server, pytest.raises(ValueError, match="another run: endpoint is 'http"):
+        forgetting_curve(connect(server), CORPUS, **OPTIONS, journal=tmp_path / "whole")
 
 
 def test_lengths_beyond_what_is_served(model):
