@@ -5,7 +5,6 @@ least 1 % better than guessing from the language). An interrupted run keeps the 
 --journal goes on from there. Under torchrun or accelerate launch, the processes share the work.
 """
 
-import sys
 from pathlib import Path
 
 from . import shared
@@ -104,5 +103,5 @@ def run(args):
 def _default_max_length(claimed, corpus_tokens):
     """Half of the context that the model claims, as far as the corpus reaches."""
     longest = corpus_tokens // 3 if claimed is None else min((claimed - 3) // 2, corpus_tokens // 3)
-    print(f"measuring up to {longest} tokens (choose another end with --max-length)", file=sys.stderr)
+    shared.say(f"measuring up to {longest} tokens (choose another end with --max-length)")
     return longest

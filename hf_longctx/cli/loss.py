@@ -25,6 +25,7 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import position_loss
 
+    shared.join_processes()
     model, tokenizer = shared.load_model(args)
     claimed = shared.claimed_context(model)
     tokens = shared.load_tokens(args, tokenizer, args.context_length or claimed)
