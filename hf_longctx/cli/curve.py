@@ -63,8 +63,6 @@ def run(args):
         args.points = 32 if args.protocol == "adaptive" else 16
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    if args.train_length is None:
-        args.train_length = claimed
     if args.data_type == "random":
         args.corpus = None
 

@@ -36,8 +36,8 @@ def add_arguments(parser):
     parser.add_argument(
         "--score",
         choices=("match_rate", "exact_rate", "probability"),
-        default="match_rate",
-        help="what the picture shows: answer found in the reply (default), given token for token, its probability",
+        help="what the picture shows: answer found in the reply (default), given token for token (default with "
+        "--no-replies), its probability",
     )
     parser.add_argument(
         "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture"
@@ -48,6 +48,8 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import needle_in_a_haystack
 
+    if args.no_replies and args.score == "match_rate":
+        raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
     lengths = args.lengths or default_lengths(shared.claimed_context(model) or 4096, tokenizer, args.mode)

@@ -120,6 +120,7 @@ def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch
     [
         (["loss", "{folder}", "--context-length", "100000000"], "fewer than context_length=100000000"),
         (["needle", "{folder}", "--depths", "1"], "--depths is 1; it must be at least 2"),
+        (["needle", "{folder}", "--no-replies", "--score", "match_rate"], "looks into replies, and there are none"),
         (["needle", "{folder}", "--lengths", "100"], "length 100 is too short"),
         (["lines", "{folder}", "--lines", "0"], "a record has from 1 to"),
     ],
