@@ -9,7 +9,12 @@ from pathlib import Path
 def add_model(parser):
     """Arguments that name a model and how to run it; see `load_model`."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model")
-    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto (the checkpoint's, default), float32, bfloat16, float16",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")

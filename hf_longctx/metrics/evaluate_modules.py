@@ -260,8 +260,9 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
     model, tokens, _ = load(model, corpus, tokenizer)
-    length = context_length or min(claimed_context(model) or len(tokens), len(tokens))
-    return position_loss(model, tokens, context_length=length, **options)
+    if context_length is None:
+        context_length = min(claimed_context(model) or len(tokens), len(tokens))
+    return position_loss(model, tokens, context_length=context_length, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:

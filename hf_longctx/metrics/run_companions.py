@@ -193,7 +193,7 @@ def needle_in_a_haystack(
     for name, ids in zip(pieces._fields, pieces):
         check_ids(ids, f"the {name} as the tokenizer encodes it", vocab_size)
     begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
-    check_positions(model, lengths[-1] + MORE * generate, "the longest length")
+    check_positions(model, lengths[-1], "the longest length", MORE * generate)
     settings = model_settings(model) | {
         "mode": mode,
         "seed": seed,
@@ -296,7 +296,7 @@ def line_retrieval(
 
     tokens = [sum(map(len, ask(n, repeat)[1:])) for n in (lines[0], lines[-1]) for repeat in range(repeats)]
     longest = max(tokens)
-    check_positions(model, longest + MORE * generate, f"a record of {lines[-1]} lines")
+    check_positions(model, longest, f"a record of {lines[-1]} lines", MORE * generate)
     settings = model_settings(model) | {
         "seed": seed,
         "repeats": repeats,
@@ -510,16 +510,19 @@ def check_questions(model: nn.Module, repeats: int, generate: bool) -> None:
         raise ValueError(f"{type(model).__name__} has no generate method; measure without replies: generate=False.")
 
 
-def check_positions(model: nn.Module, tokens: int, what: str) -> None:
+def check_positions(model: nn.Module, tokens: int, what: str, reply: int = 0) -> None:
     """
     Raises:
-        ValueError: `tokens` are more than the model's table of positions has.
+        ValueError: `tokens` and those of a reply are more than the model's table of positions has.
     """
+    tokens += reply
     limit = position_limit(model)
     claim = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         raise ValueError(
-            f"{what} needs {tokens} positions, and the model's position table ends at {limit}. Stay below."
+            f"{what} needs {tokens} positions{f', {reply} of them for a reply' if reply else ''}, and the model's "
+            f"position table ends at {limit}. Stay at or below {limit - reply} tokens"
+            + (f", or at {limit} without replies: --no-replies, or generate=False." if reply else ".")
         )
     if limit is None and claim is not None and tokens > claim:
         warnings.warn(

@@ -111,7 +111,7 @@ def forgetting_curve(
 
     Returns:
         `ForgettingCurve` with one point per length. A length for which memory is short even in the smallest passes has
-        no point, but is in `not_measured`.
+        no point, but is in `not_measured`, with the reason; so is one beyond the model's positions.
 
     Raises:
         ValueError: an argument does not fit; raised before the model runs. Or the model returns NaN. Or the journal is
@@ -216,13 +216,13 @@ def forgetting_curve(
     if processes > 1 and protocol != "adaptive" and not isinstance(failure, KeyboardInterrupt):
         entries, failure = exchange(entries, failure, processes)
     points, missing = tally(entries, samples)
+    missing |= {length: f"beyond the model's {limit} positions" for length in lengths if length not in fitting}
     curve = ForgettingCurve(points, settings, missing)
     if failure is None and fitting != lengths:
         length = lengths[len(fitting)]
         failure = PositionLimitError(
             f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position table ends at "
-            f"{limit}. The longest measurable length is {longest_length(limit)}; the curve up to there is this error's "
-            ".curve.",
+            f"{limit}. The longest measurable length is {longest_length(limit)}; the curve up to there has been measured.",
             limit,
         )
     if failure is None:

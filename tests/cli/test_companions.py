@@ -119,6 +119,7 @@ def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch
     "arguments, message",
     [
         (["loss", "{folder}", "--context-length", "100000000"], "fewer than context_length=100000000"),
+        (["loss", "{folder}", "--context-length", "0"], "context_length (0)"),
         (["needle", "{folder}", "--depths", "1"], "--depths is 1; it must be at least 2"),
         (["needle", "{folder}", "--no-replies", "--score", "match_rate"], "looks into replies, and there are none"),
         (["needle", "{folder}", "--lengths", "100"], "length 100 is too short"),

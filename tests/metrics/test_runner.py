@@ -789,12 +789,13 @@ def test_a_position_table_that_serves_one_segment_at_a_time():
 def test_beyond_the_position_table():
     model = tiny_gpt2(n_positions=23)
     with pytest.raises(
-        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10;"
+        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10; .* has been measured"
     ) as caught:
         forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
     error = caught.value
     assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (23, 10, True)
-    assert error.curve == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3)
+    assert error.curve.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
+    assert error.curve.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
     assert [p.length for p in error.curve.points] == [2, 10]
 
 
