@@ -39,5 +39,6 @@ def run(args):
         tokens,
         context_length=args.context_length,
         sequences=args.sequences,
+        tokenizer=tokenizer,
         picture={"train_length": args.train_length},
     )

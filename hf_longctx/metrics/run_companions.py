@@ -61,6 +61,7 @@ def position_loss(
     bos_token_id: int | None = None,
     journal: str | os.PathLike | None = None,
     tokens_per_pass: int | None = None,
+    tokenizer=None,
     progress: bool = False,
 ) -> PositionLoss:
     """Measure the loss of each token of a text, given those before it (Lin et al. 2025, section 4.2).
@@ -79,6 +80,7 @@ def position_loss(
         bos_token_id: defaults to that of the model's configuration, or its EOS.
         journal: file that keeps every finished sequence; a run that was killed goes on from there.
         tokens_per_pass: bound of the tokens in a forward pass; see `engine.Engine`.
+        tokenizer: name it, or give it, to have its name in the settings.
         progress: show a progress bar.
 
     Returns:
@@ -107,6 +109,7 @@ def position_loss(
         )
     check_positions(model, context_length, "context_length")
     settings = model_settings(model) | {
+        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
         "bos_token_id": bos,
         "context_length": context_length,
         "starts": starts,

@@ -30,6 +30,15 @@ def test_curve_writes_picture_and_numbers(folder, tmp_path, capsys):
     assert "fine length" in capsys.readouterr().out
 
 
+def test_random_data_need_no_text(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.shared, "load_tokens", lambda *_: pytest.fail("a text is read"))
+    options = ["--data-type", "random", "--points", "2", "--repeats", "1", "--output", str(tmp_path / "curve")]
+    assert cli.main(["curve", str(folder), *options]) == 0
+    result = json.loads((tmp_path / "curve.json").read_text())
+    assert result["points"][-1]["length"] == (64 - 3) // 2
+    assert not {"corpus", "train_length"} & result["settings"].keys()
+
+
 def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
     options = ["--max-length", "30", "--points", "3", "--repeats", "2", "--output", str(tmp_path / "curve")]
     options += ["--journal", str(tmp_path / "curve.jsonl"), "--protocol", "nested"]

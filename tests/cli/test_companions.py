@@ -22,7 +22,7 @@ def test_loss(folder, tmp_path, capsys):
     result = PositionLoss.from_json(text)
     assert (result.context_length, result.sequences) == (40, 2)
     out, err = capsys.readouterr()
-    assert result.summary() in out
+    assert result.summary() in out and result.settings["tokenizer"] == str(folder)
     assert "text: Python language reference" in err
     assert f"wrote {tmp_path}/new/loss.png and {tmp_path}/new/loss.json" in out
 
