@@ -42,7 +42,7 @@ def load_tokens(tokenizer, source: str | None = None, *, at_least: int | None = 
         at_least: stop reading documents once there are so many tokens. Default: all of them.
 
     Raises:
-        ValueError: the text is empty, the dataset has no "text" column, or the tokenizer maps everything to one id.
+        ValueError: the text is empty or not in UTF-8, the dataset has no "text" column, or the tokenizer maps everything to one id.
         ImportError, FileNotFoundError: as for `load_text`.
     """
     name, documents = open_source(source)
@@ -74,7 +74,7 @@ def load_text(source: str | None = None) -> str:
         The documents with an empty line between them.
 
     Raises:
-        ValueError: the text is empty, or the dataset has no "text" column.
+        ValueError: the text is empty or not in UTF-8, or the dataset has no "text" column.
         ImportError: a dataset was named and `datasets` is not installed.
         FileNotFoundError: neither a path nor a dataset of that name could be found.
     """
@@ -100,10 +100,17 @@ def open_source(source: str | None) -> tuple[str, Iterator[str]]:
         files = sorted(path.glob("*.txt"))
         if not files:
             raise ValueError(f"folder {source} holds no *.txt file; give a folder of plain text or one file.")
-        return source, _filled(source, (file.read_text(encoding="utf-8") for file in files))
+        return source, _filled(source, map(_read, files))
     if path.is_file():
-        return source, _filled(source, iter([path.read_text(encoding="utf-8")]))
+        return source, _filled(source, map(_read, [path]))
     return source, _filled(source, _dataset(source))
+
+
+def _read(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}). Convert it, with iconv for example.") from error
 
 
 def _filled(source, documents):

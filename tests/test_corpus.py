@@ -260,3 +260,11 @@ def test_a_slow_tokenizer(tmp_path):
         warnings.simplefilter("error")
         assert load_tokens(tokenizer, str(tmp_path / "text.txt")).tokens.tolist() == [b + 3 for b in b"first"]
     assert tokenizer_hash(tokenizer) == tokenizer_hash(ByT5Tokenizer()) != tokenizer_hash(ByT5Tokenizer(extra_ids=3))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_text_in_another_encoding_is_named(tmp_path, folder):
+    file = tmp_path / "latin.txt"
+    file.write_bytes("Füchse".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt is not text in UTF-8"):
+        load_text(str(tmp_path if folder else file))

@@ -5,7 +5,6 @@ least 1 % better than guessing from the language). An interrupted run keeps the 
 --journal goes on from there. Under torchrun or accelerate launch, the processes share the work.
 """
 
-import sys
 from pathlib import Path
 
 from . import shared
@@ -57,17 +56,15 @@ def run(args):
     rank = shared.join_processes()
     model, tokenizer = shared.load_model(args)
     claimed = getattr(model.config, "max_position_embeddings", None)
-    tokens = shared.load_tokens(args, tokenizer, args.max_length or claimed)
-    longest = _default_max_length(claimed, len(tokens)) if args.max_length is None else args.max_length
+    tokens = None
+    if args.data_type == "order":
+        tokens = shared.load_tokens(args, tokenizer, args.max_length or claimed)
+    longest = _default_max_length(claimed, tokens) if args.max_length is None else args.max_length
     grid = log_lengths if args.log_lengths else linear_lengths
     if args.points is None:
         args.points = 32 if args.protocol == "adaptive" else 16
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    if args.train_length is None:
-        args.train_length = claimed
-    if args.data_type == "random":
-        args.corpus = None
 
     def write(result):
         if rank > 0:
@@ -101,8 +98,11 @@ def run(args):
     write(result)
 
 
-def _default_max_length(claimed, corpus_tokens):
+def _default_max_length(claimed, corpus):
     """Half of the context that the model claims, as far as the corpus reaches."""
-    longest = corpus_tokens // 3 if claimed is None else min((claimed - 3) // 2, corpus_tokens // 3)
-    print(f"measuring up to {longest} tokens (choose another end with --max-length)", file=sys.stderr)
+    ends = ([] if claimed is None else [(claimed - 3) // 2]) + ([] if corpus is None else [len(corpus) // 3])
+    if not ends:
+        raise ValueError("the model claims no context, and random data have no end: give --max-length.")
+    longest = min(ends)
+    shared.say(f"measuring up to {longest} tokens (choose another end with --max-length)")
     return longest

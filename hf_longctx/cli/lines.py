@@ -26,6 +26,7 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import line_retrieval
 
+    shared.join_processes()
     model, tokenizer = shared.load_model(args)
     shared.measure(
         args,
@@ -33,21 +34,25 @@ def run(args):
         line_retrieval,
         model,
         tokenizer,
-        lines=args.lines or _doubling(tokenizer, shared.claimed_context(model) or 4096),
+        lines=args.lines or default_lines(tokenizer, shared.claimed_context(model) or 4096),
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,
     )
 
 
-def _doubling(tokenizer, context):
-    """5, 10, 20 ... lines, the longest of which are sure to fit into the context."""
-    from ..metrics.lines import NAMES, draw_record
-
-    def tokens(n):
-        return len(tokenizer(draw_record(n, seed=0, repeat=0).text, verbose=False)["input_ids"])
+def default_lines(tokenizer, context):
+    """5, 10, 20 ... lines, as far as they are sure to fit into the context; 5 in any case."""
+    from ..metrics.lines import NAMES
 
     found = [5]
-    while 2 * found[-1] <= len(NAMES) and 1.1 * tokens(2 * found[-1]) + 200 <= context:
+    while 2 * found[-1] <= len(NAMES) and needed(tokenizer, 2 * found[-1]) <= context:
         found.append(2 * found[-1])
     return found
+
+
+def needed(tokenizer, lines):
+    """Tokens that are sure to suffice for a record of so many lines, its question and the reply."""
+    from ..metrics.lines import draw_record
+
+    return 1.1 * len(tokenizer(draw_record(lines, seed=0, repeat=0).text, verbose=False)["input_ids"]) + 200

@@ -25,16 +25,20 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import position_loss
 
+    shared.join_processes()
     model, tokenizer = shared.load_model(args)
     claimed = shared.claimed_context(model)
-    tokens = shared.load_tokens(args, tokenizer, args.context_length or claimed)
+    tokens = shared.load_tokens(args, tokenizer, claimed if args.context_length is None else args.context_length)
+    if args.context_length is None:
+        args.context_length = min(claimed or 4096, len(tokens))
     shared.measure(
         args,
         tokenizer,
         position_loss,
         model,
         tokens,
-        context_length=args.context_length or min(claimed or 4096, len(tokens)),
+        context_length=args.context_length,
         sequences=args.sequences,
+        tokenizer=tokenizer,
         picture={"train_length": args.train_length},
     )

@@ -24,7 +24,7 @@ def add_arguments(parser):
         type=int,
         nargs="+",
         metavar="TOKENS",
-        help="of prompt and answer (default: 8, evenly spaced up to the claimed context)",
+        help="of prompt and answer (default: 8, evenly spaced up to the claimed context, but those too short for it)",
     )
     parser.add_argument("--depths", type=int, default=11, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument(
@@ -36,8 +36,8 @@ def add_arguments(parser):
     parser.add_argument(
         "--score",
         choices=("match_rate", "exact_rate", "probability"),
-        default="match_rate",
-        help="what the picture shows: answer found in the reply (default), given token for token, its probability",
+        help="what the picture shows: answer found in the reply (default), given token for token (default with "
+        "--no-replies), its probability",
     )
     parser.add_argument(
         "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture"
@@ -48,9 +48,12 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import needle_in_a_haystack
 
+    if args.no_replies and args.score == "match_rate":
+        raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
+    shared.join_processes()
     model, tokenizer = shared.load_model(args)
-    longest = max(args.lengths) if args.lengths else (shared.claimed_context(model) or 4096) - ROOM_FOR_REPLIES
-    tokens = shared.load_tokens(args, tokenizer, longest)
+    lengths = args.lengths or default_lengths(shared.claimed_context(model) or 4096, tokenizer, args.mode)
+    tokens = shared.load_tokens(args, tokenizer, max(lengths))
     if args.depths < 2:
         raise ValueError(f"--depths is {args.depths}; it must be at least 2, the beginning and the end.")
     shared.measure(
@@ -60,7 +63,7 @@ def run(args):
         model,
         tokenizer,
         tokens,
-        lengths=args.lengths or [longest * i // 8 for i in range(1, 9)],
+        lengths=lengths,
         depths=[i / (args.depths - 1) for i in range(args.depths)],
         mode=args.mode,
         repeats=args.repeats,
@@ -68,3 +71,12 @@ def run(args):
         generate=not args.no_replies,
         picture={"score": args.score, "train_length": args.train_length},
     )
+
+
+def default_lengths(context, tokenizer, mode):
+    """Eight lengths up to the context, without those too short for needle and question."""
+    from ..metrics.haystack import needle_pieces
+
+    longest = context - ROOM_FOR_REPLIES
+    needed = needle_pieces(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], 0, mode).tokens
+    return [length for length in (longest * i // 8 for i in range(1, 9)) if length > needed] or [longest]

@@ -9,7 +9,12 @@ from pathlib import Path
 def add_model(parser):
     """Arguments that name a model and how to run it; see `load_model`."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model")
-    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto (the checkpoint's, default), float32, bfloat16, float16",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the weights")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
@@ -71,24 +76,37 @@ def load_tokens(args, tokenizer, longest=None):
     """Ids of the text that `add_text` names, without special tokens; says which text it is, also in `args.corpus`.
 
     From a dataset no more documents are read than make a million tokens, or ten times the `longest` stretch needed.
+    A command that runs others reads it once, for all, into `args.loaded_text`.
     """
     from ..corpus import load_tokens
 
-    corpus = load_tokens(tokenizer, args.text, at_least=max(1_000_000, 10 * (longest or 0)))
-    print(f"text: {corpus.name}, {len(corpus.tokens)} tokens", file=sys.stderr)
+    corpus = getattr(args, "loaded_text", None)
+    if corpus is None:
+        corpus = load_tokens(tokenizer, args.text, at_least=max(1_000_000, 10 * (longest or 0)))
+        say(f"text: {corpus.name}, {len(corpus.tokens)} tokens")
     args.corpus = corpus.name
     return corpus.tokens
 
 
+def say(message):
+    """A line on stderr, of one process only where several run."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message, file=sys.stderr)
+
+
 def join_processes() -> int:
-    """Under torchrun or accelerate launch, join the other processes, on a device of our own. Returns our rank."""
+    """Under torchrun or accelerate launch, join the other processes, on a device of our own, if not yet done.
+
+    Returns our rank. Only process 0 writes files and prints.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         return 0
     import torch
 
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()
     return torch.distributed.get_rank()
 
 
@@ -108,8 +126,10 @@ def described(args, result):
     return replace(result, settings={**result.settings, **known})
 
 
-def measure(args, tokenizer, function, *arguments, picture=None, **options):
+def measure(args, tokenizer, function, /, *arguments, picture=None, **options):
     """Call a function that measures; write what it returns, or what it had until an exception, as JSON and picture.
+
+    The processes of a launcher share the work, if `join_processes` was called before the model was loaded.
 
     Args:
         picture: options of the result's `plot`.
@@ -118,6 +138,8 @@ def measure(args, tokenizer, function, *arguments, picture=None, **options):
     output.parent.mkdir(parents=True, exist_ok=True)
 
     def write(result):
+        if join_processes() > 0:
+            return
         result = described(args, result)
         result.save(output.with_name(output.name + ".json"))
         result.plot(output.with_name(output.name + ".png"), **(picture or {}))

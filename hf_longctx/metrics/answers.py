@@ -53,7 +53,7 @@ class Answers:
 
     @property
     def match_rate(self) -> float:
-        """Share of the answers found in the replies."""
+        """Share of the answers found in the replies; equal to `exact_rate` without replies."""
         return sum(a.matched for a in self.answers) / len(self.answers)
 
     @property
@@ -66,8 +66,13 @@ class Answers:
         """Mean over answers of the probability of a token."""
         return sum(a.probability for a in self.answers) / len(self.answers)
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the rates there are: without replies, nothing can be found in them."""
+        return SCORES if any(a.reply is not None for a in self.answers) else SCORES[1:]
+
     def rates(self) -> dict[str, float]:
-        return {score: getattr(self, score) for score in SCORES}
+        return {score: getattr(self, score) for score in self.scores}
 
     def to_list(self) -> list[dict]:
         return [asdict(answer) for answer in self.answers]
@@ -90,13 +95,13 @@ def holds_text(reply: str, expected: str) -> bool:
 
 
 def holds_number(reply: str, expected: int) -> bool:
-    """Whether the first whole number in `reply` is the expected one.
+    """Whether the first whole number in `reply` is the expected one; thousands may be set off by commas.
 
     >>> holds_number("<4096> is the content of line 12", 4096)
     True
     """
-    found = re.search(r"\d+", reply)
-    return found is not None and int(found.group()) == expected
+    found = re.search(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+", reply)
+    return found is not None and int(found.group().replace(",", "")) == expected
 
 
 def check_score(score: str) -> str:

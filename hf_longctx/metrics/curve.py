@@ -438,6 +438,12 @@ class ForgettingCurve:
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
         return length_interval(self.points, reading, confidence=confidence)
 
+    @property
+    def repeats_range(self) -> str:
+        """How many a point has, such as "10", or "3 to 10" of an adaptive curve."""
+        counts = sorted({p.repeats for p in self.points})
+        return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
     def summary(self) -> str:
         """The result in one line."""
         missing = "".join(f"; length {length} not measured: {why}" for length, why in self.not_measured.items())
@@ -449,11 +455,9 @@ class ForgettingCurve:
             return f"{name} length {length} tokens{after}"
 
         first, last = self.points[0], self.points[-1]
-        counts = sorted({p.repeats for p in self.points})
-        repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         return (
             f"{tell('fine', self.fine_length)}, {tell('coarse', self.coarse_length)}; "
-            f"{len(self.points)} lengths from {first.length} to {last.length}, {repeats} repeats; "
+            f"{len(self.points)} lengths from {first.length} to {last.length}, {self.repeats_range} repeats; "
             f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
         )
 

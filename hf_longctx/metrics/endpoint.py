@@ -253,10 +253,12 @@ def read_echo(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.nd
         return None
     if len(given) != len(ids) + 1:  # one token is generated, but not by every server
         check_count(len(given), len(ids))
+    if len(best) < len(ids) or not all(best[1 : len(ids)]):  # alternatives of the completion only
+        return None
     top, own = empty(len(ids))
     for i in range(1, len(ids)):
         own[i] = number(given[i])
-        highest = max(map(number, best[i].values()), default=own[i])
+        highest = max(map(number, best[i].values()))
         if not math.isnan(own[i]) and not math.isnan(highest):
             top[i] = ids[i] if own[i] >= highest else ANOTHER
     return top, own

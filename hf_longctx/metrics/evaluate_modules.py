@@ -135,6 +135,20 @@ def load(model, corpus=None, tokenizer=None):
     return model, tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"], tokenizer
 
 
+def completed(options: dict, tokenizer, name: str) -> dict:
+    """The options with BOS and EOS of the tokenizer, where it is known, and with a journal of the module's own.
+
+    `evaluate.combine` hands the same path to all its modules, so ours append their names to it.
+    """
+    options = dict(options)
+    if options.get("journal") is not None:
+        options["journal"] = f"{os.fspath(options['journal'])}.{name}"
+    for token in ("bos_token_id", "eos_token_id"):
+        if token in _taken_options()[name] and getattr(tokenizer, token, None) is not None:
+            options.setdefault(token, getattr(tokenizer, token))
+    return options
+
+
 def claimed_context(model) -> int | None:
     """The context that a model claims, in tokens."""
     from .runner import text_config
@@ -191,7 +205,8 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     from .curve import linear_lengths
     from .runner import forgetting_curve
 
-    model, tokens, tokenizer = load(model, corpus, tokenizer)
+    model, tokens, used = load(model, corpus, tokenizer)
+    options = completed(options, tokenizer if used is None else used, "forgetting_curve")
     if lengths is None:
         claimed = claimed_context(model)
         ends = [] if claimed is None else [longest_length(claimed)]
@@ -201,7 +216,7 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
                 "the model claims no context and there is no corpus; say how far to measure: lengths=[...]."
             )
         lengths = linear_lengths(min(ends), 16)
-    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=tokenizer, **options)
+    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=used, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
@@ -259,9 +274,11 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    model, tokens, _ = load(model, corpus, tokenizer)
-    length = context_length or min(claimed_context(model) or len(tokens), len(tokens))
-    return position_loss(model, tokens, context_length=length, **options)
+    model, tokens, used = load(model, corpus, tokenizer)
+    options = completed(options, tokenizer if used is None else used, "position_loss")
+    if context_length is None:
+        context_length = min(claimed_context(model) or len(tokens), len(tokens))
+    return position_loss(model, tokens, context_length=context_length, tokenizer=used, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:
@@ -278,14 +295,20 @@ def loss_result(result: PositionLoss) -> dict:
 
 
 def check_model(model, **options) -> dict:
-    """`rope_report` in plain JSON types, for a model, its configuration, or the name of either."""
-    from .rope_verdict import rope_report
+    """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
+
+    Of a model without RoPE, which may be measured by other modules in the same call, `holds` is None, and a note says so.
+    """
+    from .rope_verdict import NoRopeError, rope_report
 
     if isinstance(model, str):
         from transformers import AutoConfig
 
         model = AutoConfig.from_pretrained(model)
-    return rope_report(model, **options).to_dict()
+    try:
+        return rope_report(model, **options).to_dict()
+    except NoRopeError as error:
+        return {"holds": None, "groups": [], "notes": [str(error)]}
 
 
 def check_bases(bases, context_lengths, head_dim: int) -> dict:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .answers import SCORES, Answers, check_score
+from .answers import Answers, check_score
 from .documents import read_document, save_document, write_document
 
 
@@ -186,6 +186,11 @@ class NeedleGrid:
     def depths(self) -> list[float]:
         return sorted({cell.depth for cell in self.cells})
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the scores there are; see `answers.Answers`."""
+        return self.cells[0].scores
+
     def grid(self, score: str = "match_rate") -> np.ndarray:
         """One score as (depths, lengths) float64, NaN where it was not measured.
 
@@ -203,7 +208,7 @@ class NeedleGrid:
         """The result in one line."""
         if not self.cells:
             return "no length measured"
-        means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in SCORES)
+        means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in self.scores)
         lengths = self.lengths
         return f"{means}; {len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
 
@@ -239,7 +244,7 @@ class NeedleGrid:
         """
         save_document(path, self.to_json())
 
-    def plot(self, path, *, score: str = "match_rate", train_length: int | None = None, title: str | None = None):
+    def plot(self, path, *, score: str | None = None, train_length: int | None = None, title: str | None = None):
         """Draw a heat map into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_needle`.
 
         Raises:

@@ -118,8 +118,12 @@ class LineRetrieval:
         """The result in one line."""
         if not self.points:
             return "nothing measured"
-        told = ", ".join(f"{p.match_rate:.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points)
-        return f"found: {told}; {len(self.points[0].answers)} repeats"
+        score = self.points[0].scores[0]
+        told = ", ".join(
+            f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
+        )
+        how = "found" if score == "match_rate" else "given token for token"
+        return f"{how}: {told}; {len(self.points[0].answers)} repeats"
 
     def to_json(self) -> str:
         """The result as a JSON text: settings, every answer, and the rates that follow from them.

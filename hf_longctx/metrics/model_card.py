@@ -63,12 +63,20 @@ def _entries(result):
         name = f"perplexity of {result.context_length} tokens"
         yield _entry(result, "perplexity", name, round(float(result.perplexity[-1]), 4))
     elif isinstance(result, NeedleGrid) and result.cells:
-        rate = sum(cell.match_rate for cell in result.cells) / len(result.cells)
-        name = f"needle in a haystack, found up to {result.lengths[-1]} tokens"
+        rate, how = _rate(result.cells)
+        name = f"needle in a haystack, {how} up to {result.lengths[-1]} tokens"
         yield _entry(result, "accuracy", name, round(rate, 4))
     elif isinstance(result, LineRetrieval) and result.points:
-        rate = sum(point.match_rate for point in result.points) / len(result.points)
-        yield _entry(result, "accuracy", f"line retrieval, up to {result.points[-1].lines} lines", round(rate, 4))
+        rate, how = _rate(result.points)
+        name = f"line retrieval, {how} up to {result.points[-1].lines} lines"
+        yield _entry(result, "accuracy", name, round(rate, 4))
+
+
+def _rate(parts):
+    """The mean of the first score there is, and what it says."""
+    score = parts[0].scores[0]
+    mean = sum(getattr(part, score) for part in parts) / len(parts)
+    return mean, "found" if score == "match_rate" else "token for token"
 
 
 def _entry(result, metric, name, value):

@@ -47,7 +47,7 @@ def plot_curve(curve: ForgettingCurve, path, *, train_length: int | None = None,
     areas = shade_areas(axes, curve, left, right)
     draw_accuracy(axes, lengths, [(p.copy_mean, p.copy_std) for p in curve.points], COPY, "o", "copy accuracy")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], LM, "s", "LM accuracy")
-    notes = [f"mean and standard deviation of {curve.points[0].repeats} repeats"]
+    notes = [f"mean and standard deviation of {curve.repeats_range} repeats"]
     notes += [form.format(curve.settings[key]) for key, form in DETAILS.items() if key in curve.settings]
     if train_length is not None:
         notes += mark_training(axes, train_length, right)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .answers import check_score
 from .haystack import NeedleGrid
 from .lines import LineRetrieval
 from .loss import WINDOW, PositionLoss
@@ -25,7 +26,7 @@ SCORES = {
 def plot_losses(
     results: Sequence[PositionLoss], path, *, train_length: int | None = None, title: str | None = None
 ) -> None:
-    """Draw L(i), smoothed over 101 tokens, and P(l) from l = 51, of one or more models beside each other.
+    """Draw L(i), smoothed over 101 tokens, and P(l) from l = 51 where that is not too short, of one or more models beside each other.
 
     Args:
         path: the file to write: PNG, SVG or PDF by its extension.
@@ -39,12 +40,13 @@ def plot_losses(
         raise ValueError("there is no per-token loss to draw.")
     figure = Figure(figsize=(10, 4.4), dpi=160, layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
-    longest = max(result.context_length for result in results)
+    longest, begins = max(result.context_length for result in results), set()
     for result, colour in zip(results, cycle(COLOURS, len(results))):
         positions = np.arange(1, result.context_length + 1)
         label = f"{short_name(result.settings)} ({result.sequences} sequences)"
         left.plot(positions, result.smoothed(), color=colour, linewidth=1.6, label=label)
         begin = WINDOW // 2 if result.context_length > WINDOW else 0  # few tokens have perplexities far off the scale
+        begins.add(begin + 1)
         right.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     for axes, across, up in ((left, "position i", "loss L(i), nats"), (right, "context length l", "perplexity P(l)")):
         plain_axes(axes, f"{across} (tokens)", up)
@@ -57,7 +59,7 @@ def plot_losses(
     set_title(figure, title or titled("Per-token loss", results))
     figure.legend(handles=left.get_lines(), loc="outside lower left", frameon=False, fontsize=9, ncols=2)
     figure.supxlabel(
-        f"loss: moving average of {WINDOW} tokens; perplexity: from l = {WINDOW // 2 + 1}",
+        f"loss: moving average of {WINDOW} tokens; perplexity: from l = {' or '.join(map(str, sorted(begins)))}",
         x=0.99,
         ha="right",
         fontsize=8,
@@ -70,7 +72,7 @@ def plot_needle(
     result: NeedleGrid,
     path,
     *,
-    score: str = "match_rate",
+    score: str | None = None,
     train_length: int | None = None,
     title: str | None = None,
 ) -> None:
@@ -78,15 +80,18 @@ def plot_needle(
 
     Args:
         path: the file to write: PNG, SVG or PDF by its extension.
-        score: "match_rate", "exact_rate" or "probability".
+        score: "match_rate", "exact_rate" or "probability"; by default, the first one there is.
         train_length: context length of the training, in tokens: a line after the last length within it.
         title: by default, the name of the model.
 
     Raises:
-        ValueError: nothing was measured, there is no such score, or matplotlib does not know the extension.
+        ValueError: nothing was measured, there is no such score, or none without replies, or matplotlib does not know the extension.
     """
     if not result.cells:
         raise ValueError("there is no cell to draw: nothing was measured.")
+    score = result.scores[0] if score is None else check_score(score)
+    if score not in result.scores:
+        raise ValueError(f"the model gave no replies, so there is no {score}; draw {' or '.join(result.scores)}.")
     grid, lengths, depths = result.grid(score), result.lengths, result.depths
     size = (max(6, 2.2 + 0.62 * len(lengths)), max(3.2, 1.8 + 0.34 * len(depths)))
     figure = Figure(figsize=size, dpi=160, layout="constrained", facecolor="white")
@@ -113,7 +118,7 @@ def plot_needle(
 
 
 def plot_lines(result: LineRetrieval, path, *, title: str | None = None) -> None:
-    """Draw the three rates over the number of lines; the upper axis has the tokens that the model reads.
+    """Draw the rates there are over the number of lines; the upper axis has the tokens that the model reads.
 
     Args:
         path: the file to write: PNG, SVG or PDF by its extension.
@@ -127,7 +132,8 @@ def plot_lines(result: LineRetrieval, path, *, title: str | None = None) -> None
     figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     lines = [point.lines for point in result.points]
-    for score, (label, colour, marker) in SCORES.items():
+    for score in result.points[0].scores:
+        label, colour, marker = SCORES[score]
         rates = [getattr(point, score) for point in result.points]
         axes.plot(lines, rates, color=colour, marker=marker, markersize=5, linewidth=2, label=label)
     axes.set_ylim(-0.02, 1.04)

@@ -35,9 +35,8 @@ EXPLAINED = {
     "length the longest copied at least 1 % better than guessed. Lengths are in tokens.",
     PositionLoss: "The mean negative log-probability of the i-th token of a text, in nats, given those before it. Where "
     "it stays level, more context is of no use to the model. P(l) is the perplexity of the first l tokens.",
-    NeedleGrid: "One sentence is hidden in a long text, at several depths, and asked for at the end. Each cell is the "
-    "share of answers found in the model's replies.",
-    LineRetrieval: "The model is asked for the number in one of many lines.",
+    NeedleGrid: "One sentence is hidden in a long text, at several depths, and asked for at the end. {score}.",
+    LineRetrieval: "The model is asked for the number in one of many lines. {score}.",
     RopeReport: "Whether the RoPE base keeps B_m at or above 0 over the distances that the claimed context needs.",
 }
 STYLE = """
@@ -111,7 +110,7 @@ def section(title, *parts):
 def result_section(result):
     """What was measured, in one line, as a picture, in numbers, and how."""
     kind, model = type(result), model_name(result)
-    heading, explained = f"{TITLES[kind]}: {model}", f'<p class="quiet">{escape(EXPLAINED[kind])}</p>'
+    heading, explained = f"{TITLES[kind]}: {model}", f'<p class="quiet">{escape(explanation(result))}</p>'
     if kind is RopeReport:
         verdict = "holds" if result.holds else "violated"
         summary = f"{verdict} at {result.claimed_context} tokens ({result.claimed_by})"
@@ -121,6 +120,18 @@ def result_section(result):
     numbers = folded("Numbers", table(columns, rows))
     settings = folded("Settings", table(("setting", "value"), settings_rows(result.settings), text=True))
     return section(heading, explained, in_short(result.summary()), drawn, numbers, settings)
+
+
+def explanation(result):
+    """What the metric is, and which share the first of its scores is."""
+    parts = measured(result) if isinstance(result, (NeedleGrid, LineRetrieval)) else ()
+    found = parts and parts[0].scores[0] == "match_rate"
+    score = (
+        "answers found in the model's replies"
+        if found
+        else "answers that are the model's first choice, token for token"
+    )
+    return EXPLAINED[type(result)].replace("{score}", f"The score is the share of {score}")
 
 
 def measured(result):
@@ -186,22 +197,28 @@ def loss_numbers(result):
 
 def needle_numbers(result):
     rows = [
-        (cell.length, f"{cell.depth:.0%}", *(f"{rate:.1%}" for rate in rates(cell)), len(cell.answers))
+        (cell.length, f"{cell.depth:.0%}", *(f"{rate:.1%}" for rate in cell.rates().values()), len(cell.answers))
         for cell in result.cells
     ]
-    return ("length", "depth", "found", "token for token", "probability", "haystacks"), rows
+    return ("length", "depth", *score_columns(result.cells), "haystacks"), rows
 
 
 def lines_numbers(result):
     rows = [
-        (point.lines, f"{point.mean_tokens:.0f}", *(f"{rate:.1%}" for rate in rates(point)), len(point.answers))
+        (
+            point.lines,
+            f"{point.mean_tokens:.0f}",
+            *(f"{rate:.1%}" for rate in point.rates().values()),
+            len(point.answers),
+        )
         for point in result.points
     ]
-    return ("lines", "tokens", "found", "token for token", "probability", "records"), rows
+    return ("lines", "tokens", *score_columns(result.points), "records"), rows
 
 
-def rates(answers):
-    return answers.match_rate, answers.exact_rate, answers.probability
+def score_columns(parts):
+    names = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
+    return [names[score] for score in parts[0].scores] if parts else ()
 
 
 NUMBERS = {

@@ -150,6 +150,10 @@ class RopeReport:
         return "\n".join((title, *map(str, self.groups), *(f"note: {note}" for note in self.notes), self.caveat))
 
 
+class NoRopeError(ValueError):
+    """The model has no rotary position embedding."""
+
+
 def rope_report(
     model_or_config, *, context_length: int | None = None, input_ids=None, minimum_base: bool = True
 ) -> RopeReport:
@@ -171,7 +175,8 @@ def rope_report(
         RopeReport.
 
     Raises:
-        ValueError: the model has no RoPE; its config lacks what would have to be guessed (it is named); an argument is
+        NoRopeError: the model has no RoPE; a ValueError.
+        ValueError: its config lacks what would have to be guessed (it is named); an argument is
             out of its range.
         NotImplementedError: the rope type is unknown, or q and k of this model cannot be measured.
     """
@@ -201,7 +206,7 @@ def rope_report(
             rope = _as_held(rope, model, kind, notes)
         groups.append(_bound(rope, kind, layers, reach, spread, minimum_base))
     if not any(group.rope_type for group in groups):
-        raise ValueError(f"{_no_rope(config)}: none of its layers is an attention layer with RoPE.")
+        raise NoRopeError(f"{_no_rope(config)}: none of its layers is an attention layer with RoPE.")
     name = given.name_or_path or type(model_or_config).__name__
     return RopeReport(name, int(claimed), claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
@@ -229,14 +234,14 @@ def _with_rope_parameters(config):
         config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not parameters and getattr(config, "rope_theta", None) is None:
-        raise ValueError(f"{_no_rope(config)}: neither rope_parameters nor rope_theta is set.")
+        raise NoRopeError(f"{_no_rope(config)}: neither rope_parameters nor rope_theta is set.")
     for name, on in (
         ("alibi", (False, None)),
         ("use_mem_rope", (True,)),
         ("position_embedding_type", ("rope", "rotary")),
     ):
         if getattr(config, name, on[0]) not in on:
-            raise ValueError(f"{_no_rope(config)}: {name} is {getattr(config, name)!r}.")
+            raise NoRopeError(f"{_no_rope(config)}: {name} is {getattr(config, name)!r}.")
     config.rope_parameters = parameters or {}
     config.standardize_rope_params()
     return config

@@ -37,6 +37,7 @@ from .loss import PositionLoss, window_starts
 from .runner import _on_cpu as on_cpu
 from .runner import (
     exchange,
+    identity,
     model_settings,
     place_of,
     position_limit,
@@ -44,7 +45,6 @@ from .runner import (
     special_ids,
     versions,
     vocabulary_size,
-    weights_hash,
 )
 
 
@@ -61,6 +61,7 @@ def position_loss(
     bos_token_id: int | None = None,
     journal: str | os.PathLike | None = None,
     tokens_per_pass: int | None = None,
+    tokenizer=None,
     progress: bool = False,
 ) -> PositionLoss:
     """Measure the loss of each token of a text, given those before it (Lin et al. 2025, section 4.2).
@@ -79,6 +80,7 @@ def position_loss(
         bos_token_id: defaults to that of the model's configuration, or its EOS.
         journal: file that keeps every finished sequence; a run that was killed goes on from there.
         tokens_per_pass: bound of the tokens in a forward pass; see `engine.Engine`.
+        tokenizer: name it, or give it, to have its name in the settings.
         progress: show a progress bar.
 
     Returns:
@@ -107,6 +109,7 @@ def position_loss(
         )
     check_positions(model, context_length, "context_length")
     settings = model_settings(model) | {
+        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
         "bos_token_id": bos,
         "context_length": context_length,
         "starts": starts,
@@ -193,7 +196,7 @@ def needle_in_a_haystack(
     for name, ids in zip(pieces._fields, pieces):
         check_ids(ids, f"the {name} as the tokenizer encodes it", vocab_size)
     begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
-    check_positions(model, lengths[-1] + MORE * generate, "the longest length")
+    check_positions(model, lengths[-1], "the longest length", MORE * generate)
     settings = model_settings(model) | {
         "mode": mode,
         "seed": seed,
@@ -296,7 +299,7 @@ def line_retrieval(
 
     tokens = [sum(map(len, ask(n, repeat)[1:])) for n in (lines[0], lines[-1]) for repeat in range(repeats)]
     longest = max(tokens)
-    check_positions(model, longest + MORE * generate, f"a record of {lines[-1]} lines")
+    check_positions(model, longest, f"a record of {lines[-1]} lines", MORE * generate)
     settings = model_settings(model) | {
         "seed": seed,
         "repeats": repeats,
@@ -357,7 +360,7 @@ def run_parts(
     rank, processes = place_of(model)
     depends_on = {"metric": metric, **settings}
     if journal is not None:
-        depends_on["weights_sha256"] = weights_hash(model)
+        depends_on |= identity(model)
     if processes > 1:
         depends_on |= {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal
@@ -510,16 +513,19 @@ def check_questions(model: nn.Module, repeats: int, generate: bool) -> None:
         raise ValueError(f"{type(model).__name__} has no generate method; measure without replies: generate=False.")
 
 
-def check_positions(model: nn.Module, tokens: int, what: str) -> None:
+def check_positions(model: nn.Module, tokens: int, what: str, reply: int = 0) -> None:
     """
     Raises:
-        ValueError: `tokens` are more than the model's table of positions has.
+        ValueError: `tokens` and those of a reply are more than the model's table of positions has.
     """
+    tokens += reply
     limit = position_limit(model)
     claim = getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         raise ValueError(
-            f"{what} needs {tokens} positions, and the model's position table ends at {limit}. Stay below."
+            f"{what} needs {tokens} positions{f', {reply} of them for a reply' if reply else ''}, and the model's "
+            f"position table ends at {limit}. Stay at or below {limit - reply} tokens"
+            + (f", or at {limit} without replies: --no-replies, or generate=False." if reply else ".")
         )
     if limit is None and claim is not None and tokens > claim:
         warnings.warn(

@@ -6,6 +6,7 @@ What is measured is in curve.py, how a model predicts in engine.py; here they me
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ def forgetting_curve(
 
     Returns:
         `ForgettingCurve` with one point per length. A length for which memory is short even in the smallest passes has
-        no point, but is in `not_measured`.
+        no point, but is in `not_measured`, with the reason; so is one beyond the model's positions.
 
     Raises:
         ValueError: an argument does not fit; raised before the model runs. Or the model returns NaN. Or the journal is
@@ -180,7 +181,7 @@ def forgetting_curve(
     rank, processes = place_of(model)
     results_depend_on = settings | {"lengths": lengths}
     if journal is not None:
-        results_depend_on["weights_sha256"] = weights_hash(model)
+        results_depend_on |= identity(model)
     if processes > 1:
         results_depend_on |= {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal
@@ -215,13 +216,13 @@ def forgetting_curve(
     if processes > 1 and protocol != "adaptive" and not isinstance(failure, KeyboardInterrupt):
         entries, failure = exchange(entries, failure, processes)
     points, missing = tally(entries, samples)
+    missing |= {length: f"beyond the model's {limit} positions" for length in lengths if length not in fitting}
     curve = ForgettingCurve(points, settings, missing)
     if failure is None and fitting != lengths:
         length = lengths[len(fitting)]
         failure = PositionLimitError(
             f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position table ends at "
-            f"{limit}. The longest measurable length is {longest_length(limit)}; the curve up to there is this error's "
-            ".curve.",
+            f"{limit}. The longest measurable length is {longest_length(limit)}; the curve up to there has been measured.",
             limit,
         )
     if failure is None:
@@ -328,9 +329,30 @@ def progress_bar(total: float, show: bool, name: str = "forgetting curve") -> tq
     return tqdm(desc=name, total=total, bar_format=form, smoothing=0, disable=not show)
 
 
+# What a configuration says of where it came from and how it is run, not of what it computes: the journal's settings have
+# dtype and attention.
+VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
+VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
+
+
+def identity(model: nn.Module) -> dict[str, str]:
+    """What tells a model from another of the same name, for the settings of a journal."""
+    if isinstance(model, EndpointModel):
+        return {"endpoint": model.base_url}
+    return {"weights_sha256": weights_hash(model)}
+
+
 def weights_hash(model: nn.Module) -> str:
-    """SHA-256 over name, shape and up to 64 values of every parameter: enough to tell two models apart."""
-    found = hashlib.sha256()
+    """SHA-256 over the configuration, and over name, shape and up to 64 values of every parameter: enough to tell two
+    models apart, also those that differ in the base of RoPE, a window or a scale only."""
+
+    def lasting(value):
+        if isinstance(value, dict):
+            return {str(key): lasting(entry) for key, entry in value.items() if key not in VOLATILE}
+        return [lasting(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else vars(model.config)
+    found = hashlib.sha256(json.dumps(lasting(config), sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if parameter.device.type != "meta" and parameter.numel():

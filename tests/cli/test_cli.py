@@ -30,6 +30,15 @@ def test_curve_writes_picture_and_numbers(folder, tmp_path, capsys):
     assert "fine length" in capsys.readouterr().out
 
 
+def test_random_data_need_no_text(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.shared, "load_tokens", lambda *_: pytest.fail("a text is read"))
+    options = ["--data-type", "random", "--points", "2", "--repeats", "1", "--output", str(tmp_path / "curve")]
+    assert cli.main(["curve", str(folder), *options]) == 0
+    result = json.loads((tmp_path / "curve.json").read_text())
+    assert result["points"][-1]["length"] == (64 - 3) // 2
+    assert not {"corpus", "train_length"} & result["settings"].keys()
+
+
 def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
     options = ["--max-length", "30", "--points", "3", "--repeats", "2", "--output", str(tmp_path / "curve")]
     options += ["--journal", str(tmp_path / "curve.jsonl"), "--protocol", "nested"]
@@ -114,7 +123,9 @@ def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
     AutoTokenizer.from_pretrained(folder).save_pretrained(limited)
     options = ["--max-length", "40", "--points", "3", "--repeats", "2", "--output", str(tmp_path / "curve")]
     assert cli.main(["curve", str(limited), *options]) == 1
-    assert "longest measurable length is 30" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "longest measurable length is 30" in printed.err and ".curve" not in printed.err
+    assert "length 40 not measured: beyond the model's 64 positions" in printed.out
     kept = json.loads((tmp_path / "curve.json").read_text())
     assert [p["length"] for p in kept["points"]] == [8, 24]
 
@@ -154,6 +165,12 @@ def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, cap
     assert cli.main([a.format(**names) for a in arguments]) == 1
     _, _, error = capsys.readouterr().err.rpartition("hf-longctx: error: ")
     assert re.search(message.format(**names), error)
+
+
+def test_dtypes_are_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["loss", "model", "--dtype", "foo"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_help_reads_well(capsys):

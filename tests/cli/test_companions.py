@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import cli
 from hf_longctx.metrics import ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
@@ -22,7 +22,7 @@ def test_loss(folder, tmp_path, capsys):
     result = PositionLoss.from_json(text)
     assert (result.context_length, result.sequences) == (40, 2)
     out, err = capsys.readouterr()
-    assert result.summary() in out
+    assert result.summary() in out and result.settings["tokenizer"] == str(folder)
     assert "text: Python language reference" in err
     assert f"wrote {tmp_path}/new/loss.png and {tmp_path}/new/loss.json" in out
 
@@ -62,6 +62,21 @@ def test_lines(folder, tmp_path):
 def test_default_lines(folder, tmp_path):
     _, text = measure(folder, tmp_path / "lines", "lines", "--repeats", "1", "--no-replies")
     assert [point.lines for point in LineRetrieval.from_json(text).points] == [5]
+
+
+@pytest.mark.filterwarnings("ignore:a record of 2 lines needs")
+@pytest.mark.parametrize("command", ["loss --context-length 20 --sequences 1", "lines --lines 2 --no-replies"])
+def test_one_process_of_several_writes(folder, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.setattr(cli.shared, "join_processes", lambda: 1)
+    name, *options = command.split()
+    assert cli.main([name, str(folder), *options, "--output", str(tmp_path / "result")]) == 0
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+
+
+def test_default_lengths_of_needles(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert cli.needle.default_lengths(800, tokenizer, "easy") == [288, 384, 480, 576, 672, 768]
+    assert cli.needle.default_lengths(64, tokenizer, "easy") == [32]  # too short, which is an error of its own
 
 
 def test_a_served_model(folder, tmp_path, monkeypatch):
@@ -104,7 +119,9 @@ def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch
     "arguments, message",
     [
         (["loss", "{folder}", "--context-length", "100000000"], "fewer than context_length=100000000"),
+        (["loss", "{folder}", "--context-length", "0"], "context_length (0)"),
         (["needle", "{folder}", "--depths", "1"], "--depths is 1; it must be at least 2"),
+        (["needle", "{folder}", "--no-replies", "--score", "match_rate"], "looks into replies, and there are none"),
         (["needle", "{folder}", "--lengths", "100"], "length 100 is too short"),
         (["lines", "{folder}", "--lines", "0"], "a record has from 1 to"),
     ],

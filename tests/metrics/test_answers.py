@@ -37,6 +37,11 @@ def test_number_in_a_reply(reply, held):
     assert holds_number(reply, 42) is held
 
 
+@pytest.mark.parametrize("reply, number", [(" <4,096>", 4096), ("1,234,567", 1234567), ("4, 096", 4), ("4,0961", 4)])
+def test_thousands_may_be_set_off(reply, number):
+    assert holds_number(reply, number)
+
+
 def test_rates():
     answers = Answers(
         [
@@ -49,6 +54,11 @@ def test_rates():
         {"match_rate": 2 / 3, "exact_rate": 1 / 3, "probability": (0.5 + 0.1 + 1) / 3}
     )
     assert Answers.from_list(answers.to_list()) == answers
+
+
+def test_nothing_is_found_where_there_are_no_replies():
+    silent = Answers([Answer(-1.0, 2, exact=True, reply=None, matched=True)])
+    assert list(silent.rates()) == ["exact_rate", "probability"]
 
 
 def test_nothing_to_score():

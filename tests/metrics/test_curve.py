@@ -339,6 +339,11 @@ def svg_texts(tmp_path, curve, **options):
     return (tmp_path / "curve.svg").read_text()
 
 
+def test_plot_says_how_many_repeats_adaptive_points_have(tmp_path):
+    curve = ForgettingCurve([CurvePoint(8, [4] * 3, [1] * 3), CurvePoint(9, [5] * 10, [1] * 10)])
+    assert "deviation of 3 to 10 repeats" in svg_texts(tmp_path, curve)
+
+
 def test_plot_says_what_was_found(tmp_path):
     words = svg_texts(tmp_path, small_curve(), train_length=64)
     for expected in (

@@ -149,6 +149,8 @@ def test_an_interrupted_curve_goes_on(model, tmp_path, trouble):
         assert forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "part") == expected
         assert len(server.requests) - before < 2 * asked
     assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
+    with serving(model) as server, pytest.raises(ValueError, match="another run: endpoint is 'http"):
+        forgetting_curve(connect(server), CORPUS, **OPTIONS, journal=tmp_path / "whole")
 
 
 def test_lengths_beyond_what_is_served(model):
@@ -267,12 +269,20 @@ def shift_entries(choice):
     return choice
 
 
+def only_of_the_completion(choice):
+    """Alternatives of the generated token, and none of the prompt's."""
+    lists = choice["logprobs"]
+    lists["top_logprobs"] = [None] * (len(lists["top_logprobs"]) - 1) + lists["top_logprobs"][-1:]
+    return choice
+
+
 @pytest.mark.parametrize(
     "form, spoil, message",
     [
         ("vllm", drop_entry, "returned log-probabilities of 28 tokens for a prompt of 30"),
         ("openai", drop_entry, "returned log-probabilities of 29 tokens for a prompt of 30"),
         ("vllm", shift_entries, r"speaks of other tokens than the prompt: at position 1 of \["),
+        ("openai", only_of_the_completion, "gave no log-probabilities for a prompt of 30 tokens"),
         ("vllm", lambda choice: {}, "gave no log-probabilities for a prompt of 30 tokens"),
     ],
 )

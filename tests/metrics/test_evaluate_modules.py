@@ -1,5 +1,6 @@
 """Our modules in the evaluate library: how they are found, what they take, what they return."""
 
+import copy
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
@@ -244,6 +245,21 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
     assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == str(tmp_path)
 
 
+def test_special_tokens_are_those_of_the_tokenizer(curve_module, loss_module, model, tokenizer):
+    """As on the command line; the model's are taken where no tokenizer is known."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token, tokenizer.eos_token = "a", "b"
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    assert not {1, 2} & set(ids.values())
+    options = dict(model=model, corpus=list(range(3, 60)), lengths=[4], repeats=1)
+    assert curve_module.compute(**options)["settings"]["bos_token_id"] == 1
+    assert ids.items() <= curve_module.compute(**options, tokenizer=tokenizer)["settings"].items()
+    assert curve_module.compute(**options, tokenizer=tokenizer, eos_token_id=7)["settings"]["eos_token_id"] == 7
+    del options["lengths"], options["repeats"]
+    result = loss_module.compute(**options, tokenizer=tokenizer, context_length=9)
+    assert result["settings"]["bos_token_id"] == tokenizer.bos_token_id
+
+
 def test_lengths_default_to_half_of_the_claimed_context(curve_module, model):
     result = curve_module.compute(model=model, data_type="random", repeats=1)
     assert [p["length"] for p in result["points"]][-1] == (64 - 3) // 2
@@ -312,7 +328,8 @@ def test_no_predictions_and_no_tokenizer(model):
 
 def test_a_measured_loss_is_what_the_runner_gives(loss_module, model, tokenizer, tmp_path):
     tokens = tokenizer(TEXT)["input_ids"]
-    expected = position_loss(model, tokens, context_length=20, sequences=3)
+    bos = tokenizer.bos_token_id
+    expected = position_loss(model, tokens, context_length=20, sequences=3, tokenizer=tokenizer, bos_token_id=bos)
     result = loss_module.compute(model=model, corpus=TEXT, tokenizer=tokenizer, context_length=20, sequences=3)
     file = evaluate.save(tmp_path / "result.json", **result)
     assert PositionLoss.from_json(Path(file).read_text()) == expected
@@ -391,5 +408,17 @@ def test_combined(curve_module, loss_module, rope_module, model, tmp_path):
     assert len(result["points"]) == 2 and len(result["groups"]) == 1 and len(result["loss"]) == 57
     assert result["position_loss_summary"].startswith("loss") and result["forgetting_curve_settings"]["repeats"] == 1
     assert json.loads(Path(evaluate.save(tmp_path / "both.json", **result)).read_text())["holds"] == result["holds"]
+    for _ in range(2):  # the second time from the journals, one for each
+        assert both.compute(**options, journal=tmp_path / "journal") == result
+    assert {path.name for path in tmp_path.glob("journal*")} == {"journal.forgetting_curve", "journal.position_loss"}
     with pytest.raises(TypeError, match=r"no argument lenghts; forgetting_curve takes"):
         both.compute(model=model, lenghts=[4])
+
+
+def test_combined_on_a_model_without_rope(curve_module, rope_module):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2))
+    result = evaluate.combine([curve_module, rope_module]).compute(
+        model=model, corpus=list(range(3, 30)), lengths=[4], repeats=1
+    )
+    assert len(result["points"]) == 1 and result["holds"] is None
+    assert "GPT2Config has no rotary" in result["notes"][0]

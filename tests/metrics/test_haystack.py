@@ -135,7 +135,7 @@ def test_grid():
     assert (GRID.lengths, GRID.depths) == ([100, 200], [0.0, 0.5])
     assert np.array_equal(GRID.grid(), [[0.5, 0.0], [1.0, np.nan]], equal_nan=True)
     assert np.allclose(GRID.grid("probability")[0], 0.5)
-    assert "match rate 50.0%" in GRID.summary()
+    assert GRID.summary().startswith("exact rate 50.0%, probability")  # without replies nothing is found in them
     assert NeedleGrid(()).summary() == "no length measured"
 
 
@@ -144,6 +144,6 @@ def test_json(tmp_path):
     text = (tmp_path / "needle.json").read_text()
     assert NeedleGrid.from_json(text) == GRID
     assert NeedleGrid.from_json(text).to_json() == GRID.to_json()
-    assert json.loads(text)["cells"][0]["match_rate"] == 0.5
+    assert json.loads(text)["cells"][0]["exact_rate"] == 0.5 and "match_rate" not in text
     with pytest.raises(ValueError, match="no result of needle"):
         NeedleGrid.from_json(text.replace('"needle"', '"loss"'))

@@ -39,7 +39,7 @@ def test_the_hub_reads_what_we_wrote():
         ("random tokens", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
         ("text", "perplexity of 3 tokens"): ("perplexity", round(float(RESULTS[2].perplexity[-1]), 4)),
         ("text", "needle in a haystack, found up to 100 tokens"): ("accuracy", 1.0),
-        ("generated records", "line retrieval, up to 10 lines"): ("accuracy", 1.0),
+        ("generated records", "line retrieval, found up to 10 lines"): ("accuracy", 1.0),
     }
     assert "![How far fox: a 'model' remembers](curve.png)" in card.text
     assert "RoPE bound: " in card.text and "at 512 tokens" in card.text

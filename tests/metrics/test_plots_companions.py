@@ -15,8 +15,8 @@ from hf_longctx.metrics.loss import PositionLoss
 from hf_longctx.metrics.plots_companions import plot_losses
 
 
-def answers(*found):
-    return [Answer(math.log(0.5), 3, exact=x, reply=None, matched=x) for x in found]
+def answers(*found, reply=None):
+    return [Answer(math.log(0.5), 3, exact=x, reply=reply, matched=x) for x in found]
 
 
 SETTINGS = {"model": "someone/tiny", "mode": "easy"}
@@ -26,6 +26,9 @@ GRID = NeedleGrid(
     SETTINGS,
 )
 LINES = LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (10, 20, 30)], SETTINGS)
+
+
+REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [200], [0])], SETTINGS)
 
 
 def text_of(path):
@@ -56,7 +59,8 @@ def text_as_text():
             ["Needle in a haystack, easy mode of someone/tiny", "training context: 150", "300"],
         ),
         (GRID, {"score": "probability"}, ["probability of an answer's token", "75%"]),
-        (LINES, {}, ["Line retrieval of someone/tiny", "answers found in the replies", "600"]),
+        (LINES, {}, ["Line retrieval of someone/tiny", "answers given token for token", "600"]),
+        (REPLIED, {}, ["answers found in the replies", "answers given token for token"]),
     ],
 )
 def test_picture(tmp_path, result, options, texts):
@@ -64,6 +68,7 @@ def test_picture(tmp_path, result, options, texts):
     drawn = text_of(tmp_path / "picture.svg")
     assert [text for text in texts if text not in drawn.replace("&#x27;", "'")] == []
     assert ("training context: 512" in drawn) is False
+    assert ("found in the replies" in drawn) is (result is REPLIED)
 
 
 def test_several_models(tmp_path):
@@ -72,6 +77,9 @@ def test_several_models(tmp_path):
     drawn = text_of(tmp_path / "picture.svg")
     assert "someone/tiny (4 sequences)" in drawn
     assert ">other (2 sequences)<" in drawn
+    assert "perplexity: from l = 51<" in drawn
+    plot_losses([LOSS, PositionLoss([3.0, 2.5], 2)], tmp_path / "picture.svg")
+    assert "perplexity: from l = 1 or 51<" in text_of(tmp_path / "picture.svg")
     plot_losses([LOSS] * 9, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
@@ -83,5 +91,7 @@ def test_nothing_to_draw(tmp_path):
         LineRetrieval(()).plot(tmp_path / "picture.svg")
     with pytest.raises(ValueError, match="no per-token loss"):
         plot_losses([], tmp_path / "picture.svg")
+    with pytest.raises(ValueError, match="no replies, so there is no match_rate; draw exact_rate or probability"):
+        GRID.plot(tmp_path / "picture.svg", score="match_rate")
     with pytest.raises(ValueError, match="score must be one of"):
         GRID.plot(tmp_path / "picture.svg", score="judge")

@@ -68,6 +68,15 @@ def test_every_metric_has_its_section(tmp_path):
     assert "train_length" in page.text and "78.1%" in page.text  # 50 of 64 copied
 
 
+def test_without_replies_nothing_is_found_in_them(tmp_path):
+    silent = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
+    lines = LineRetrieval([LinesPoint(silent, 10, [200], [3])])
+    write_report([NeedleGrid([NeedleCell(silent, 100, 0.5, [40])]), lines], tmp_path / "report.html")
+    text = Page(tmp_path / "report.html").text
+    assert "repl" not in text and "found" not in text and text.count("the model's first choice") == 2
+    assert lines.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeats"
+
+
 def test_it_needs_nothing_beside_itself(tmp_path):
     write_report(RESULTS, tmp_path / "report.html")
     page = Page(tmp_path / "report.html")

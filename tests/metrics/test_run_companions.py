@@ -515,8 +515,9 @@ def test_positions_of_the_companions(bytes_tokenizer, prose):
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ValueError, match=r"the longest length needs 521 positions, and .* ends at 520"):
         needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], generate=False)
-    with pytest.raises(ValueError, match=r"the longest length needs 536 positions, and .* ends at 520"):
-        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 520])  # and 16 more for a reply
+    told = r"longest length needs 536 positions, 16 of them for a reply, .* or below 504 tokens, or at 520 .* --no-replies"
+    with pytest.raises(ValueError, match=told):
+        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 520])
     with pytest.raises(ValueError, match=r"a record of 30 lines needs .* ends at 520"):
         line_retrieval(model, bytes_tokenizer, lines=[1, 30], generate=False)
     (tokens,) = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], repeats=1, generate=False).points[0].tokens

@@ -18,7 +18,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import curve as core
 from hf_longctx.metrics.engine import predict_plainly as predict
 from hf_longctx.metrics.journal import content_hash
-from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit
+from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit, weights_hash
 
 
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
@@ -591,6 +591,20 @@ def test_journal_of_another_run(tmp_path, change, name):
         forgetting_curve(model, CORPUS, **options)
 
 
+def test_a_model_is_its_weights_and_its_configuration(tmp_path):
+    """The base of RoPE is in no parameter, and a folder, a dtype of loading or a way to run changes no model."""
+    model = tiny_llama()
+    hashed = weights_hash(model)
+    assert weights_hash(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0})) != hashed
+    model.save_pretrained(tmp_path)
+    model.config.use_cache = False
+    assert weights_hash(transformers.LlamaForCausalLM.from_pretrained(tmp_path)) == hashed == weights_hash(model)
+    wrapped = [HMTWrapper.from_backbone(tiny_llama(), HMTConfig(segment_length=n, sensory_tokens=4)) for n in (16, 32)]
+    for wrapper in wrapped[1:]:
+        wrapper.load_state_dict(wrapped[0].state_dict())
+    assert len(set(map(weights_hash, wrapped))) == 2
+
+
 # -- running out of memory
 
 
@@ -775,12 +789,13 @@ def test_a_position_table_that_serves_one_segment_at_a_time():
 def test_beyond_the_position_table():
     model = tiny_gpt2(n_positions=23)
     with pytest.raises(
-        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10;"
+        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10; .* has been measured"
     ) as caught:
         forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
     error = caught.value
     assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (23, 10, True)
-    assert error.curve == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3)
+    assert error.curve.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
+    assert error.curve.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
     assert [p.length for p in error.curve.points] == [2, 10]
 
 

@@ -21,6 +21,7 @@ Either a model and a corpus:
     tokenizer: for a text; default: found by the model's name.
     lengths (list of int): tokens of S, ascending. Default: 16 up to half of the context that the model claims.
     further options of hf_longctx.metrics.forgetting_curve: repeats, seed, data_type, bos_token_id, ...
+        A journal is kept in the file of that name with .forgetting_curve appended. BOS and EOS default to the tokenizer's.
 Or predictions and references, one of each per target S of n tokens:
     predictions (list of [copy, lm], each a list of n int): the ids predicted for the n tokens of the last S in
         [bos] S [bos] S [eos] (copy) and in [bos] I [bos] S [eos] (lm), each by the logits one position before.

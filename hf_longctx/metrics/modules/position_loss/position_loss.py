@@ -19,6 +19,7 @@ Either a model and a corpus:
     tokenizer: for a text; default: found by the model's name.
     context_length (int): tokens per sequence. Default: the context that the model claims.
     further options of hf_longctx.metrics.position_loss: sequences, bos_token_id, ...
+        A journal is kept in the file of that name with .position_loss appended. The BOS defaults to the tokenizer's.
 Or predictions:
     predictions (list of list of float): per sequence the log-probability of each of its tokens, natural logarithm, the
         first included. All sequences have one length. There are no references: the tokens are in the probabilities.

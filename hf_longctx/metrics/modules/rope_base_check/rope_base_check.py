@@ -25,7 +25,8 @@ Or predictions and references:
 Returns:
     for a model, the report of hf_longctx.metrics.rope_report: holds (bool), claimed_context, claimed_by, groups (list
     of dict: one per kind of layers, with its base, scaling, verdict, context_bound and minimum_base), notes, caveat.
-    Else holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases.
+    Of a model without RoPE, holds is None, and notes says why.
+    For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases.
 Examples:
     >>> check = evaluate.load("rope_base_check")
     >>> result = check.compute(predictions=[10000.0, 500000.0], references=[8192, 8192], head_dim=128)
