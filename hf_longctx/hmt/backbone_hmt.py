@@ -9,6 +9,7 @@ Neither a list of all hidden states nor an unwanted key/value cache is ever buil
 import inspect
 
 import torch
+from transformers import GenerationMixin
 
 
 _LAST_HIDDEN = "hmt_last_hidden_state"
@@ -62,6 +63,7 @@ class Backbone:
         self.continues = (
             "past_key_values" in self.forward_arguments
             and not self.stateful
+            and isinstance(model, GenerationMixin)
             and model._supports_default_dynamic_cache()
             and layers <= _CONTINUED_LAYERS
         )
