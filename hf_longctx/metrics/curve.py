@@ -446,7 +446,11 @@ class ForgettingCurve:
 
     def summary(self) -> str:
         """The result in one line."""
-        missing = "".join(f"; length {length} not measured: {why}" for length, why in self.not_measured.items())
+        missing = ""
+        for why in dict.fromkeys(self.not_measured.values()):
+            lengths = [length for length, reason in self.not_measured.items() if reason == why]
+            some = f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}"
+            missing += f"; {some if len(lengths) > 1 else f'length {lengths[0]}'} not measured: {why}"
         if not self.points:
             return "no length measured" + missing
 

@@ -642,7 +642,7 @@ def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol
         hook.remove()
     assert [p.length for p in curve.points] == [9, 15]
     assert set(curve.not_measured) == {30, 60}
-    assert "length 30 not measured: out of memory" in curve.summary()
+    assert "2 lengths from 30 to 60 not measured: out of memory" in curve.summary()
     assert core.ForgettingCurve.from_json(curve.to_json()) == curve
     before = path.read_bytes()
     assert forgetting_curve(counting, CORPUS % 8, lengths=[9, 15, 30, 60], journal=path, **options) == curve
@@ -797,6 +797,7 @@ def test_beyond_the_position_table():
     assert error.curve.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
     assert error.curve.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
     assert [p.length for p in error.curve.points] == [2, 10]
+    assert error.curve.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
 
 
 def test_nothing_fits_into_the_position_table():
