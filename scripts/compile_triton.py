@@ -34,14 +34,16 @@ KERNELS = {
     "dq": fox.dq_kernel,
     "dkdv": fox.dkdv_kernel,
     "decode": fox.decode_kernel,
+    "prune": fox.prune_kernel,
+    "merge": fox.merge_kernel,
 }
-# bytes of shared memory per multiprocessor and per block, registers and warps per multiprocessor (CUDA C++ programming
-# guide, table of technical specifications per compute capability)
+# bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
+# programming guide, table of technical specifications per compute capability)
 LIMITS = {
-    80: (167936, 166912, 65536, 64),
-    86: (102400, 101376, 65536, 48),
-    90: (233472, 232448, 65536, 64),
-    100: (233472, 232448, 65536, 64),
+    80: (167936, 166912, 65536, 64, 32),
+    86: (102400, 101376, 65536, 48, 16),
+    90: (233472, 232448, 65536, 64, 32),
+    100: (233472, 232448, 65536, 64, 32),
 }
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
@@ -59,13 +61,15 @@ def source(kernel, dtype: str, constants: dict) -> ASTSource:
             signature[name] = "*i32" if constants["BOUNDED"] else "constexpr"
             if not constants["BOUNDED"]:
                 fixed[name] = None
+        elif name == "p_kept":
+            signature[name] = "*i32"
         elif name.startswith("p_"):
             partial = kernel is fox.decode_kernel and name == "p_o"  # partial results are fp32
             signature[name] = f"*{dtype}" if name in INPUT_POINTERS and not partial else "*fp32"
             signature[name] = "*i64" if name == "p_end" else signature[name]
         else:
             signature[name] = "fp32" if name in ("scale", "unit") else "i32"
-        decoding = kernel is fox.decode_kernel
+        decoding = kernel in (fox.decode_kernel, fox.prune_kernel)
         aligned = (name.startswith("s_") and not (decoding and name in UNALIGNED)) or name.startswith("p_")
         if aligned and signature[name] != "constexpr":
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -96,14 +100,15 @@ def hot_loop_spills(sass: str) -> int:
 def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool) -> dict:
     """Compiles one specialisation and reads its resources."""
     tiles = fox.nearest_tiles(capability, DTYPES[dtype], head_dim)
-    tile = getattr(tiles, name)
+    tile = getattr(tiles, name) if hasattr(tiles, name) else tiles.decode._replace(warps=1)  # as they are launched
     constants = {"D": head_dim, "BM": tile.BM, "BN": tile.BN, "BD": fox.padded(head_dim), "BOUNDED": bounded}
     if name == "dq":
         constants["BR"] = tiles.dkdv.BM
     if name == "dkdv":
         constants["BS"] = min(tile.BM, 16)
-    if name == "decode":
+    if name in ("decode", "prune"):
         constants |= {"P": GATE_PARTS, "ENDS": True, "W": 8}
+    constants = {key: value for key, value in constants.items() if key in KERNELS[name].arg_names}
     compiled = triton.compile(
         source(KERNELS[name], dtype, constants),
         target=GPUTarget("cuda", capability, 32),
@@ -115,11 +120,12 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
         usage, sass = cuobjdump("--dump-resource-usage", cubin), cuobjdump("--dump-sass", cubin)
     registers, stack = (int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
     shared = compiled.metadata.shared
-    per_sm, per_block, all_registers, all_warps = LIMITS[capability]
+    per_sm, per_block, all_registers, all_warps, all_blocks = LIMITS[capability]
     blocks = min(
         per_sm // (shared + 1024),  # the driver keeps 1 KiB per block
         all_registers // (-(-registers // 8) * 8 * 32 * tile.warps),
         all_warps // tile.warps,
+        all_blocks,
     )
     return {
         "capability": capability,
