@@ -66,7 +66,7 @@ def main():
     output = folder.with_name("forgetting_curve")
     tokens = len(tokenizer(load_text(args.text), verbose=False)["input_ids"])
     command = ["curve", str(folder), "--output", str(output), "--max-length", str(min(args.max_length, tokens // 3))]
-    command += ["--text", args.text or "stdlib"]
+    command += ["--text", args.text or "stdlib", "--train-length", str(model.config.max_position_embeddings)]
     status = cli.main(command)
     if status:
         sys.exit(status)
