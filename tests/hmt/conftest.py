@@ -2,30 +2,9 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_hmt import VOCAB, tiny_llama
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-
-
-VOCAB = 61
-
-
-def tiny_llama(**settings):
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **sizes,
-        **settings,
-    )
-    model = LlamaForCausalLM(config).double().eval()
-    with torch.no_grad():  # far from the near-uniform start, so that every input matters visibly
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() == 2 else 1)
-    return model
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 import torch
-from conftest import tiny_llama
 from safetensors.torch import load_file
+from tiny_hmt import tiny_llama
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[4])
-from conftest import tiny_llama
+from tiny_hmt import tiny_llama
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 
 kind, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]

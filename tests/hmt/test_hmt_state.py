@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_llama
+from tiny_hmt import tiny_llama
 
 from hf_longctx.hmt import HMTState, HMTWrapper
 
