@@ -52,10 +52,11 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import forgetting_curve, linear_lengths, log_lengths
+    from ..metrics.engine import claimed_context
 
     rank = shared.join_processes()
     model, tokenizer = shared.load_model(args)
-    claimed = getattr(model.config, "max_position_embeddings", None)
+    claimed = claimed_context(model)
     tokens = None
     if args.data_type == "order":
         tokens = shared.load_tokens(args, tokenizer, args.max_length or claimed)

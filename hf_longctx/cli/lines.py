@@ -25,6 +25,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import line_retrieval
+    from ..metrics.engine import claimed_context
 
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
@@ -34,7 +35,7 @@ def run(args):
         line_retrieval,
         model,
         tokenizer,
-        lines=args.lines or default_lines(tokenizer, shared.claimed_context(model) or 4096),
+        lines=args.lines or default_lines(tokenizer, claimed_context(model) or 4096),
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,

@@ -47,12 +47,13 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import needle_in_a_haystack
+    from ..metrics.engine import claimed_context
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
-    lengths = args.lengths or default_lengths(shared.claimed_context(model) or 4096, tokenizer, args.mode)
+    lengths = args.lengths or default_lengths(claimed_context(model) or 4096, tokenizer, args.mode)
     tokens = shared.load_tokens(args, tokenizer, max(lengths))
     if args.depths < 2:
         raise ValueError(f"--depths is {args.depths}; it must be at least 2, the beginning and the end.")
@@ -76,7 +77,8 @@ def run(args):
 def default_lengths(context, tokenizer, mode):
     """Eight lengths up to the context, without those too short for needle and question."""
     from ..metrics.haystack import needle_pieces
+    from ..metrics.run_companions import encoder
 
     longest = context - ROOM_FOR_REPLIES
-    needed = needle_pieces(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], 0, mode).tokens
+    needed = needle_pieces(encoder(tokenizer), 0, mode).tokens
     return [length for length in (longest * i // 8 for i in range(1, 9)) if length > needed] or [longest]

@@ -111,9 +111,11 @@ def load_text(args):
 
 def context(args):
     """The longest input to measure with."""
+    from ..metrics.engine import claimed_context
+
     if args.context_length is not None:
         return args.context_length
-    return shared.claimed_context(args.loaded[0]) or 4096
+    return claimed_context(args.loaded[0]) or 4096
 
 
 def content(args):

@@ -154,10 +154,3 @@ def measure(args, tokenizer, function, /, *arguments, picture=None, **options):
             write(error.result)
         raise
     write(result)
-
-
-def claimed_context(model):
-    """The context that a model claims, in tokens, or None."""
-    config = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "max_position_embeddings", None)

@@ -26,6 +26,8 @@ def packed_places(inputs_embeds, attention_mask, position_ids, cu_seq_lens_q=Non
     mask are taken for packed, as transformers does.
     """
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    if cu_seq_lens_q is None and seq_idx is None and (position_ids is None or length == 1):
+        return None  # before the mask is looked at, for which a GPU would be waited for in every step
     compiling = torch.compiler.is_compiling()
     real = padding_mask(attention_mask, length)
     if cu_seq_lens_q is not None:
@@ -38,7 +40,7 @@ def packed_places(inputs_embeds, attention_mask, position_ids, cu_seq_lens_q=Non
         starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
     elif seq_idx is not None:
         starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
-    elif position_ids is not None and length > 1 and not (compiling and real is not None):
+    elif not (compiling and real is not None):
         position_ids = position_ids.to(device).expand(batch, -1)
         before = position_ids[:, :-1]
         if real is not None:  # of the last real token

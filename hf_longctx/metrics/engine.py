@@ -414,3 +414,8 @@ def text_config(model: nn.Module):
     """The configuration of the language model, which multimodal models keep inside theirs."""
     config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def claimed_context(model: nn.Module) -> int | None:
+    """The context that a model claims (max_position_embeddings), in tokens."""
+    return getattr(text_config(model), "max_position_embeddings", None)

@@ -149,13 +149,6 @@ def completed(options: dict, tokenizer, name: str) -> dict:
     return options
 
 
-def claimed_context(model) -> int | None:
-    """The context that a model claims, in tokens."""
-    from .runner import text_config
-
-    return getattr(text_config(model), "max_position_embeddings", None)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The forgetting curve
 
@@ -203,6 +196,7 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
         ValueError: there is nothing to tell how far to measure.
     """
     from .curve import linear_lengths
+    from .engine import claimed_context
     from .runner import forgetting_curve
 
     model, tokens, used = load(model, corpus, tokenizer)
@@ -270,6 +264,7 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
     Raises:
         ValueError: there is no corpus.
     """
+    from .engine import claimed_context
     from .run_companions import position_loss
 
     if corpus is None:

@@ -21,6 +21,13 @@ KINDS = ("copy", "LM")
 OUT_OF_MEMORY = "out of memory, even in the smallest passes"
 
 
+def engine_for(model: nn.Module, ids: np.ndarray, tokens_per_pass: int | None) -> Engine | EndpointModel:
+    """What reads for this model; ids (T,) are tried, of which an engine needs three."""
+    if isinstance(model, EndpointModel):
+        return model
+    return Engine(model, np.resize(ids, max(len(ids), 3)), tokens_per_pass)
+
+
 class Measurement:
     """Measures parts of a curve, unless the journal has them.
 
@@ -42,9 +49,7 @@ class Measurement:
 
     @cached_property
     def engine(self) -> Engine | EndpointModel:
-        if isinstance(self.model, EndpointModel):
-            return self.model
-        return Engine(self.model, self.inputs("copy", min(self.samples), [0])[0], self.tokens_per_pass)
+        return engine_for(self.model, self.inputs("copy", min(self.samples), [0])[0], self.tokens_per_pass)
 
     def inputs(self, kind: str, length: int, repeats: Sequence[int]) -> np.ndarray:
         """(R, 2n + 3) int64"""

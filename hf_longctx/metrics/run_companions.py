@@ -17,7 +17,7 @@ from torch import nn
 from .answers import Answer, Answers, holds_number, holds_text
 from .curve import check_ids, check_lengths
 from .endpoint import EndpointModel
-from .engine import Engine, evaluating, text_config
+from .engine import Engine, claimed_context, evaluating
 from .haystack import (
     ANSWER,
     DEPTHS,
@@ -34,11 +34,12 @@ from .haystack import (
 from .journal import Journal, content_hash
 from .lines import LineRetrieval, LinesPoint, draw_record
 from .loss import PositionLoss, window_starts
-from .runner import _on_cpu as on_cpu
+from .measurement import engine_for
 from .runner import (
     exchange,
     identity,
     model_settings,
+    on_cpu,
     place_of,
     position_limit,
     progress_bar,
@@ -491,13 +492,6 @@ def reply_of(engine: Engine | EndpointModel, tokenizer, prompt: np.ndarray, toke
     return tokenizer.decode(said[0, len(prompt) :], skip_special_tokens=True)
 
 
-def engine_for(model: nn.Module, ids: np.ndarray, tokens_per_pass: int | None) -> Engine | EndpointModel:
-    """What reads for this model; ids (T,) are tried, of which an engine needs three."""
-    if isinstance(model, EndpointModel):
-        return model
-    return Engine(model, np.resize(ids, max(len(ids), 3)), tokens_per_pass)
-
-
 def encoder(tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -520,7 +514,7 @@ def check_positions(model: nn.Module, tokens: int, what: str, reply: int = 0) ->
     """
     tokens += reply
     limit = position_limit(model)
-    claim = getattr(text_config(model), "max_position_embeddings", None)
+    claim = claimed_context(model)
     if limit is not None and tokens > limit:
         raise ValueError(
             f"{what} needs {tokens} positions{f', {reply} of them for a reply' if reply else ''}, and the model's "

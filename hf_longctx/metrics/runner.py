@@ -32,7 +32,7 @@ from .curve import (
     random_samples,
 )
 from .endpoint import LARGEST_VOCABULARY, EndpointModel
-from .engine import evaluating, first_parameter, text_config
+from .engine import claimed_context, evaluating, first_parameter, text_config
 from .journal import Journal, content_hash
 from .measurement import Measurement, tally
 
@@ -148,10 +148,10 @@ def forgetting_curve(
     if data_type == "order":
         if id_range is not None:
             raise ValueError('id_range is for data_type="random"; data_type="order" takes its ids from tokens.')
-        corpus = check_ids(_on_cpu(tokens), "tokens", vocab_size)
+        corpus = check_ids(on_cpu(tokens), "tokens", vocab_size)
         settings |= {"corpus_tokens": len(corpus), "corpus_sha256": content_hash(corpus)}
         if irrelevant_tokens is not None:
-            irrelevant_tokens = check_ids(_on_cpu(irrelevant_tokens), "irrelevant_tokens", vocab_size)
+            irrelevant_tokens = check_ids(on_cpu(irrelevant_tokens), "irrelevant_tokens", vocab_size)
             settings["irrelevant_tokens"] = len(irrelevant_tokens)
             settings["irrelevant_sha256"] = content_hash(irrelevant_tokens)
         draw = nested_order_samples if protocol == "nested" else order_samples
@@ -444,7 +444,7 @@ def position_limit(model: nn.Module) -> int | None:
 
 def warn_beyond_claim(model: nn.Module, lengths: Sequence[int]) -> None:
     """Warn once if inputs get longer than the positions a model without a position table claims to support."""
-    claim = getattr(text_config(model), "max_position_embeddings", None)
+    claim = claimed_context(model)
     if claim is not None and input_tokens(lengths[-1]) > claim:
         warnings.warn(
             f"lengths above {longest_length(claim)} need more than the {claim} positions (max_position_embeddings) "
@@ -453,5 +453,5 @@ def warn_beyond_claim(model: nn.Module, lengths: Sequence[int]) -> None:
         )
 
 
-def _on_cpu(ids):
+def on_cpu(ids):
     return ids.cpu() if isinstance(ids, torch.Tensor) else ids
