@@ -102,6 +102,8 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
     tiles = fox.nearest_tiles(capability, DTYPES[dtype], head_dim)
     tile = getattr(tiles, name) if hasattr(tiles, name) else tiles.decode._replace(warps=1)  # as they are launched
     constants = {"D": head_dim, "BM": tile.BM, "BN": tile.BN, "BD": fox.padded(head_dim), "BOUNDED": bounded}
+    if name == "forward":
+        constants["KNOWN"] = True
     if name == "dq":
         constants["BR"] = tiles.dkdv.BM
     if name == "dkdv":

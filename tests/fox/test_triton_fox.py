@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -325,9 +326,10 @@ def test_decay_is_exact_at_131072_tokens():
     c_naive = log_f.cumsum(-1)[..., -near:]
 
     def long(c, e):
-        return lambda q, k, v, log_f: triton_fox.fox_forward(q, k, v, log_f - log_f.detach() + c, e, None, None, 0.25)[
-            0
-        ]
+        def attention(q, k, v, log_f):
+            return triton_fox.fox_forward(q, k, v, log_f - log_f.detach() + c, e, None, None, None, 0.25)[0]
+
+        return attention
 
     inputs = (q, k, v, log_f[..., -near:], do)
     exact, plain = run_exact(*inputs), run(reference, *inputs)
@@ -366,10 +368,61 @@ def test_extreme_gates(value):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gate_that_is_no_number_reaches_only_later_rows(value):
     q, k, v, log_f, do = draw(1, 1, 1, 40, 40, 16)
-    clean = run(forgetting_attention_triton, q, k, v, log_f, do)[0]
+    clean = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0)[0]
     log_f[..., 25] = value
     o = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0)[0]
     assert torch.equal(o[:, :, :25], clean[:, :, :25]) and o[:, :, 25:].isnan().any(-1).all()
+
+
+# --- a bound of the logits instead of the running maximum --------------------------------------------------------------
+
+
+def largest_logit(q, k, scale=None):
+    """(B, Hq): the largest |scale * q.k| of each head."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float()
+    return (q.float() @ k.mT).abs().amax((-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "case", ["ragged", "grouped heads", "more keys than queries", "both, one row empty", "packed", "window"]
+)
+def test_a_known_bound_changes_nothing(case, dtype):
+    shape, kwargs = CASES[case]
+    kwargs, _, bounds = split(kwargs)
+    see = visible(*shape[3:5], **{n: x.cpu() if torch.is_tensor(x) else x for n, x in bounds.items()})
+    q, k, v, log_f, do = draw(*shape, dtype=dtype, openness=0.0)
+    bound = largest_logit(q, k)
+    bound[:, 1:2] = torch.nan  # a head of which nothing is known
+    fast = run(forgetting_attention_triton, q, k, v, log_f, do, logit_bound=bound, **kwargs)
+    plain, exact = run(reference, q, k, v, log_f, do, see=see), run_exact(q, k, v, log_f, do, see=see)
+    check_budget(fast, plain, exact, dtype)
+    assert (fast[0][~see.any(-1).expand(*shape[:2], -1)] == 0).all()
+
+
+@pytest.mark.parametrize("largest, bound", [(28.0, 29.0), (60.0, 61.0)], ids=["used", "too large"])
+def test_the_largest_bound_loses_nothing(largest, bound):
+    """Every key but a row's own is as strong as the bound allows, its own as weak; most are forgotten, few are not."""
+    T = 100
+    k = torch.ones(1, 1, T, 16, device=DEVICE)
+    q = torch.full_like(k, largest / 16)
+    k[:, :, 50:] *= -1
+    log_f = torch.full((1, 1, T), -0.7 * largest, device=DEVICE)
+    _, _, v, _, do = draw(1, 1, 1, T, T, 16)
+    o, *gradients = run(forgetting_attention_triton, q, k, v, log_f, do, scale=1.0, logit_bound=bound)
+    exact, plain = (f(q, k, v, log_f, do, scale=1.0)[0] for f in (run_exact, partial(run, reference)))
+    assert rel(o, exact) <= 2 * rel(plain, exact) + FLOOR[torch.float32]
+    for got, want in zip(gradients, run(forgetting_attention_triton, q, k, v, log_f, do, scale=1.0)[1:]):
+        assert rel(got, want.double()) <= 3e-5  # fp32 resolves the exponents here, up to 84, to 4e-6
+    assert (o[:, :, 50] - v[:, :, 49]).abs().max() < 0.1  # a strong key of yesterday, before a weak one of today
+
+
+def test_half_precision_keeps_the_running_maximum():
+    """The weakest key's weight, e^-40 beside the bound, is no number of float16."""
+    q, k, v, log_f, do = draw(1, 1, 1, 40, 40, 16, dtype=torch.float16)
+    args = [x * 1e-3 for x in (q, k)] + [v, log_f, do]
+    got, want = (run(forgetting_attention_triton, *args, logit_bound=b)[0] for b in (20.0, None))
+    assert torch.equal(got, want)
 
 
 # --- pruning ---------------------------------------------------------------------------------------------------------
@@ -481,7 +534,9 @@ def test_custom_ops_are_registered_correctly():
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
     stop = triton_fox.stop_query(bound, 24)
-    torch.library.opcheck(ops.fox_forward, (*inputs, torch.zeros_like(c), bound, stop, 0.25))
+    torch.library.opcheck(
+        ops.fox_forward, (*inputs, torch.zeros_like(c), bound, stop, torch.ones(2, 2, device=DEVICE), 0.25)
+    )
     gates, end = c.detach().view(2, 1, 2, 24, 1), torch.tensor(24, device=DEVICE)
     few = [x.detach() for x in (q[:, :, -3:], k, v)]
     torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, None, 0.25, 1.0))
