@@ -30,6 +30,7 @@ from hf_longctx.fox.attention_fox import GATE_PARTS
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 KERNELS = {
+    "block_decay": fox.block_decay_kernel,
     "forward": fox.forward_kernel,
     "dq": fox.dq_kernel,
     "dkdv": fox.dkdv_kernel,

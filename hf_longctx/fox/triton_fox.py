@@ -216,6 +216,17 @@ def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: t
     return b_first, begin, full, diagonal, end
 
 
+@jit_any_length
+def block_decay_kernel(p_c, p_e, p_d, Tk, BN: tl.constexpr):
+    """The decay from each key to the last one of its block of BN keys."""
+    n_n = tl.cdiv(Tk, BN)
+    i_bh, i_col = tl.cast(tl.program_id(0) // n_n, tl.int64), tl.program_id(0) % n_n * BN
+    o_j, last = i_bh * Tk + i_col + tl.arange(0, BN), i_bh * Tk + tl.minimum(i_col + BN, Tk) - 1
+    m_j = i_col + tl.arange(0, BN) < Tk
+    b_cj, b_ej = tl.load(p_c + o_j, mask=m_j), tl.load(p_e + o_j, mask=m_j)  # [BN]
+    tl.store(p_d + o_j, decay(tl.load(p_c + last), tl.load(p_e + last), b_cj, b_ej), mask=m_j)
+
+
 @jit
 def forward_span(
     b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
@@ -722,9 +733,10 @@ def _empty_output(q: torch.Tensor) -> torch.Tensor:
 
 def _decay_in_block(c: torch.Tensor, e: torch.Tensor, block: int) -> torch.Tensor:
     """Decay from each key to the last key of its aligned block, in units of log 2; (B, H, T)."""
-    T = c.shape[-1]
-    last = (torch.arange(T, device=c.device) // block * block + block - 1).clamp(max=T - 1)
-    return ((c[..., last] - c) + (e[..., last] - e)) / math.log(2)
+    d, T = torch.empty_like(c), c.shape[-1]
+    with _on(c.device):
+        block_decay_kernel[(triton.cdiv(T, block) * (c.numel() // T),)](c, e, d, T, BN=block, num_warps=1)
+    return d
 
 
 def _forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
@@ -1199,9 +1211,9 @@ def forgetting_attention_triton(
     stop = None if first_key is None else stop_query(first_key, Tk)
     if stop is not None:  # gates that nobody looks across, padding among them
         log_f = log_f.masked_fill(stop <= torch.arange(Tk, device=q.device), 0.0)
-    c = log_f.clamp(min=GATE_FLOOR).double().cumsum(-1)
+    c = log_f.clamp(min=GATE_FLOOR).double().cumsum(-1)  # with dtype=float64, its gradient would be summed in float32
     if is_decoding(q, k, v, log_f):
-        gates = torch.stack([c.float(), (c - c.float().double()).float()], dim=-1)  # (B, Hq, Tk, 2)
+        gates = torch.stack([c.float(), (c - c.float()).float()], dim=-1)  # (B, Hq, Tk, 2)
         threshold = None
         if log_pruning_tolerance is not None and logit_bound is not None:
             threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
@@ -1220,7 +1232,7 @@ def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> torch.
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
     high = c.float()
     with torch.no_grad():
-        low = (c - high.double()).float()
+        low = (c - high).float()
         if tolerance is not None:
             Tq, Tk, tile = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype).forward
             if logit_bound is None:

@@ -32,7 +32,7 @@ def check(rows, capability, dtype):
     for row in rows:
         assert row["shared"] <= row["shared_limit"], row
         assert row["blocks_per_sm"] >= 1, row
-        if row["kernel"] in ("prune", "merge"):  # no products in them
+        if row["kernel"] in ("block_decay", "prune", "merge"):  # no products in them
             continue
         assert "MMA" in row["tensor_core"], row
         if dtype != "fp32" and row["head_dim"] <= 128:
@@ -45,7 +45,7 @@ def check(rows, capability, dtype):
 @pytest.mark.parametrize("capability, head_dim", [(80, 64), (90, 128), (100, 64)])
 def test_common_sizes(tmp_path, capability, head_dim):
     rows = compile_all(tmp_path, "--capability", capability, "--dtype", "bf16", "--head-dim", head_dim)
-    assert len(rows) == 6 * 2  # kernels, with and without bounds
+    assert len(rows) == 7 * 2  # kernels, with and without bounds
     check(rows, capability, "bf16")
 
 
@@ -54,7 +54,7 @@ def test_common_sizes(tmp_path, capability, head_dim):
 @pytest.mark.parametrize("capability", PRODUCTS)
 def test_whole_table(tmp_path, capability, dtype):
     rows = compile_all(tmp_path, "--capability", capability, "--dtype", dtype)
-    assert len(rows) == 5 * 6 * 2  # head sizes, kernels, with and without bounds
+    assert len(rows) == 5 * 7 * 2  # head sizes, kernels, with and without bounds
     check(rows, capability, dtype)
 
 
@@ -69,4 +69,4 @@ def test_fp16(tmp_path):
 def test_head_sizes_between_powers_of_two(tmp_path):
     rows = compile_all(tmp_path, "--capability", 90, "--dtype", "bf16", "--head-dim", 72, 80, 96, 192)
     assert all(row["shared"] <= row["shared_limit"] for row in rows)
-    assert all("MMA" in row["tensor_core"] for row in rows if row["kernel"] not in ("prune", "merge"))
+    assert all("MMA" in row["tensor_core"] for row in rows if row["kernel"] not in ("block_decay", "prune", "merge"))
