@@ -333,17 +333,18 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dq, p_dc, p_delta, p_fade,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_delta, p_fade,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
-    delta = rowsum(do * o), and the decay since the start of its aligned block of BR queries minus lse.
+    delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
 
-    The queries' share of dc, the row sums of dS, is zero in exact arithmetic. It is kept because delta carries the
-    rounding of o: with it, an error in row i reaches only the gates that row i remembers; without it, all before i.
+    dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
+    exact arithmetic. It is summed all the same because delta carries the rounding of o: so, an error in row i reaches
+    only the gates that row i remembers, and not all before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -361,6 +362,7 @@ def dq_kernel(
     p_d += (i_b * Hq + i_h) * Tk
     p_dc += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
+    p_dlse += (i_b * Hq + i_h) * Tq - past
     p_delta += (i_b * Hq + i_h) * Tq - past
     p_fade += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
@@ -371,7 +373,8 @@ def dq_kernel(
     m_i = o_i < Tk
     b_do = load_rows(p_do, i_row, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
     b_o = load_rows(p_o, i_row, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
+    b_dlse = tl.load(p_dlse + o_i, mask=m_i, other=0.0)  # [BM]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) - b_dlse  # [BM]
     b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
     b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
     o_r = o_i // BR * BR
@@ -695,10 +698,10 @@ def _forward(q, k, v, c, e, first_key, stop_query, scale):
     return o, lse
 
 
-def _backward(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
+def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    do = _unit_last(do)
+    do, dlse = _unit_last(do), dlse.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
     tiles = tiles_for(q.device, D, q.dtype)
@@ -709,7 +712,8 @@ def _backward(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     with _on(q.device):
         _launch(
             dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, first_key, o, lse, do, dq, dc, delta, fade, *_strides(q, k, v, o, do, dq), *s_first,
+            q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, delta, fade,
+            *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BOUNDED=bounded, BR=tiles.dkdv.BM,
         )  # fmt: skip
@@ -770,7 +774,7 @@ if triton is not None:
         f"{_SPACE}::fox_backward",
         _backward,
         mutates_args=(),
-        schema=f"(Tensor do, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+        schema=f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     fox_decode = torch.library.custom_op(
         f"{_SPACE}::fox_decode",
@@ -785,7 +789,7 @@ if triton is not None:
         return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @fox_backward.register_fake
-    def _(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
+    def _(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(c)
 
     @fox_decode.register_fake
@@ -797,7 +801,7 @@ if triton is not None:
         ctx.save_for_backward(*tensors, *output)
 
     def _chain_rule(ctx, do, dlse):
-        dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
+        dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse: zeros where lse is not used
         return dq, dk, dv, dc, None, None, None, None  # e is the rounding of c, not an input of its own
 
     fox_forward.register_autograd(_chain_rule, setup_context=_save)
