@@ -1032,7 +1032,7 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
     return None
 
 
-def _check_inputs(q, k, v, log_f) -> None:
+def _check_inputs(q, k, v, log_f, log_pruning_tolerance) -> None:
     if triton is None:
         raise why_not(1)
     if not (q.dim() == k.dim() == v.dim() == 4 and log_f.dim() == 3):
@@ -1062,8 +1062,51 @@ def _check_inputs(q, k, v, log_f) -> None:
         raise ValueError(
             f"q, k, v, log_f are on {q.device}, {k.device}, {v.device}, {log_f.device}; move them together."
         )
+    if log_pruning_tolerance is not None and log_pruning_tolerance > 0:
+        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
     if (reason := why_not(D, q.dtype, q.device)) is not None:
         raise reason
+
+
+def _check_first_key(first_key, q) -> None:
+    B, Hq, Tq, _ = q.shape
+    if (
+        first_key.dim() != 3
+        or first_key.shape[0] not in (1, B)
+        or first_key.shape[1] not in (1, Hq)
+        or first_key.shape[2] != Tq
+        or first_key.dtype != torch.int32
+        or first_key.device != q.device
+    ):
+        raise ValueError(
+            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, "
+            f"{Hq} or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
+        )
+
+
+def checked_call(q, k, v, log_f, scale, log_pruning_tolerance, first_key=None, **described):
+    """What `forgetting_attention_triton` was given, or one clear error: q, k, v as autocast wants them, scale, and the
+    bound of each row, which is `first_key` or `first_visible_key` of what is `described`.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    _check_inputs(q, k, v, log_f, log_pruning_tolerance)
+    bound = first_visible_key(q.shape[2], k.shape[2], device=q.device, **described)
+    if described["cu_seqlens"] is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens with a batch of {q.shape[0]}; packed sequences form a batch of one.")
+    if first_key is not None and bound is not None:
+        raise ValueError("Got first_key and another description of the sequences; first_key already holds it all.")
+    bound = bound if first_key is None else first_key
+    if bound is not None:
+        _check_first_key(bound, q)
+    return q, k, v, q.shape[-1] ** -0.5 if scale is None else float(scale), bound
+
+
+def counted_gates(log_f, stop) -> torch.Tensor:
+    """log f as it is summed: finite, and 0 where `stop_query` tells that nobody looks across, padding among it."""
+    if stop is not None:
+        log_f = log_f.masked_fill(stop <= torch.arange(log_f.shape[-1], device=log_f.device), 0.0)
+    return log_f.clamp(min=GATE_FLOOR)
 
 
 def forgetting_attention_triton(
@@ -1106,54 +1149,32 @@ def forgetting_attention_triton(
         ValueError: a shape, dtype, device or bound above does not hold.
         NotImplementedError: a head size above 256, another dtype, padding between real tokens.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    _check_inputs(q, k, v, log_f)
-    B, Hq, Tq, D = q.shape
-    Tk = k.shape[2]
-    scale = D**-0.5 if scale is None else float(scale)
-    if log_pruning_tolerance is not None and log_pruning_tolerance > 0:
-        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
-    described = first_visible_key(
-        Tq,
-        Tk,
+    q, k, v, scale, first_key = checked_call(
+        q,
+        k,
+        v,
+        log_f,
+        scale,
+        log_pruning_tolerance,
+        first_key,
         attention_mask=attention_mask,
         starts=starts,
         lengths=lengths,
         cu_seqlens=cu_seqlens,
         window=window,
-        device=q.device,
     )
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f"cu_seqlens with a batch of {B}; packed sequences form a batch of one.")
-    if first_key is not None and described is not None:
-        raise ValueError("Got first_key and another description of the sequences; first_key already holds it all.")
-    first_key = described if first_key is None else first_key
-    if first_key is not None and (
-        first_key.dim() != 3
-        or first_key.shape[0] not in (1, B)
-        or first_key.shape[1] not in (1, Hq)
-        or first_key.shape[2] != Tq
-        or first_key.dtype != torch.int32
-        or first_key.device != q.device
-    ):
-        raise ValueError(
-            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, "
-            f"{Hq} or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
-        )
     if q.numel() == 0:
         return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back
+    Tk = k.shape[2]
     stop = None if first_key is None else stop_query(first_key, Tk)
-    if stop is not None:  # gates that nobody looks across, padding among them
-        log_f = log_f.masked_fill(stop <= torch.arange(Tk, device=q.device), 0.0)
-    c = log_f.clamp(min=GATE_FLOOR).double().cumsum(-1)
+    c = counted_gates(log_f, stop).double().cumsum(-1)
     if is_decoding(q, k, v, log_f):
         gates = torch.stack([c.float(), (c - c.float().double()).float()], dim=-1)  # (B, Hq, Tk, 2)
         threshold = None
         if log_pruning_tolerance is not None and logit_bound is not None:
             threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
         return attend_few(q, k, v, gates.unflatten(1, (k.shape[1], -1)), 1.0, first_key, None, threshold, scale)
-    return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)
+    return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)[0]
 
 
 def is_decoding(*tensors: torch.Tensor) -> bool:
@@ -1162,8 +1183,13 @@ def is_decoding(*tensors: torch.Tensor) -> bool:
     return tensors[0].shape[2] <= DECODE_ROWS and not wants_grad
 
 
-def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> torch.Tensor:
-    """`forgetting_attention_triton` of checked inputs, from the float64 running sum c of log f, (B, Hq, Tk)."""
+def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forgetting_attention_triton` of checked inputs, from the float64 running sum c of log f, (B, Hq, Tk).
+
+    Returns:
+        The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
+        Both have gradients.
+    """
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
     high = c.float()
     with torch.no_grad():
@@ -1178,7 +1204,7 @@ def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> torch.
             for tally in _tallies:
                 tally.add(first_key, pruned, Tk, tile)
             first_key, stop = pruned, stop_query(pruned, Tk)
-    return fox_forward(q, k, v, high, low, first_key, stop, scale)[0]
+    return fox_forward(q, k, v, high, low, first_key, stop, scale)
 
 
 def attend_few(q, k, v, gates, unit, first_key, end, threshold, scale) -> torch.Tensor:
