@@ -4,10 +4,10 @@
 
 (this script, under the name that also measures on a CPU) writes bench_triton.json and bench_triton.md: device, versions
 and commit; measured ceilings; TFLOP/s forward and backward; the gain from pruning; decode latency. FLOPs are
-4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention; bytes are each input and output
-once. The share of the roofline is the least time that both allow at the measured ceilings, over the time taken.
-Competitors that cannot run are listed with the reason. `--device cpu` is a dry run in Triton's interpreter: it tells that
-the script works, and nothing about speed.
+4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in both
+directions; bytes are each input and output once. The share of the roofline is the least time that both allow at the
+measured ceilings, over the time taken. Competitors that cannot run are listed with the reason. `--device cpu` is a dry run
+in Triton's interpreter: it tells that the script works, and nothing about speed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from hf_longctx.fox import forgetting_attention
+from hf_longctx.fox import bidirectional_forgetting_attention, forgetting_attention
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys
 
@@ -90,8 +90,9 @@ def official():
     return lambda q, k, v, log_f: forgetting_attention(q, k, v, log_f, head_first=True)
 
 
-COMPETITORS = {  # name: (makes the function, computes forgetting attention)
+COMPETITORS = {  # name: (makes the function, computes what ours does)
     "ours": (lambda: ours, True),
+    "ours, both ways": (lambda: bidirectional_forgetting_attention, False),
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
     "folded gate, SDPA": (lambda: folded, True),
@@ -166,7 +167,7 @@ def ceilings(device) -> dict:
 
 def attention_rows(lengths, head_dims, tokens, width, device, limits) -> list[dict]:
     rows = []
-    for name, (make, gated) in COMPETITORS.items():
+    for name, (make, comparable) in COMPETITORS.items():
         try:
             attention = make()
         except ImportError as error:
@@ -177,13 +178,14 @@ def attention_rows(lengths, head_dims, tokens, width, device, limits) -> list[di
                 B, H = max(1, tokens // T), width // D
                 row = {"name": name, "D": D, "T": T, "B": B, "H": H}
                 try:
-                    if gated:
+                    if comparable:
                         small = draw(1, 2, min(T, 512), D, device, grad=False)
                         want, got = ours(*small), attention(*small)
                         row["difference_from_ours"] = ((got - want).float().norm() / want.float().norm()).item()
                     inputs = draw(B, H, T, D, device)
                     forward, backward = time_both(attention, inputs, device)
-                    flop, moved = flops(B, H, T, D), bytes_moved(B, H, T, D, inputs[0].itemsize)
+                    flop = flops(B, H, T, D) * (2 if name == "ours, both ways" else 1)
+                    moved = bytes_moved(B, H, T, D, inputs[0].itemsize)
                     row |= {
                         "forward_ms": forward * 1e3,
                         "backward_ms": backward * 1e3,

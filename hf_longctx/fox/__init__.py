@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from .attention_fox import forgetting_attention, forgetting_attention_ref
+from .bidirectional_fox import bidirectional_forgetting_attention
 from .cache_fox import PrunedCache
 from .configuration_fox import FoxConfig
 from .convert_folder_fox import convert_folder
@@ -52,6 +53,7 @@ __all__ = [
     "FoxPreTrainedModel",
     "HeadMap",
     "PrunedCache",
+    "bidirectional_forgetting_attention",
     "convert_folder",
     "forgetting_attention",
     "forgetting_attention_ref",

@@ -96,21 +96,29 @@ def check_inputs(q, k, v, log_f, scale, attention_mask, cu_seqlens):
             )
 
 
-def forgetting_attention_ref(q, k, v, log_f, *, scale=None, attention_mask=None, cu_seqlens=None):
+def forgetting_attention_ref(q, k, v, log_f, *, scale=None, attention_mask=None, cu_seqlens=None, causal=True):
     """Softmax attention with a forget gate, written as its definition. Every backend must agree with it.
 
     Arguments, result and errors are those of `forgetting_attention`; computed in float32, or float64 for float64 inputs.
     Memory grows with Tq * Tk.
 
+    With causal=False, which needs Tq = Tk, queries see the keys on both sides, and `D_ij = -|c_i - c_j|`: a key fades by
+    all gates between the two, the later token's included. The paper leaves this case to future work (sec. 6).
+
     Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
     """
     check_inputs(q, k, v, log_f, scale, attention_mask, cu_seqlens)
+    if not causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} queries for {k.shape[2]} keys; with causal=False each token is query and key, so Tq must be Tk."
+        )
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     log_f = log_f.double().clamp(min=-1e4)  # for its sum; exp(-1e4) is 0
     key_positions = torch.arange(kv_length, device=q.device)
-    visible = key_positions <= key_positions[-q_length:, None]  # (Tq, Tk), causal
+    past = key_positions <= key_positions[-q_length:, None]  # (Tq, Tk)
+    visible = past if causal else torch.ones_like(past)
     if attention_mask is not None:
         real = attention_mask.bool()[:, None]  # (B, 1, Tk)
         log_f = log_f.masked_fill(~real, 0.0)  # padding does not decay
@@ -121,8 +129,9 @@ def forgetting_attention_ref(q, k, v, log_f, *, scale=None, attention_mask=None,
 
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     c = log_f.cumsum(-1)  # (B, Hq, Tk)
-    decay = (c[..., -q_length:, None] - c[..., None, :]).to(dtype)
-    logits = scale * q.to(dtype) @ k.mT + decay  # (B, Hq, Tq, Tk)
+    decay = c[..., -q_length:, None] - c[..., None, :]
+    decay = torch.where(past, decay, -decay)  # abs() would have no gradient across open gates
+    logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
     return (weights @ v).to(q.dtype)

@@ -234,7 +234,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
             c = c.masked_fill(~visible.real[:, None], 0.0)  # it falls along the row, as the pruning expects
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
-        o = attend(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
+        o, _ = attend(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
     if visible.order is not None:
         o = take(o, visible.query_order.argsort(dim=-1))
     return o.transpose(1, 2), None

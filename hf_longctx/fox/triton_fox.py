@@ -392,17 +392,18 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dq, p_dc, p_delta, p_fade,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_delta, p_fade,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
-    delta = rowsum(do * o), and the decay since the start of its aligned block of BR queries minus lse.
+    delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
 
-    The queries' share of dc, the row sums of dS, is zero in exact arithmetic. It is kept because delta carries the
-    rounding of o: with it, an error in row i reaches only the gates that row i remembers; without it, all before i.
+    dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
+    exact arithmetic. It is summed all the same because delta carries the rounding of o: so, an error in row i reaches
+    only the gates that row i remembers, and not all before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -420,6 +421,7 @@ def dq_kernel(
     p_d += (i_b * Hq + i_h) * Tk
     p_dc += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
+    p_dlse += (i_b * Hq + i_h) * Tq - past
     p_delta += (i_b * Hq + i_h) * Tq - past
     p_fade += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
@@ -430,7 +432,8 @@ def dq_kernel(
     m_i = o_i < Tk
     b_do = load_rows(p_do, i_row, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
     b_o = load_rows(p_o, i_row, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
+    b_dlse = tl.load(p_dlse + o_i, mask=m_i, other=0.0)  # [BM]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) - b_dlse  # [BM]
     b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
     b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
     o_r = o_i // BR * BR
@@ -755,10 +758,10 @@ def _forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
     return o, lse
 
 
-def _backward(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
+def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    do = _unit_last(do)
+    do, dlse = _unit_last(do), dlse.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
     tiles = tiles_for(q.device, D, q.dtype)
@@ -769,7 +772,8 @@ def _backward(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     with _on(q.device):
         _launch(
             dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, first_key, o, lse, do, dq, dc, delta, fade, *_strides(q, k, v, o, do, dq), *s_first,
+            q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, delta, fade,
+            *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BOUNDED=bounded, BR=tiles.dkdv.BM,
         )  # fmt: skip
@@ -833,7 +837,7 @@ if triton is not None:
         f"{_SPACE}::fox_backward",
         _backward,
         mutates_args=(),
-        schema=f"(Tensor do, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+        schema=f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     fox_decode = torch.library.custom_op(
         f"{_SPACE}::fox_decode",
@@ -848,7 +852,7 @@ if triton is not None:
         return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @fox_backward.register_fake
-    def _(do, q, k, v, c, e, first_key, stop_query, o, lse, scale):
+    def _(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(c)
 
     @fox_decode.register_fake
@@ -860,7 +864,7 @@ if triton is not None:
         ctx.save_for_backward(*tensors, *output)
 
     def _chain_rule(ctx, do, dlse):
-        dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
+        dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse: zeros where lse is not used
         return dq, dk, dv, dc, None, None, None, None, None  # e is the rounding of c, not an input of its own
 
     fox_forward.register_autograd(_chain_rule, setup_context=_save)
@@ -1095,7 +1099,7 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
     return None
 
 
-def _check_inputs(q, k, v, log_f) -> None:
+def _check_inputs(q, k, v, log_f, log_pruning_tolerance) -> None:
     if triton is None:
         raise why_not(1)
     if not (q.dim() == k.dim() == v.dim() == 4 and log_f.dim() == 3):
@@ -1125,8 +1129,51 @@ def _check_inputs(q, k, v, log_f) -> None:
         raise ValueError(
             f"q, k, v, log_f are on {q.device}, {k.device}, {v.device}, {log_f.device}; move them together."
         )
+    if log_pruning_tolerance is not None and log_pruning_tolerance > 0:
+        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
     if (reason := why_not(D, q.dtype, q.device)) is not None:
         raise reason
+
+
+def _check_first_key(first_key, q) -> None:
+    B, Hq, Tq, _ = q.shape
+    if (
+        first_key.dim() != 3
+        or first_key.shape[0] not in (1, B)
+        or first_key.shape[1] not in (1, Hq)
+        or first_key.shape[2] != Tq
+        or first_key.dtype != torch.int32
+        or first_key.device != q.device
+    ):
+        raise ValueError(
+            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, "
+            f"{Hq} or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
+        )
+
+
+def checked_call(q, k, v, log_f, scale, log_pruning_tolerance, first_key=None, **described):
+    """What `forgetting_attention_triton` was given, or one clear error: q, k, v as autocast wants them, scale, and the
+    bound of each row, which is `first_key` or `first_visible_key` of what is `described`.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    _check_inputs(q, k, v, log_f, log_pruning_tolerance)
+    bound = first_visible_key(q.shape[2], k.shape[2], device=q.device, **described)
+    if described["cu_seqlens"] is not None and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens with a batch of {q.shape[0]}; packed sequences form a batch of one.")
+    if first_key is not None and bound is not None:
+        raise ValueError("Got first_key and another description of the sequences; first_key already holds it all.")
+    bound = bound if first_key is None else first_key
+    if bound is not None:
+        _check_first_key(bound, q)
+    return q, k, v, q.shape[-1] ** -0.5 if scale is None else float(scale), bound
+
+
+def counted_gates(log_f, stop) -> torch.Tensor:
+    """log f as it is summed: finite, and 0 where `stop_query` tells that nobody looks across, padding among it."""
+    if stop is not None:
+        log_f = log_f.masked_fill(stop <= torch.arange(log_f.shape[-1], device=log_f.device), 0.0)
+    return log_f.clamp(min=GATE_FLOOR)
 
 
 def forgetting_attention_triton(
@@ -1171,54 +1218,32 @@ def forgetting_attention_triton(
         ValueError: a shape, dtype, device or bound above does not hold.
         NotImplementedError: a head size above 256, another dtype, padding between real tokens.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    _check_inputs(q, k, v, log_f)
-    B, Hq, Tq, D = q.shape
-    Tk = k.shape[2]
-    scale = D**-0.5 if scale is None else float(scale)
-    if log_pruning_tolerance is not None and log_pruning_tolerance > 0:
-        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
-    described = first_visible_key(
-        Tq,
-        Tk,
+    q, k, v, scale, first_key = checked_call(
+        q,
+        k,
+        v,
+        log_f,
+        scale,
+        log_pruning_tolerance,
+        first_key,
         attention_mask=attention_mask,
         starts=starts,
         lengths=lengths,
         cu_seqlens=cu_seqlens,
         window=window,
-        device=q.device,
     )
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f"cu_seqlens with a batch of {B}; packed sequences form a batch of one.")
-    if first_key is not None and described is not None:
-        raise ValueError("Got first_key and another description of the sequences; first_key already holds it all.")
-    first_key = described if first_key is None else first_key
-    if first_key is not None and (
-        first_key.dim() != 3
-        or first_key.shape[0] not in (1, B)
-        or first_key.shape[1] not in (1, Hq)
-        or first_key.shape[2] != Tq
-        or first_key.dtype != torch.int32
-        or first_key.device != q.device
-    ):
-        raise ValueError(
-            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, "
-            f"{Hq} or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
-        )
     if q.numel() == 0:
         return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back
+    Tk = k.shape[2]
     stop = None if first_key is None else stop_query(first_key, Tk)
-    if stop is not None:  # gates that nobody looks across, padding among them
-        log_f = log_f.masked_fill(stop <= torch.arange(Tk, device=q.device), 0.0)
-    c = log_f.clamp(min=GATE_FLOOR).double().cumsum(-1)  # with dtype=float64, its gradient would be summed in float32
+    c = counted_gates(log_f, stop).double().cumsum(-1)  # with dtype=float64, its gradient would be summed in float32
     if is_decoding(q, k, v, log_f):
         gates = torch.stack([c.float(), (c - c.float()).float()], dim=-1)  # (B, Hq, Tk, 2)
         threshold = None
         if log_pruning_tolerance is not None and logit_bound is not None:
             threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
         return attend_few(q, k, v, gates.unflatten(1, (k.shape[1], -1)), 1.0, first_key, None, threshold, scale)
-    return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)
+    return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)[0]
 
 
 def is_decoding(*tensors: torch.Tensor) -> bool:
@@ -1227,8 +1252,13 @@ def is_decoding(*tensors: torch.Tensor) -> bool:
     return tensors[0].shape[2] <= DECODE_ROWS and not wants_grad
 
 
-def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> torch.Tensor:
-    """`forgetting_attention_triton` of checked inputs, from the float64 running sum c of log f, (B, Hq, Tk)."""
+def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forgetting_attention_triton` of checked inputs, from the float64 running sum c of log f, (B, Hq, Tk).
+
+    Returns:
+        The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
+        Both have gradients.
+    """
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
     high = c.float()
     with torch.no_grad():
@@ -1246,7 +1276,7 @@ def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> torch.
         if logit_bound is not None:
             # fp16 weights cannot be that small beside the bound: those rows keep their running maximum
             logit_bound = None if q.dtype == torch.float16 else bound_per_head(q, logit_bound)
-    return fox_forward(q, k, v, high, low, first_key, stop, logit_bound, scale)[0]
+    return fox_forward(q, k, v, high, low, first_key, stop, logit_bound, scale)
 
 
 def attend_few(q, k, v, gates, unit, first_key, end, threshold, scale) -> torch.Tensor:

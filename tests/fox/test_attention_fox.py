@@ -144,6 +144,39 @@ def test_decay_resolution_at_large_c():
     assert 1e-5 < error(out, exact) < 1e-2
 
 
+@pytest.mark.parametrize("gate", [2.0, torch.inf], ids=["fading", "open"])
+def test_the_definition_in_both_directions(gate):
+    """A key fades by every gate between it and the query, whichever comes first; open gates have a gradient too."""
+    q, k, v, log_f = draw(1, 2, 1, 9, 9, 4, gate=gate)
+
+    def by_hand(q, k, v, log_f):
+        decay = [[log_f[..., min(i, j) + 1 : max(i, j) + 1].sum(-1) for j in range(9)] for i in range(9)]
+        logits = q @ k.mT / 2 + torch.stack([torch.stack(row, -1) for row in decay], -2)
+        return logits.softmax(-1) @ v
+
+    got = with_gradients(forgetting_attention_ref, (q, k, v, log_f), torch.float64, causal=False)
+    for x, y in zip(got, with_gradients(by_hand, (q, k, v, log_f), torch.float64)):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
+
+
+def test_both_directions_stay_within_padding_and_documents():
+    q, k, v, log_f = draw(2, 2, 1, 12, 12, 8)
+    alone = forgetting_attention_ref(*(x[:, :, 3:8] for x in (q, k, v, log_f)), causal=False)
+    mask = torch.zeros(2, 12, dtype=torch.long)
+    mask[:, 3:8] = 1
+    padded = forgetting_attention_ref(q, k, v, log_f, attention_mask=mask, causal=False)
+    torch.testing.assert_close(padded, F.pad(alone, (0, 0, 3, 4)))
+    packed = forgetting_attention_ref(
+        *(x[:1] for x in (q, k, v, log_f)), cu_seqlens=torch.tensor([0, 3, 8, 12]), causal=False
+    )
+    torch.testing.assert_close(packed[:, :, 3:8], alone[:1])
+
+
+def test_both_directions_need_a_query_for_each_key():
+    with pytest.raises(ValueError, match="5 queries for 9 keys"):
+        forgetting_attention_ref(*draw(1, 1, 1, 5, 9, 4), causal=False)
+
+
 BAD = {
     "3-dimensional": (dict(q=torch.zeros(2, 4, 8)), r"must be \(batch, heads, time, head_dim\)"),
     "head dims differ": (dict(q=torch.zeros(1, 2, 4, 6)), "do not fit"),

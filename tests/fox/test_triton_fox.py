@@ -506,6 +506,36 @@ def test_any_layout():
     torch.testing.assert_close(decoded, base[0][:, :, -9:], atol=2e-6, rtol=2e-6)
 
 
+def test_log_sum_exp_has_a_gradient():
+    """Together with that of the output; rows that see nothing have -inf and pass nothing on, whatever comes back."""
+    q, k, v, log_f, do = draw(2, 4, 2, 40, 70, 16)
+    dlse = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    first = first_visible_key(40, 70, attention_mask=padding(70, (9, 70), (0, 50)).to(DEVICE))
+    see = visible(40, 70, attention_mask=padding(70, (9, 70), (0, 50))).to(DEVICE)
+    seen = see.any(-1).expand(2, 4, -1)
+
+    def by_definition(q, k, v, log_f):
+        c = log_f.cumsum(-1)
+        s = (q @ k.repeat_interleave(2, 1).mT).mul(0.25) + c[..., 30:, None] - c[..., None, :]
+        return reference(q, k, v, log_f, see=see), s.masked_fill(~see, -torch.inf)[seen].logsumexp(-1)
+
+    def fast(q, k, v, log_f):
+        stop = triton_fox.stop_query(first, 70)
+        return triton_fox.attend(q, k, v, log_f.double().cumsum(-1), first, stop, 0.25, None, None)
+
+    def differentiate(attention, dlse, *inputs):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        o, lse = attention(*leaves)
+        return lse.detach(), torch.autograd.grad((o, lse), leaves, (do.to(o.dtype), dlse.to(o.dtype)))
+
+    inputs = q, k, v, log_f
+    exact_lse, exact = differentiate(by_definition, dlse[seen], *(x.double() for x in inputs))
+    _, plain = differentiate(by_definition, dlse[seen], *inputs)
+    lse, got = differentiate(fast, dlse.masked_fill(~seen, torch.nan).mT.contiguous().mT, *inputs)
+    assert rel(lse[seen], exact_lse) <= FLOOR[torch.float32] and (lse[~seen] == -torch.inf).all()
+    check_budget((exact_lse, *got), (exact_lse, *plain), (exact_lse, *exact), torch.float32)
+
+
 def test_expanded_upstream_gradient():
     inputs = [x.requires_grad_() for x in draw(1, 1, 1, 20, 20, 16)[:4]]
     got = torch.autograd.grad(forgetting_attention_triton(*inputs).sum(), inputs)

@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from test_bidirectional_fox import reference as reference_both_ways
 from test_triton_fox import check_budget, draw, padding, reference, rel, run, run_exact, visible
 
+from hf_longctx.fox import bidirectional_forgetting_attention
 from hf_longctx.fox.triton_fox import count_pruned_blocks, forgetting_attention_triton
 
 
@@ -30,6 +32,15 @@ def test_every_row_of_the_tile_table(D, dtype):
     inputs = draw(1, 2, 1, 517, 517, D, dtype=dtype)
     fast = run(forgetting_attention_triton, *inputs)
     check_budget(fast, run(reference, *inputs), run_exact(*inputs), dtype)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_both_directions(D):
+    inputs = draw(2, 4, 2, 517, 517, D, dtype=BF16)
+    mask = {"attention_mask": padding(517, (0, 517), (30, 500)).cuda()}
+    exact = run(reference_both_ways, *(x.double() for x in inputs), **mask)
+    fast = run(bidirectional_forgetting_attention, *inputs, **mask)
+    check_budget(fast, run(reference_both_ways, *inputs, **mask), exact, BF16)
 
 
 @pytest.mark.parametrize("Tq", [1, 7, 16])
