@@ -2,7 +2,9 @@
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
 cuobjdump that travels with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
-follow from registers, shared memory and warps.
+follow from registers, shared memory and warps; what the hot loop leaves of the peak is estimated from its instructions.
+Kernels are compiled as their launchers launch them, so that a GPU finds
+them in Triton's cache; each in a process of its own, several at a time.
 
     python scripts/compile_triton.py --capability 90 --head-dim 64 128 --json report.json
 """
@@ -11,33 +13,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 
 os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from hf_longctx.fox import triton_fox as fox
-from hf_longctx.fox.attention_fox import GATE_PARTS
+from hf_longctx.fox.attention_fox import GATE_PARTS, folded_width
 
 
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
-KERNELS = {
-    "block_decay": fox.block_decay_kernel,
-    "forward": fox.forward_kernel,
-    "dq": fox.dq_kernel,
-    "dkdv": fox.dkdv_kernel,
-    "decode": fox.decode_kernel,
-    "prune": fox.prune_kernel,
-    "merge": fox.merge_kernel,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = ("block_decay", "forward", "dq", "dkdv", "decode", "prune", "merge")
 # bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
 # programming guide, table of technical specifications per compute capability)
 LIMITS = {
@@ -48,33 +49,66 @@ LIMITS = {
 }
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
-INPUT_POINTERS = {"p_q", "p_k", "p_v", "p_x", "p_o", "p_do", "p_dq", "p_dk", "p_dv"}
-UNALIGNED = {f"s_{x}{d}" for x in "kvx" for d in "bhgtp"}  # decoding: folded keys are a multiple of 8 wide, not of 16
+# waits: of a warpgroup for its products. The assembler puts one behind each of them where it cannot tell them apart from
+# other users of their registers, which makes the tensor cores idle most of the time.
+COUNTED = {"products": TENSOR_CORE, "spills": SPILL, "waits": r"WARPGROUP\.DEPBAR", "exponentials": r"MUFU\.EX2"}
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
+FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
 
 
-def source(kernel, dtype: str, constants: dict) -> ASTSource:
-    """The kernel as it is launched on 16-byte aligned tensors; decoding as from a static cache of folded keys."""
-    signature, fixed, attributes = {}, dict(constants), {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("p_first", "p_stop"):
-            signature[name] = "*i32" if constants["BOUNDED"] else "constexpr"
-            if not constants["BOUNDED"]:
-                fixed[name] = None
-        elif name == "p_kept":
-            signature[name] = "*i32"
-        elif name.startswith("p_"):
-            partial = kernel is fox.decode_kernel and name == "p_o"  # partial results are fp32
-            signature[name] = f"*{dtype}" if name in INPUT_POINTERS and not partial else "*fp32"
-            signature[name] = "*i64" if name == "p_end" else signature[name]
+class Target:
+    """Stands in for a GPU, which Triton asks what to compile for. One number names device and capability."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int, H: int, Hkv: int) -> None:
+    """The launcher of a kernel, on tensors that hold nothing; decoding as from a static cache of folded keys."""
+    T, scale = 64, D**-0.5
+    first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
+    if kernel in ("block_decay", "forward", "dq", "dkdv"):
+        q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
+        k, v = (torch.empty(B, T, Hkv, D, dtype=dtype).transpose(1, 2) for _ in range(2))
+        c, e, lse = (torch.empty(B, H, T) for _ in range(3))
+        if kernel in ("block_decay", "forward"):
+            fox._forward(q, k, v, c, e, first, first, torch.empty(B, H), scale)
         else:
-            signature[name] = "fp32" if name in ("scale", "unit") else "i32"
-        decoding = kernel in (fox.decode_kernel, fox.prune_kernel)
-        aligned = (name.startswith("s_") and not (decoding and name in UNALIGNED)) or name.startswith("p_")
-        if aligned and signature[name] != "constexpr":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in fixed.items()}, attributes)
+            fox._backward(do, lse, q, k, v, c, e, first, first, o, lse, scale)
+    else:
+        group = H // Hkv
+        keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
+        gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
+        q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
+        first = torch.empty(1, 1, 1, dtype=torch.int32) if bounded else None
+        threshold = torch.empty(B, H) if kernel == "prune" else None
+        fox._decode(q, keys[..., :D], keys[..., :D], gates, first, end, threshold, scale, 1.0)
+
+
+def compile_launch(
+    capability: int, kernel: str, tiles: fox.Tiles, *case
+) -> tuple[triton.compiler.CompiledKernel, fox.Tile]:
+    """What a launch of the kernel would run, and the tile of the launch."""
+    found = []
+
+    def note(this, programs, tile, *args, **constants):
+        if this is getattr(fox, f"{kernel}_kernel"):
+            options = dict(num_warps=tile.warps, num_stages=tile.stages)
+            found.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
+
+    driver.set_active(Target(capability))
+    with mock.patch.object(fox, "_launch", note), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
+        call_launcher(kernel, *case)
+    return found[0]
 
 
 def cuobjdump(option: str, cubin: Path) -> str:
@@ -82,57 +116,79 @@ def cuobjdump(option: str, cubin: Path) -> str:
     return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
 
 
-def hot_loop_spills(sass: str) -> int:
-    """Local-memory instructions in the unmasked loop: the innermost loop with the fewest instructions per product."""
+def hot_loop(sass: str) -> dict[str, int]:
+    """Counts over the loop that does most of the work: the innermost one with the fewest instructions per logit."""
     code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
     jumps = [(int(m[1], 16), a) for a, text in code if (m := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text))]
     loops = [(lo, hi) for lo, hi in jumps if lo < hi]
-    best = None
+    best = dict.fromkeys(("instructions", *COUNTED), 0)
     for lo, hi in loops:
         body = [text for a, text in code if lo <= a <= hi]
-        products = sum(bool(re.search(TENSOR_CORE, text)) for text in body)
+        found = {what: sum(bool(re.search(pattern, text)) for text in body) for what, pattern in COUNTED.items()}
+        found["instructions"] = len(body)
         inner = any(lo <= other[0] and other[1] <= hi for other in loops if other != (lo, hi))
-        if products and not inner:
-            spills = sum(bool(re.search(SPILL, text)) for text in body)
-            best = min(best or (len(body) / products, spills), (len(body) / products, spills))
-    return best[1] if best else 0
+        if inner or not (found["products"] and found["exponentials"]):
+            continue
+        if (
+            found["instructions"] * best["exponentials"] < best["instructions"] * found["exponentials"]
+            or not best["products"]
+        ):
+            best = found
+    return best
 
 
-def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool) -> dict:
-    """Compiles one specialisation and reads its resources."""
-    tiles = fox.nearest_tiles(capability, DTYPES[dtype], head_dim)
-    tile = getattr(tiles, name) if hasattr(tiles, name) else tiles.decode._replace(warps=1)  # as they are launched
-    constants = {"D": head_dim, "BM": tile.BM, "BN": tile.BN, "BD": fox.padded(head_dim), "BOUNDED": bounded}
-    if name == "forward":
-        constants["KNOWN"] = True
-    if name == "dq":
-        constants["BR"] = tiles.dkdv.BM
-    if name == "dkdv":
-        constants["BS"] = min(tile.BM, 16)
-    if name in ("decode", "prune"):
-        constants |= {"P": GATE_PARTS, "ENDS": True, "W": 8}
-    constants = {key: value for key, value in constants.items() if key in KERNELS[name].arg_names}
-    compiled = triton.compile(
-        source(KERNELS[name], dtype, constants),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
+def share_of_peak(capability: int, kernel: str, tile: fox.Tile, head_dim: int, loop: dict[str, int]) -> list[float]:
+    """What the hot loop leaves of the tensor cores' peak: if nothing overlaps their work, and if everything does.
+
+    Cycles of a multiprocessor per turn of the loop: products; instructions, of which each of four schedulers issues one;
+    exponentials, 16 at a time. Memory, barriers and everything outside the loop are left out: an estimate, no promise.
+    """
+    tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[limits_of(capability)]
+    other = tile.warps * max(loop["instructions"] / 4, loop["exponentials"] * 32 / 16)
+    return [tensor / (tensor + other), tensor / max(tensor, other)]
+
+
+def limits_of(capability: int) -> int:
+    """The key of `LIMITS` for a capability, or for the one whose tiles it takes."""
+    return max(c for c in LIMITS if c <= fox.nearest_key(capability, 2)[0])
+
+
+def report(
+    capability: int,
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    bounded: bool,
+    tile: Iterable[int] | None = None,
+    B: int = 2,
+    H: int = 8,
+    Hkv: int = 2,
+) -> dict:
+    """Compiles one specialisation, with another tile than the table's if one is given, and reads its resources.
+
+    Triton specialises on sizes that are 1 or multiples of 16: those of the batch and the heads are B, H and Hkv.
+    """
+    tiles = fox.TILES[fox.nearest_key(capability, DTYPES[dtype].itemsize)][fox.padded(head_dim)]
+    if tile is not None:
+        tiles = tiles._replace(**{kernel: fox.Tile(*tile)})
+    compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, Hkv)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage, sass = cuobjdump("--dump-resource-usage", cubin), cuobjdump("--dump-sass", cubin)
     registers, stack = (int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    shared = compiled.metadata.shared
-    per_sm, per_block, all_registers, all_warps, all_blocks = LIMITS[capability]
+    shared, loop = compiled.metadata.shared, hot_loop(sass)
+    per_sm, per_block, all_registers, all_warps, all_blocks = LIMITS[limits_of(capability)]
     blocks = min(
         per_sm // (shared + 1024),  # the driver keeps 1 KiB per block
         all_registers // (-(-registers // 8) * 8 * 32 * tile.warps),
         all_warps // tile.warps,
         all_blocks,
     )
+    estimated = kernel in PRODUCTS and dtype != "fp32"
     return {
         "capability": capability,
-        "kernel": name,
+        "kernel": kernel,
         "dtype": dtype,
         "head_dim": head_dim,
         "bounded": bounded,
@@ -140,7 +196,11 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
         "registers": registers,
         "spill_bytes": stack,
         "spill_instructions": len(re.findall(SPILL, sass)),
-        "hot_loop_spills": hot_loop_spills(sass),
+        "hot_loop_instructions": loop["instructions"],
+        "hot_loop_spills": loop["spills"],
+        "instructions_per_logit": loop["instructions"] * 32 * tile.warps / (tile.BM * tile.BN),
+        "serialized": loop["waits"] >= loop["products"] > 2,
+        "share_of_peak": share_of_peak(capability, kernel, tile, head_dim, loop) if estimated else None,
         "shared": shared,
         "shared_limit": per_block,
         "tensor_core": "+".join(sorted(set(re.findall(TENSOR_CORE, sass)))) or "no tensor cores",
@@ -150,6 +210,42 @@ def report(capability: int, name: str, dtype: str, head_dim: int, bounded: bool)
     }
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts at once
+
+
+def answer(pipe: Connection, case: dict) -> None:
+    try:
+        pipe.send(report(**case))
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"})
+
+
+def in_process(case: dict) -> dict:
+    """`case` and its report, or what went wrong; a compiler that crashes takes no other case with it."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=answer, args=(sender, case))
+    process.start()
+    sender.close()
+    try:
+        row = receiver.recv()
+    except EOFError:
+        row = {"error": "the compiler crashed"}
+    process.join()
+    return case | row
+
+
+def reports(cases: Iterable[dict], jobs: int) -> Iterator[dict]:
+    """The reports of cases, each the arguments of `report`, `jobs` at a time and as they finish."""
+    with ThreadPoolExecutor(jobs) as threads:
+        yield from (task.result() for task in as_completed([threads.submit(in_process, case) for case in cases]))
+
+
+def all_cores() -> int:
+    """Those that this process may use; a container may own fewer than it sees, and each takes memory."""
+    return min(32, len(os.sched_getaffinity(0)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100])
@@ -157,25 +253,41 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--bounded", type=int, nargs="+", default=[0, 1], help="without and with padding or pruning")
+    parser.add_argument("--jobs", type=int, default=all_cores(), metavar="N", help="processes (default: all cores)")
     parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument(
+        "--cases", action="store_true", help="read what to compile as lines of JSON, and answer with such lines"
+    )
     args = parser.parse_args()
+    if args.cases:
+        for row in reports(map(json.loads, sys.stdin), args.jobs):
+            print(json.dumps(row), flush=True)
+        return
+    cases = [
+        dict(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim, bounded=bool(bounded))
+        for capability in args.capability
+        for dtype in args.dtype
+        for head_dim in args.head_dim
+        for kernel in args.kernel
+        for bounded in args.bounded
+    ]
     rows = []
-    for capability in args.capability:
-        for dtype in args.dtype:
-            for head_dim in args.head_dim:
-                for name in args.kernel:
-                    for bounded in args.bounded:
-                        row = report(capability, name, dtype, head_dim, bool(bounded))
-                        rows.append(row)
-                        print(
-                            "sm_{capability} {dtype} D={head_dim:<3} {kernel:<7} bounded={bounded:d} {tile} registers "
-                            "{registers} spills {spill_bytes} B, {hot_loop_spills} instructions in the hot loop, "
-                            "shared {shared} of {shared_limit}, {tensor_core}, {blocks_per_sm} blocks/SM, "
-                            "occupancy {occupancy:.0%}".format(**row),
-                            flush=True,
-                        )
+    for row in reports(cases, args.jobs):
+        rows.append(row)
+        name = "sm_{capability} {dtype} D={head_dim:<3} {kernel:<7} bounded={bounded:d}".format(**row)
+        found = (
+            "{tile} registers {registers} spills {spill_bytes} B, {hot_loop_spills} in the hot loop, shared {shared} of "
+            "{shared_limit}, {tensor_core}, {blocks_per_sm} blocks/SM, occupancy {occupancy:.0%}"
+        )
+        if row.get("share_of_peak"):
+            found += ", {instructions_per_logit:.1f} instructions a logit, {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} of peak"
+        if row.get("serialized"):
+            found += ", WAITS FOR EACH PRODUCT"
+        print(name, row["error"] if "error" in row else found.format(**row), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"triton": triton.__version__, "kernels": rows}, indent=1) + "\n")
+    if any("error" in row for row in rows):
+        raise SystemExit("error: some kernels did not compile")
 
 
 if __name__ == "__main__":

@@ -63,14 +63,15 @@ class FoxRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.variance_epsilon).to(x.dtype) * self.weight
+        # float32 inside whatever the dtype; a float() here would cost two more passes over memory
+        return F.rms_norm(x, x.shape[-1:], eps=self.variance_epsilon).to(x.dtype) * self.weight
 
     def extra_repr(self):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
 class FoxHeadRMSNorm(nn.Module):
-    """RMSNorm of each head by itself: (..., H, D) -> (..., H, D), weight (H * D) or, shared by the heads, (D)."""
+    """RMSNorm of each head by itself, with a weight of its own: (..., H, D) -> (..., H, D), weight (H * D)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -78,7 +79,7 @@ class FoxHeadRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.variance_epsilon).to(x.dtype)
+        normed = F.rms_norm(x, x.shape[-1:], eps=self.variance_epsilon).to(x.dtype)
         return normed * self.weight.view(-1, x.shape[-1])
 
     extra_repr = FoxRMSNorm.extra_repr
@@ -160,8 +161,10 @@ class FoxAttention(nn.Module):
             nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.v_shift else None
         )
         if config.qk_norm:
-            self.q_norm = FoxHeadRMSNorm(self.head_dim if config.qk_norm_shared else q_size, config.qk_norm_eps)
-            self.k_norm = FoxHeadRMSNorm(self.head_dim if config.qk_norm_shared else kv_size, config.qk_norm_eps)
+            if config.qk_norm_shared:
+                self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
+            else:
+                self.q_norm, self.k_norm = (FoxHeadRMSNorm(size, config.qk_norm_eps) for size in (q_size, kv_size))
         else:
             self.q_norm = self.k_norm = nn.Identity()
         self.o_norm = FoxHeadRMSNorm(q_size, config.rms_norm_eps) if config.output_norm else nn.Identity()
@@ -250,28 +253,30 @@ class FoxAttention(nn.Module):
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
-        current = torch.cat([k, v], dim=2).flatten(2)  # (B, T, 2 Hkv D)
-        seen = torch.cat([self.token_before(past_key_values, current), current], dim=1)  # (B, 1 + T, 2 Hkv D)
+        before = self.token_before(past_key_values, k)
+        seen = [torch.cat([y_before, y], dim=1) for y_before, y in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
         if padding_mask is not None:  # a padded position repeats the last real one
             last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * padding_mask.bool()
-            last_real = F.pad(last_real.cummax(1).values, (1, 0))  # (B, 1 + T)
-            seen = seen.gather(1, last_real[..., None].expand_as(seen))
+            last_real = F.pad(last_real.cummax(1).values, (1, 0))[..., None, None]  # (B, 1 + T, 1, 1)
+            seen = [y.gather(1, last_real.expand_as(y)) for y in seen]
         if past_key_values is not None:  # kept as the state of a convolution that reaches back one token
-            past_key_values.update_conv_state(seen[:, 1:].mT, self.layer_idx, conv_kernel_size=1)
-        previous = seen[:, :-1]
+            states = torch.cat([y[:, 1:] for y in seen], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
+            past_key_values.update_conv_state(states, self.layer_idx, conv_kernel_size=1)
+        k_previous, v_previous = (y[:, :-1] for y in seen)
         if places is not None:
-            previous = previous.masked_fill((places == 0)[..., None], 0.0)
-        k_previous, v_previous = previous.unflatten(2, (-1, self.head_dim)).chunk(2, dim=2)
+            first = (places == 0)[..., None, None]
+            k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
         if self.v_shift_proj is not None:
             v = torch.lerp(v, v_previous, self.v_shift_proj(x).float().sigmoid()[..., None].to(v.dtype))
         return k, v
 
-    def token_before(self, past_key_values, current):
-        """Keys and values of the last token of the cache before mixing, (B, 1, 2 Hkv D); 0 if it is empty."""
+    def token_before(self, past_key_values, k):
+        """Key and value of the last token of the cache before mixing, (B, 1, Hkv, D) each; 0 if it is empty."""
+        nothing = torch.zeros_like(k[:, :1])
         if past_key_values is None:
-            return torch.zeros_like(current[:, :1])
+            return nothing, nothing
         layers = past_key_values.layers
         if self.layer_idx >= len(layers) or not hasattr(layers[self.layer_idx], "conv_states"):
             raise ValueError(
@@ -279,11 +284,11 @@ class FoxAttention(nn.Module):
                 "DynamicCache(config=model.config)."
             )
         if not past_key_values.has_previous_state(self.layer_idx):
-            return torch.zeros_like(current[:, :1])
+            return nothing, nothing
         state = layers[self.layer_idx].conv_states[0]  # (B, 2 Hkv D, 1 or more if the cache records the past)
         if state.shape[-1] == 0:  # the cache was cropped to nothing
-            return torch.zeros_like(current[:, :1])
-        return state[..., -1:].mT.to(current)
+            return nothing, nothing
+        return state[..., -1:].mT.to(k).unflatten(2, (-1, self.head_dim)).chunk(2, dim=2)
 
     def log_forget_gate(self, x, kv_heads, padding_mask):
         """log f of the new tokens, (B, H or Hkv, T) fp32, 0 at padding, which does not decay; None without a gate."""

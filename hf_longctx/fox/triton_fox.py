@@ -30,8 +30,8 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    # T changes from call to call: a kernel specialised on it would be compiled again and again.
-    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk"])
+    # T changes from call to call, and n_split with it: a kernel specialised on them would be compiled again and again.
+    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split"])
     LOG2E = tl.constexpr(1.4426950408889634)
     # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside the
     # bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
@@ -116,16 +116,20 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
 TILES[0, 4] = TILES[0, 2]
 
 
-def nearest_tiles(capability: int, itemsize: int, head_dim: int) -> Tiles:
-    """The row of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
-    known = [c for c, size in TILES if size == itemsize and c <= (86 if capability >= 120 else capability)]
-    return TILES[max(known), itemsize][padded(head_dim)]
+def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
+    """The key of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
+    return max(key for key in TILES if key[1] == itemsize and key[0] <= (86 if capability >= 120 else capability))
+
+
+def capability_of(device: torch.device) -> int:
+    """90 for compute capability 9.0; the CPU is the interpreter, 0."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The tile sizes of a launch; the CPU is the interpreter."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return nearest_tiles(10 * major + minor, dtype.itemsize, head_dim)
+    """The tile sizes of a launch."""
+    return TILES[nearest_key(capability_of(device), dtype.itemsize)][padded(head_dim)]
 
 
 def padded(head_dim: int) -> int:
@@ -445,13 +449,13 @@ def dq_kernel(
     scale2 = scale * LOG2E
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dc = tl.zeros([BM], tl.float32)
+    b_dq, b_dc = dq_span(
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        full, diagonal, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
     if BOUNDED:
         b_dq, b_dc = dq_span(
             b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
             begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
-    b_dq, b_dc = dq_span(
-        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-        full, diagonal, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
     b_dq, b_dc = dq_span(
         b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
         diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
@@ -707,8 +711,8 @@ def _on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _launch(kernel, programs: int, tile: Tile, *args, D: int, **constants) -> None:
-    kernel[(programs,)](*args, D=D, BD=padded(D), num_warps=tile.warps, num_stages=tile.stages, **constants)
+def _launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
+    kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, **constants)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -738,7 +742,9 @@ def _decay_in_block(c: torch.Tensor, e: torch.Tensor, block: int) -> torch.Tenso
     """Decay from each key to the last key of its aligned block, in units of log 2; (B, H, T)."""
     d, T = torch.empty_like(c), c.shape[-1]
     with _on(c.device):
-        block_decay_kernel[(triton.cdiv(T, block) * (c.numel() // T),)](c, e, d, T, BN=block, num_warps=1)
+        _launch(
+            block_decay_kernel, triton.cdiv(T, block) * (c.numel() // T), Tile(1, block, 1, 1), c, e, d, T, BN=block
+        )
     return d
 
 
@@ -753,7 +759,7 @@ def _forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
             forward_kernel, triton.cdiv(Tq, tile.BM) * B * Hq, tile,
             q, k, v, c, e, d, first_key, logit_bound, o, lse, *_strides(q, k, v, o), *s_first,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
-            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, KNOWN=logit_bound is not None,
+            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, KNOWN=logit_bound is not None,
         )  # fmt: skip
     return o, lse
 
@@ -775,13 +781,13 @@ def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
             q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, delta, fade,
             *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
-            D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BOUNDED=bounded, BR=tiles.dkdv.BM,
+            D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
         )  # fmt: skip
         _launch(
             dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
             q, k, v, c, e, stop_query, lse, do, delta, fade, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
             Tq, Tk, Hq, Hq // Hkv, scale,
-            D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
+            D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip
     return dq, dk, dv, dc
 
@@ -803,22 +809,23 @@ def _decode(q, k, v, gates, first_key, end, threshold, scale, unit):
     with _on(q.device):
         if threshold is not None:
             kept = q.new_empty(B, Hq, Tq, dtype=torch.int32)
-            prune_kernel[(triton.cdiv(B * Hq * Tq, tile.BM),)](
+            _launch(
+                prune_kernel, triton.cdiv(B * Hq * Tq, tile.BM), tile._replace(warps=1),
                 gates, first_key, end, threshold, kept, *gates.stride(), *s_first,
                 Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), unit,
-                BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends, num_warps=1,
+                BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
             )  # fmt: skip
             first_key, *s_first = _bound(kept, B, Hq)
         _launch(
             decode_kernel, n_split * rows, tile,
             q, k, v, gates, first_key, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
             Tq, Tk, Hq, G, B, n_split, scale, unit,
-            D=D, BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
+            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, P=parts, ENDS=ends,
             W=1 if any(s % 8 for s in _strides(k, v)) else 8,
         )  # fmt: skip
         _launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
-            o_split, lse, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D,
+            o_split, lse, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D, BD=padded(D),
         )  # fmt: skip
     return o
 

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.fox.modeling_fox import FoxForgetGate, decay_time_bias
+from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, decay_time_bias
 
 
 @every_variant
@@ -388,3 +389,34 @@ def test_closed_gates_stay_within_float16():
         got = model(tokens(1, 64)).logits
         model.float()
         torch.testing.assert_close(got.float(), model(tokens(1, 64)).logits, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("norm", [FoxRMSNorm(16, 1e-5), FoxHeadRMSNorm(64, 1e-5)], ids=["all of it", "heads"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_compute_in_float32(norm, dtype):
+    """The result is as far from the exact one as its own rounding, though the squares leave the range of float16."""
+    x = (500 * torch.randn(3, 50, 4, 16, generator=torch.Generator().manual_seed(0))).to(dtype)
+    y = x.double()
+    exact = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    got = norm.to(dtype)(x)
+    assert got.dtype == dtype
+    assert (got - exact).norm() <= 1.01 * (exact.to(dtype) - exact).norm()
+
+
+def hub_rms_norm(self, hidden_states):
+    """How the RMSNorm layers of the Hub compute, of which `kernels` takes nothing but this method."""
+    x = hidden_states.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    assert self.weight.shape == x.shape[-1:]
+    return self.weight * x.to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("variant, norms", [("pro", 5), ("only v shift, shared norm, biases", 9)])
+def test_kernels_of_the_hub_can_stand_in_for_norms(variant, norms):
+    model, ids = make(variant), tokens()
+    want = logits(model, ids)
+    replaced = [m for m in model.modules() if isinstance(m, FoxRMSNorm)]  # what is registered as "RMSNorm"
+    assert len(replaced) == norms
+    for module in replaced:
+        module.forward = types.MethodType(hub_rms_norm, module)
+    torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)

@@ -36,7 +36,8 @@ def check(rows, capability, dtype):
             continue
         assert "MMA" in row["tensor_core"], row
         if dtype != "fp32" and row["head_dim"] <= 128:
-            assert row["hot_loop_spills"] <= 8, row
+            assert row["hot_loop_spills"] <= 0.05 * row["hot_loop_instructions"], row  # some addresses are read back
+            assert not row["serialized"] or row["head_dim"] == 16, row
             if row["kernel"] != "decode":  # 16 rows are too few for the warpgroup instructions
                 assert PRODUCTS[capability] in row["tensor_core"], row
 
