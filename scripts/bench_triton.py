@@ -241,14 +241,16 @@ def decode_row(B, T, device, copy) -> dict:
     H, Hkv, D = (32, 8, 128) if device == "cuda" else (4, 2, 16)
     group, scale = H // Hkv, D**-0.5
     near = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE  # how far the decay falls until a key is forgotten
+    bound = torch.full((H,), LOGIT_BOUND, device=device)
     q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=-near / (0.1 * T), grad=False)
     keys = fold_keys(k, log_f.cumsum(-1), scale)
     values = F.pad(v, (0, keys.shape[-1] - D))[..., :D]  # as far apart as the keys, as in the cache
     gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
-    threshold = torch.full((B, H), -near, device=device)
 
-    def decode(threshold=None):
-        return fox.attend_few(q, keys[..., :D], values, gates, -GATE_QUERY * scale, None, None, threshold, scale)
+    def decode(tolerance=None):
+        return fox.attend_few(
+            q, keys[..., :D], values, gates, -GATE_QUERY * scale, None, None, scale, tolerance, bound
+        )
 
     def plain():
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -261,7 +263,7 @@ def decode_row(B, T, device, copy) -> dict:
         "graph_us": taken * 1e6,
         "tb_per_s": moved / taken / 1e12,
         "share_of_copy": moved / taken / 1e12 / copy,
-        "pruned_graph_us": graph_seconds(lambda: decode(threshold), device) * 1e6,
+        "pruned_graph_us": graph_seconds(lambda: decode(TOLERANCE), device) * 1e6,
         "plain_sdpa_graph_us": graph_seconds(plain, device) * 1e6,
     }
 

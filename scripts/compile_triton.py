@@ -49,7 +49,7 @@ LIMITS = {
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
 INPUT_POINTERS = {"p_q", "p_k", "p_v", "p_x", "p_o", "p_do", "p_dq", "p_dk", "p_dv"}
-UNALIGNED = {f"s_{x}{d}" for x in "kvx" for d in "bhgtp"}  # decoding: folded keys are a multiple of 8 wide, not of 16
+UNALIGNED = {f"s_{x}{d}" for x in "kvxu" for d in "bhgtp"}  # decoding: folded keys are a multiple of 8 wide, not of 16
 
 
 def source(kernel, dtype: str, constants: dict) -> ASTSource:
@@ -69,7 +69,7 @@ def source(kernel, dtype: str, constants: dict) -> ASTSource:
             signature[name] = f"*{dtype}" if name in INPUT_POINTERS and not partial else "*fp32"
             signature[name] = "*i64" if name == "p_end" else signature[name]
         else:
-            signature[name] = "fp32" if name in ("scale", "unit") else "i32"
+            signature[name] = "fp32" if name in ("scale", "unit", "bound_unit", "tolerance") else "i32"
         decoding = kernel in (fox.decode_kernel, fox.prune_kernel)
         aligned = (name.startswith("s_") and not (decoding and name in UNALIGNED)) or name.startswith("p_")
         if aligned and signature[name] != "constexpr":
