@@ -225,7 +225,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
 
     heads, head_dim = query.shape[1], module.head_dim
     q, k, v = (x[..., :head_dim] for x in (query, key, value))
-    tolerance, (largest, unit) = module.config.log_pruning_tolerance, logit_bound_of_norms(module, heads)
+    tolerance = module.config.log_pruning_tolerance
+    largest, unit = logit_bound_of_norms(module, heads)
     if cached and decoding:
         gates = gates_in(module, key, heads)
         bounds = (visible.first_key, end, scaling, tolerance, largest, unit)

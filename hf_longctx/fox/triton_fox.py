@@ -17,7 +17,6 @@ Public: `forgetting_attention_triton`, `first_visible_key`, `count_pruned_blocks
 from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
 
 import contextlib
-import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple

@@ -341,6 +341,15 @@ def test_the_norms_bound_every_logit(shared):
     assert (logits <= unit * largest).all()
 
 
+def test_an_adapter_in_the_place_of_a_norm():
+    """PEFT's LN tuning shows the weight that it replaces, so nothing is read from what is not a norm of ours."""
+    attention = make("pro with rope").model.layers[0].self_attn
+    assert logit_bound_of_norms(attention, 4)[0].shape == (4,)
+    attention.q_norm = torch.nn.Sequential(attention.q_norm)
+    attention.q_norm.weight = attention.q_norm[0].weight
+    assert logit_bound_of_norms(attention, 4) == (None, 1.0)
+
+
 def test_offloaded_weights():
     """They are in place while their own module runs, so their bound is not known to the attention."""
     accelerate = pytest.importorskip("accelerate")
