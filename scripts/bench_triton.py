@@ -258,10 +258,10 @@ def decode_row(B, T, device, copy) -> dict:
     near = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE  # how far the decay falls until a key is forgotten
     q, keys, values, gates = draw_decoding(B, H, Hkv, T, D, device, log_f=-near / (0.1 * T))
     k, v = keys.contiguous(), values.contiguous()
-    threshold = torch.full((B, H), -near, device=device)
+    bound = torch.full((H,), LOGIT_BOUND, device=device)
 
-    def decode(threshold=None):
-        return fox.attend_few(q, keys, values, gates, -GATE_QUERY * scale, None, None, threshold, scale)
+    def decode(tolerance=None):
+        return fox.attend_few(q, keys, values, gates, -GATE_QUERY * scale, None, None, scale, tolerance, bound)
 
     def plain():
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -274,7 +274,7 @@ def decode_row(B, T, device, copy) -> dict:
         "graph_us": taken * 1e6,
         "tb_per_s": moved / taken / 1e12,
         "share_of_copy": moved / taken / 1e12 / copy,
-        "pruned_graph_us": graph_seconds(lambda: decode(threshold), device) * 1e6,
+        "pruned_graph_us": graph_seconds(lambda: decode(TOLERANCE), device) * 1e6,
         "plain_sdpa_graph_us": graph_seconds(plain, device) * 1e6,
     }
 

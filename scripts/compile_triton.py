@@ -90,8 +90,8 @@ def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int
         gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
         q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
         first = torch.empty(1, 1, 1, dtype=torch.int32) if bounded else None
-        threshold = torch.empty(B, H) if kernel == "prune" else None
-        fox._decode(q, keys[..., :D], keys[..., :D], gates, first, end, threshold, scale, 1.0)
+        bound = torch.empty(H) if kernel == "prune" else None
+        fox._decode(q, keys[..., :D], keys[..., :D], gates, first, end, bound, scale, 1.0, 1.0, -10.0)
 
 
 def compile_launch(

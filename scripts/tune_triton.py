@@ -97,7 +97,7 @@ class Problem:
             return fox.fox_forward(*self.inputs, self.bound, self.scale)
         if kernel == "decode":
             unit = -GATE_QUERY * self.scale
-            return (fox.attend_few(*self.few, unit, self.first, self.end, None, self.scale),)
+            return (fox.attend_few(*self.few, unit, self.first, self.end, self.scale),)
         if self.saved is None:
             self.saved = fox.fox_forward(*self.inputs, self.bound, self.scale)
         return fox.fox_backward(self.do, torch.zeros_like(self.saved[1]), *self.inputs, *self.saved, self.scale)

@@ -207,7 +207,7 @@ def fold_keys(k, c, scale):
         first = x + (first - rest)
     parts = torch.stack([first, second, third], dim=-1).flatten(3).to(k.dtype)
     one = k.new_zeros(folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1])
-    one[0] = GATE_QUERY
+    one[:1].fill_(GATE_QUERY)  # one[0] = ... would copy a number from the CPU, and a GPU wait for it
     return torch.cat([k, parts, one.expand(batch, kv_heads, length, -1)], dim=-1)
 
 

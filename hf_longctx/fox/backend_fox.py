@@ -5,6 +5,8 @@ runs the kernels for each layer. New keys come with their gates as they are. Cac
 attention_fox.py): the decoding kernel reads them there, at no more cost than the few bytes they are.
 """
 
+import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,6 @@ from .triton_fox import (
     attend_few,
     forgetting_attention_triton,
     is_decoding,
-    pruning_threshold,
     stop_query,
     triton,
     why_not,
@@ -27,7 +28,8 @@ from .triton_fox import (
 
 
 NAME = "forgetting_triton"
-# Queries and keys of a bfloat16 model exceed their norm by the rounding of norm, weight and rotation, 2^-8 each.
+# Queries and keys of a bfloat16 model exceed their norm by the rounding of norm, weight and rotation, 2^-8 each, and the
+# product of their weights is rounded once more.
 ROUNDING = 1.03
 
 
@@ -137,18 +139,33 @@ def visible_keys(
     return VisibleKeys(first[:, None].int(), end)
 
 
-def logit_bound_of_norms(attention):
-    """Upper bound of |scaling * q.k| that QK-norm promises, (Hq,) fp32, read from weights; None without QK-norm."""
-    config, head_dim = attention.config, attention.head_dim
-    if not config.qk_norm:
-        return None
-    q, k = (norm.weight.detach().float().abs().view(-1, head_dim) for norm in (attention.q_norm, attention.k_norm))
+def logit_bound_of_norms(attention, heads):
+    """What QK-norm promises of `heads` query heads: |scaling * q.k| <= unit * largest, in few operations.
+
+    Read anew in every call: FSDP2 gathers new weights into the same tensor under the same version, so that nothing would
+    tell that a stored bound is out of date.
+
+    Returns:
+        (largest, unit): fp32, (heads,) or (1,), read from weights; and a number. (None, 1.0) without QK-norm, and where the
+        weights of just these heads are not at hand: they are offloaded or sharded, an adapter stands in their place, or a
+        `PrunedCache` asks for some of its heads.
+    """
+    config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
+    norms = attention.q_norm, attention.k_norm
+    if any(type(norm).__name__ not in ("FoxRMSNorm", "FoxHeadRMSNorm") for norm in norms):
+        return None, 1.0
+    weights = (norm.weight.detach() for norm in norms)
+    # tensor parallelism has left each process the weights of its own heads
+    q, k = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights)
     if config.qk_norm_shared:
-        q = q.expand(config.num_attention_heads, -1)  # (Hq, D)
-    k = k.repeat_interleave(len(q) // len(k), dim=0)
+        heads = group = 1
+    if q.device.type == "meta" or (q.numel(), k.numel() * group) != (heads * head_dim, heads * head_dim):
+        return None, 1.0
+    q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
+    largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
     # a rotation moves weight between dimensions, so under RoPE the two maxima may meet; YaRN and LongRoPE lengthen both
-    largest = (q * k).amax(1) if config.rope_parameters is None else q.amax(1) * k.amax(1)
-    return ROUNDING * attention.scaling * attention.rotary_gain * head_dim * largest
+    largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
+    return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
 
 def take(x, order):
@@ -189,7 +206,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
 
     Args:
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
-        query, key, value: keys and values with those of the cache. All of plain width, or all folded.
+        query, key, value: keys and values with those of the cache, of plain width or folded.
         attention_mask: result of `visible_keys`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
 
@@ -211,21 +228,17 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
 
     heads, head_dim = query.shape[1], module.head_dim
     q, k, v = (x[..., :head_dim] for x in (query, key, value))
-    tolerance, bound = module.config.log_pruning_tolerance, logit_bound_of_norms(module)
-    if (
-        bound is not None and len(bound) != heads
-    ):  # a PrunedCache asks for some heads, and has dropped what they forgot
-        bound = None
-    if not cached:
+    tolerance = module.config.log_pruning_tolerance
+    largest, unit = logit_bound_of_norms(module, heads)
+    if cached and decoding:
+        gates = gates_in(module, key, heads)
+        bounds = (visible.first_key, end, scaling, tolerance, largest, unit)
+        o = attend_few(q, k, v, gates, -GATE_QUERY * scaling, *bounds)
+    elif not cached:
         log_f = q.new_zeros(q.shape[0], 1, q.shape[2], dtype=torch.float32) if log_f is None else log_f
         log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
-        pruning = dict(log_pruning_tolerance=tolerance, logit_bound=bound)
+        pruning = dict(log_pruning_tolerance=tolerance, logit_bound=None if largest is None else unit * largest)
         o = forgetting_attention_triton(q, k, v, log_f, scale=scaling, first_key=visible.first_key, **pruning)
-    elif decoding:
-        gates, threshold = gates_in(module, key, heads), None
-        if tolerance is not None and bound is not None:
-            threshold = pruning_threshold(q, k.shape[2], tolerance, bound).contiguous()
-        o = attend_few(q, k, v, gates, -GATE_QUERY * scaling, visible.first_key, end, threshold, scaling)
     else:
         c = gates_in(module, key, heads).float().sum(-1).flatten(1, 2).double() * (
             -GATE_QUERY * scaling
@@ -234,6 +247,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
             c = c.masked_fill(~visible.real[:, None], 0.0)  # it falls along the row, as the pruning expects
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
+        bound = None if largest is None else unit * largest
         o, _ = attend(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
     if visible.order is not None:
         o = take(o, visible.query_order.argsort(dim=-1))

@@ -54,12 +54,18 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
 
     Raises:
         ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), so its weights are not
-            all there is.
+            all there is; or those of QK-norm are not at hand.
     """
     attention = decoder_layer.self_attn
     config, head_dim = attention.config, attention.head_dim
     if config.qk_norm:
-        return logit_bound_of_norms(attention)
+        largest, unit = logit_bound_of_norms(attention, config.num_attention_heads)
+        if largest is None:
+            raise ValueError(
+                "the weights of q_norm and k_norm are offloaded, shared out among processes or replaced by an adapter, so "
+                'a bound of the logits cannot be read from them here. Use logit_bound="observed".'
+            )
+        return (unit * largest).expand(config.num_attention_heads)
     norms = []
     for projection in (attention.q_proj, attention.k_proj):
         if type(projection) is not nn.Linear:

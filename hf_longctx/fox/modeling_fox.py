@@ -310,7 +310,8 @@ class FoxAttention(nn.Module):
         c = running_sum(log_f, places)
         if past_key_values is not None:
             c = c + self.decay_so_far(past_key_values, c)
-        q = fold_queries(q, c, self.scaling, self.gates_per_key)
+        if self.config._attn_implementation != FORGETTING_TRITON:  # which reads the decay beside the keys
+            q = fold_queries(q, c, self.scaling, self.gates_per_key)
         k = fold_keys(k, c, self.scaling)
         return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
 

@@ -17,7 +17,6 @@ Public: `forgetting_attention_triton`, `first_visible_key`, `count_pruned_blocks
 from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
 
 import contextlib
-import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,8 +29,9 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    # T changes from call to call, and n_split with it: a kernel specialised on them would be compiled again and again.
-    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split"])
+    # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
+    # again, in the middle of a generation for instance.
+    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split", "n_halvings"])
     LOG2E = tl.constexpr(1.4426950408889634)
     # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside the
     # bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
@@ -577,13 +577,13 @@ def decay_parts(p_i, p_j, s_xp, unit, m_i, m_ij, P: tl.constexpr):
 
 @jit_any_length
 def prune_kernel(
-    p_x, p_first, p_end, p_threshold, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
-    Tq, Tk, Hq, G, n_rows, n_halvings, unit,
+    p_x, p_first, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
+    Tq, Tk, Hq, G, n_rows, n_halvings, unit, bound_unit, tolerance,
     BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """The first key of each row whose block of BN keys the decay does not bound below p_threshold, (B, Hq, Tq).
+    """The first key of each row whose block of BN keys the decay does not bound below the threshold, (B, Hq, Tq).
 
-    c falls, so the blocks to leave out are a prefix, found by bisection.
+    c falls, so the blocks to leave out are a prefix, found by bisection. The threshold is that of `pruning_threshold`.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
@@ -596,7 +596,8 @@ def prune_kernel(
     else:
         b_first = tl.zeros([BM], tl.int32)
     m_see = m_r & (b_first <= o_i)
-    b_threshold = tl.load(p_threshold + o_r // Tq, mask=m_r, other=0.0) * LOG2E
+    b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BM]
+    b_threshold = (tolerance - 2 * bound_unit * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
     p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
     p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
     b_lo, b_hi = b_first // BN, o_i // BN
@@ -792,7 +793,7 @@ def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     return dq, dk, dv, dc
 
 
-def _decode(q, k, v, gates, first_key, end, threshold, scale, unit):
+def _decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
@@ -807,12 +808,12 @@ def _decode(q, k, v, gates, first_key, end, threshold, scale, unit):
     first_key, *s_first = _bound(first_key, B, Hq)
     parts, ends = gates.shape[-1], end is not None
     with _on(q.device):
-        if threshold is not None:
-            kept = q.new_empty(B, Hq, Tq, dtype=torch.int32)
+        if bound is not None:
+            bound, kept = bound.expand(B, Hq), q.new_empty(B, Hq, Tq, dtype=torch.int32)
             _launch(
                 prune_kernel, triton.cdiv(B * Hq * Tq, tile.BM), tile._replace(warps=1),
-                gates, first_key, end, threshold, kept, *gates.stride(), *s_first,
-                Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), unit,
+                gates, first_key, end, bound, kept, *gates.stride(), *s_first, *bound.stride(),
+                Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), unit, bound_unit, tolerance,
                 BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
             )  # fmt: skip
             first_key, *s_first = _bound(kept, B, Hq)
@@ -850,8 +851,8 @@ if triton is not None:
         f"{_SPACE}::fox_decode",
         _decode,
         mutates_args=(),
-        schema="(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? threshold, "
-        "float scale, float unit) -> Tensor",
+        schema="(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? bound, "
+        "float scale, float unit, float bound_unit, float tolerance) -> Tensor",
     )
 
     @fox_forward.register_fake
@@ -863,7 +864,7 @@ if triton is not None:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(c)
 
     @fox_decode.register_fake
-    def _(q, k, v, gates, first_key, end, threshold, scale, unit):
+    def _(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance):
         return _empty_output(q)
 
     def _save(ctx, inputs, output):
@@ -1034,7 +1035,8 @@ def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
 
 def pruning_threshold(q, Tk: int, tolerance: float, logit_bound) -> torch.Tensor:
     """(B, Hq) fp32: what the decay must fall below so that all that is pruned weighs at most e^tolerance of a row."""
-    return tolerance - 2 * bound_per_head(q, logit_bound) - math.log(Tk)
+    bound = bound_per_head(q, logit_bound)
+    return tolerance - 2 * bound - bound.new_full((), Tk).log()  # math.log would fix Tk in a compiled graph
 
 
 class PrunedBlocks:
@@ -1246,10 +1248,9 @@ def forgetting_attention_triton(
     c = counted_gates(log_f, stop).double().cumsum(-1)  # with dtype=float64, its gradient would be summed in float32
     if is_decoding(q, k, v, log_f):
         gates = torch.stack([c.float(), (c - c.float()).float()], dim=-1)  # (B, Hq, Tk, 2)
-        threshold = None
-        if log_pruning_tolerance is not None and logit_bound is not None:
-            threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
-        return attend_few(q, k, v, gates.unflatten(1, (k.shape[1], -1)), 1.0, first_key, None, threshold, scale)
+        gates = gates.unflatten(1, (k.shape[1], -1))
+        bound = None if logit_bound is None else bound_per_head(q, logit_bound)
+        return attend_few(q, k, v, gates, 1.0, first_key, None, scale, log_pruning_tolerance, bound)
     return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)[0]
 
 
@@ -1286,7 +1287,9 @@ def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> tuple[
     return fox_forward(q, k, v, high, low, first_key, stop, logit_bound, scale)
 
 
-def attend_few(q, k, v, gates, unit, first_key, end, threshold, scale) -> torch.Tensor:
+def attend_few(
+    q, k, v, gates, unit, first_key, end, scale, tolerance=None, bound=None, bound_unit=1.0
+) -> torch.Tensor:
     """Up to 16 queries without gradients, whose keys may be the folded keys of a cache.
 
     Args:
@@ -1294,10 +1297,13 @@ def attend_few(q, k, v, gates, unit, first_key, end, threshold, scale) -> torch.
         gates, unit: the running sum of log f, c = unit * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts), any strides.
         first_key: result of `first_visible_key`, or None.
         end: int tensor of one element: the queries are the last Tq of so many keys, and the rest is unused. None: Tk.
-        threshold: (B, Hq) fp32: key blocks are left out whose decay falls below it. None: nothing is.
+        tolerance: `log_pruning_tolerance` there.
+        bound, bound_unit: |scale * q.k| <= bound_unit * bound; fp32, of a shape that expands to (B, Hq). Without it nothing
+            is left out.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.
     """
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
-    return fox_decode(q, k, v, gates, first_key, end, threshold, scale, unit)
+    bound = None if tolerance is None else bound
+    return fox_decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance or 0.0)

@@ -8,7 +8,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from processes import WORLD
-from tiny_fox import make, tokens
+from tiny_fox import BACKENDS, both_backends, logits, make, tokens
 from transformers import Trainer, TrainingArguments
 
 from hf_longctx.fox import FoxForCausalLM
@@ -16,6 +16,7 @@ from hf_longctx.fox import FoxForCausalLM
 
 pytestmark = pytest.mark.slow
 VARIANT = "pro with grouped heads and rope"
+RATE = 0.5
 PLANS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
 
@@ -29,7 +30,7 @@ def documents():
     return [{"input_ids": ids, "labels": label} for ids, label in zip(rows, labels)]
 
 
-def train(folder, processes):
+def train(folder, processes, backend):
     """Losses and weights after two steps of eight rows each, in two accumulated batches."""
     arguments = TrainingArguments(
         output_dir=folder / "trainer",
@@ -38,7 +39,7 @@ def train(folder, processes):
         gradient_accumulation_steps=2,
         max_steps=2,
         optim="sgd",
-        learning_rate=0.5,
+        learning_rate=RATE,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
@@ -46,36 +47,40 @@ def train(folder, processes):
         disable_tqdm=True,
         **{f"{CHECKPOINTING}_checkpointing": True},
     )
-    model = FoxForCausalLM.from_pretrained(folder / "model")
+    model = FoxForCausalLM.from_pretrained(folder / "model", attn_implementation=backend)
     trainer = Trainer(model=model, args=arguments, train_dataset=documents())
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
-def sharded_by_transformers(folder):
+def sharded_by_transformers(folder, backend):
     from transformers.distributed import DistributedConfig
 
-    model = FoxForCausalLM.from_pretrained(folder / "model", distributed_config=DistributedConfig(fsdp_size=WORLD))
+    model = FoxForCausalLM.from_pretrained(
+        folder / "model", attn_implementation=backend, distributed_config=DistributedConfig(fsdp_size=WORLD)
+    )
     model.activation_checkpointing_enable()
     return model
 
 
-def sharded_by_accelerate(folder):
+def sharded_by_accelerate(folder, backend):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
     )
     accelerator = Accelerator(cpu=True)
     # accelerate shards on accelerators only, though it can do so on any device
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
-    model = FoxForCausalLM.from_pretrained(folder / "model")
+    model = FoxForCausalLM.from_pretrained(folder / "model", attn_implementation=backend)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     AcceleratorState._reset_state(reset_partial_state=True)
     return model
 
 
 def sharded_step(model):
-    """Loss and gradients of a batch of which each process has half the rows and a part of every weight."""
+    """Loss and gradients of a batch of which each process has half the rows and a part of every weight, and the logits
+    that a step of SGD leads to.
+    """
     rows = documents()
     count = sum((row["labels"][1:] != -100).sum() for row in rows)
     own = {name: torch.stack([row[name] for row in rows[dist.get_rank() :: WORLD]]) for name in rows[0]}
@@ -85,14 +90,16 @@ def sharded_step(model):
     dist.all_reduce(total)
     parameters = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     largest = max(p.to_local().numel() / p.numel() for p in parameters.values())
-    return total, {name: p.grad.full_tensor() for name, p in parameters.items()}, largest
+    gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    return total, gradients, largest, logits(model.eval(), tokens(8, 12))
 
 
-def learn(folder):
+def learn(folder, backend):
     return {
-        "transformers": sharded_step(sharded_by_transformers(folder)) if PLANS else None,
-        "accelerate": sharded_step(sharded_by_accelerate(folder)),
-        "replicas": train(folder, WORLD),
+        "transformers": sharded_step(sharded_by_transformers(folder, backend)) if PLANS else None,
+        "accelerate": sharded_step(sharded_by_accelerate(folder, backend)),
+        "replicas": train(folder, WORLD, backend),
     }
 
 
@@ -100,13 +107,14 @@ def learn(folder):
 def found(two_processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data parallel")
     make(VARIANT).save_pretrained(folder / "model")
-    return two_processes(learn, folder), folder
+    return {backend: two_processes(learn, folder, backend) for backend in BACKENDS}, folder
 
 
-def test_replicas(found):
+@both_backends
+def test_replicas(backend, found):
     results, folder = found
-    losses, weights = results["replicas"]
-    want_losses, want_weights = train(folder, 1)
+    losses, weights = results[backend]["replicas"]
+    want_losses, want_weights = train(folder, 1, "eager")
     assert len(losses) == 2
     assert losses == pytest.approx(want_losses, rel=1e-5)
     before = make(VARIANT).state_dict()
@@ -114,6 +122,7 @@ def test_replicas(found):
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
 
+@both_backends
 @pytest.mark.parametrize(
     "shards",
     [
@@ -121,11 +130,15 @@ def test_replicas(found):
         pytest.param("transformers", marks=pytest.mark.skipif(not PLANS, reason="needs transformers 5.23")),
     ],
 )
-def test_shards(shards, found):
-    loss, gradients, largest = found[0][shards]
+def test_shards(shards, backend, found):
+    loss, gradients, largest, after = found[0][backend][shards]
     model, rows = make(VARIANT), documents()
     want = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
     want.backward()
     torch.testing.assert_close(loss, want.detach())
     assert largest < 0.6
     torch.testing.assert_close(gradients, {name: p.grad for name, p in model.named_parameters()}, atol=1e-6, rtol=1e-4)
+    before = logits(model, tokens(8, 12))
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    torch.testing.assert_close(after, logits(model, tokens(8, 12)), atol=1e-5, rtol=1e-4)
+    assert (after - before).abs().max() > 0.01

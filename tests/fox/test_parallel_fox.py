@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from tiny_fox import TINY, logits, make, tokens
+from tiny_fox import BACKENDS, TINY, both_backends, logits, make, tokens
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox.backend_fox import logit_bound_of_norms
 
 
 pytestmark = [
@@ -27,11 +28,19 @@ TENSOR_PARALLEL = [
 PIPELINE_PARALLEL = ["llama", "pro with grouped heads and rope"]
 
 
-def against_one_process(folder, again, **sizes):
-    """How far the split model is from the whole one, as a dictionary."""
+def bounds(model, heads):
+    """What QK-norm promises of the logits of each layer's heads."""
+    found = [logit_bound_of_norms(layer.self_attn, heads) for layer in model.model.layers]
+    return torch.stack([unit * largest for largest, unit in found])
+
+
+def against_one_process(folder, again, backend, **sizes):
+    """How far the split model is from the whole one with stock attention, as a dictionary."""
     from transformers.distributed import DistributedConfig
 
-    split = FoxForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+    split = FoxForCausalLM.from_pretrained(
+        folder, attn_implementation=backend, distributed_config=DistributedConfig(**sizes)
+    )
     whole, ids = FoxForCausalLM.from_pretrained(folder), tokens()
     found = {"logits": (logits(split.eval(), ids) - logits(whole.eval(), ids)).abs().max().item()}
     settings = dict(
@@ -40,6 +49,12 @@ def against_one_process(folder, again, **sizes):
     new, want = (model.generate(ids[:, :9], **settings) for model in (split, whole))
     found["generated logits"] = (torch.stack(new.logits) - torch.stack(want.logits)).abs().max().item()
     if "tp_size" in sizes:
+        if whole.config.qk_norm:
+            heads = whole.config.num_attention_heads
+            own, all_heads = bounds(split, heads // 2), bounds(whole, heads)
+            if all_heads.shape[1] > 1:
+                all_heads = all_heads.chunk(2, dim=1)[dist.get_rank()]
+            found["bounds"] = torch.equal(own, all_heads)
         for model in (split.train(), whole.train()):
             model(ids, labels=ids).loss.backward()
         found["gradients"] = {
@@ -55,25 +70,28 @@ def against_one_process(folder, again, **sizes):
         dist.barrier()
         saved = FoxForCausalLM.from_pretrained(again).state_dict()
         found["saved"] = all(torch.equal(x, saved[name]) for name, x in whole.state_dict().items())
+        for model in (split, whole):
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+        found["logits after a step"] = (logits(split.eval(), ids) - logits(whole.eval(), ids)).abs().max().item()
     return found
 
 
-def tensor_parallel(folder, names):
+def tensor_parallel(folder, names, backend):
     found = {}
     for name in names:
         try:
-            found[name] = against_one_process(folder / name, folder / f"{name} again", tp_size=2)
+            found[name] = against_one_process(folder / name, folder / f"{name} again", backend, tp_size=2)
         except ValueError as error:
             found[name] = str(error)
     return found
 
 
-def pipeline_parallel(folder, names):
-    return {name: against_one_process(folder / name, None, pp_size=2) for name in names}
+def pipeline_parallel(folder, names, backend):
+    return {name: against_one_process(folder / name, None, backend, pp_size=2) for name in names}
 
 
-def both(folder, by_heads, by_layers):
-    return tensor_parallel(folder, by_heads), pipeline_parallel(folder, by_layers)
+def both(folder, by_heads, by_layers, backend):
+    return tensor_parallel(folder, by_heads, backend), pipeline_parallel(folder, by_layers, backend)
 
 
 @pytest.fixture(scope="module")
@@ -82,31 +100,37 @@ def found(two_processes, tmp_path_factory):
     for name in [*TENSOR_PARALLEL, "fixed"]:
         make(name).save_pretrained(folder / name)
     FoxForCausalLM(FoxConfig.pro(**TINY, num_key_value_heads=1)).save_pretrained(folder / "one key head")
-    return two_processes(both, folder, [*TENSOR_PARALLEL, "fixed", "one key head"], PIPELINE_PARALLEL)
+    by_heads = [*TENSOR_PARALLEL, "fixed", "one key head"]
+    return {backend: two_processes(both, folder, by_heads, PIPELINE_PARALLEL, backend) for backend in BACKENDS}
 
 
+@both_backends
 @pytest.mark.parametrize("variant", TENSOR_PARALLEL)
-def test_tensor_parallel(variant, found):
-    found = found[0][variant]
+def test_tensor_parallel(variant, backend, found):
+    found = found[backend][0][variant]
     assert found["logits"] < 2e-5
     assert found["generated logits"] < 2e-5
     for name, error in found["gradients"].items():
         assert error < 1e-5, name
+    assert found["logits after a step"] < 5e-5
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
     shared = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"} if "shared norm" in variant else set()
     assert set(found["whole in each process"]) == norms | shared
     assert found["saved"]
+    assert found.get("bounds", True)
 
 
+@both_backends
 @pytest.mark.parametrize(
     "variant, message", [("fixed", "fixed gates not at all"), ("one key head", "has split a head")]
 )
-def test_what_cannot_be_split_is_refused(variant, message, found):
-    assert message in found[0][variant]
+def test_what_cannot_be_split_is_refused(variant, message, backend, found):
+    assert message in found[backend][0][variant]
 
 
+@both_backends
 @pytest.mark.parametrize("variant", PIPELINE_PARALLEL)
-def test_pipeline_parallel(variant, found):
-    found = found[1][variant]
+def test_pipeline_parallel(variant, backend, found):
+    found = found[backend][1][variant]
     assert found["logits"] < 2e-5
     assert found["generated logits"] < 2e-5

@@ -5,6 +5,7 @@ On a CPU the kernels run in Triton's interpreter, slowly: the models and the len
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,9 +15,9 @@ import torch
 
 pytest.importorskip("triton")
 from tiny_fox import ROPE, TINY, logits, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, triton_fox
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, triton_fox
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
 from hf_longctx.fox.triton_fox import count_pruned_blocks
 
@@ -155,10 +156,18 @@ def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cach
     check(torch.cat(pieces, dim=1)[real], want[real])
 
 
+COMPILED = {"compile_config": CompileConfig(fullgraph=True, backend="aot_eager", mode=None)}
+COMPILED["compile_config"]._compile_all_devices = True
+
+
 @pytest.mark.parametrize(
     "variant, options",
-    [("pro with a window", {}), ("llama", dict(cache_implementation="static", disable_compile=True))],
-    ids=["dynamic", "static"],
+    [
+        ("pro with a window", {}),
+        ("llama", dict(cache_implementation="static", disable_compile=True)),
+        pytest.param("pro with rope", dict(cache_implementation="static", **COMPILED), marks=pytest.mark.slow),
+    ],
+    ids=["dynamic", "static", "static, compiled"],
 )
 def test_generation(variant, options):
     """Left padding, a prompt longer than what the decoding kernel takes, and more than one window of new tokens."""
@@ -194,11 +203,16 @@ def test_a_bfloat16_model_learns_the_exact_gradient_of_its_gates():
     assert error["forgetting_triton"] < error["sdpa"]
 
 
+def checkpointed(model):
+    """Its name is another one since transformers 5.23."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
 def test_autocast_and_checkpointing():
     ids = draw(1, 20)
     _, plain = loss_and_gradients(make("pro with rope").train(), ids)
-    model = make("pro with rope").train()
-    getattr(model, "activation_checkpointing_enable", None or model.gradient_checkpointing_enable)()
+    model = checkpointed(make("pro with rope").train())
     for name, gradient in loss_and_gradients(model, ids)[1].items():
         check(gradient, plain[name])
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -210,34 +224,61 @@ def test_autocast_and_checkpointing():
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 
-def compiled(model):
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="inductor needs g++ for a CPU"),
+    ],
+)
+
+
+def compiled(model, backend="aot_eager"):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    return torch.compile(model, fullgraph=True, backend="aot_eager")
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.slow
-def test_training_compiles_to_one_graph():
+@pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])
+def test_training_compiles_to_one_graph(compiler):
     ids, kwargs = rows("left padding")
     model = make("pro with rope")
-    model.model.forward = compiled(model.model.forward)
+    model.model.forward = compiled(model.model.forward, compiler)
     got, gradients = loss_and_gradients(model, ids, **kwargs)
-    want, expected = loss_and_gradients(make("pro with rope"), ids, **kwargs)
+    want, expected = loss_and_gradients(make("pro with rope", "eager"), ids, **kwargs)
     check(got, want)
     for name, gradient in expected.items():
         check(gradients[name], gradient, atol=1e-5)
 
 
-def test_decoding_with_a_static_cache_compiles_to_one_graph():
+@pytest.mark.slow
+def test_training_on_rows_of_any_length_compiles_twice():
+    """For the first length, and for all others."""
+    model = make("pro with rope")
+    model.model.forward = compiled(model.model.forward)
+    for length in (38, 45, 50):
+        ids, mask = draw(2, length), holes(2, length, (0, 0), (0, 9))
+        check(loss_and_gradients(model, ids, mask)[0], loss_and_gradients(make("pro with rope"), ids, mask)[0])
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("variant", ["llama", pytest.param("pro with rope", marks=pytest.mark.slow)])
+def test_decoding_with_a_static_cache_compiles_to_one_graph(variant, compiler):
     """One graph for every step: how many keys there are is known to the device only."""
-    ids, model = draw(2, 24), make("llama")
+    ids, model = draw(2, 24), make(variant)
     cache = StaticCache(config=model.config, max_cache_len=32)
     want = logits(model, ids, use_cache=False)
     check(logits(model, ids[:, :20], past_key_values=cache), want[:, :20])
-    step = compiled(model)
+    step = compiled(model, compiler)
     for t in range(20, 24):
         check(logits(step, ids[:, t : t + 1], past_key_values=cache), want[:, t : t + 1])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
 
 
 @pytest.mark.slow
@@ -295,8 +336,32 @@ def test_the_norms_bound_every_logit(shared):
     same = torch.ones(config.num_attention_heads, config.head_dim).bfloat16()  # the worst case: parallel q and k
     q, k = layer.q_norm(same), layer.k_norm(same[:: config.num_attention_heads // config.num_key_value_heads])
     k = k.repeat_interleave(layer.num_key_value_groups, dim=0)
-    largest = layer.scaling * q.float().norm(dim=-1) * k.float().norm(dim=-1)
-    assert (largest <= logit_bound_of_norms(layer)).all()
+    logits = layer.scaling * q.float().norm(dim=-1) * k.float().norm(dim=-1)
+    largest, unit = logit_bound_of_norms(layer, config.num_attention_heads)
+    assert (logits <= unit * largest).all()
+
+
+def test_an_adapter_in_the_place_of_a_norm():
+    """PEFT's LN tuning shows the weight that it replaces, so nothing is read from what is not a norm of ours."""
+    attention = make("pro with rope").model.layers[0].self_attn
+    assert logit_bound_of_norms(attention, 4)[0].shape == (4,)
+    attention.q_norm = torch.nn.Sequential(attention.q_norm)
+    attention.q_norm.weight = attention.q_norm[0].weight
+    assert logit_bound_of_norms(attention, 4) == (None, 1.0)
+
+
+def test_offloaded_weights():
+    """They are in place while their own module runs, so their bound is not known to the attention."""
+    accelerate = pytest.importorskip("accelerate")
+    ids, model = draw(2, 32), make("pro with rope")
+    want = logits(model, ids, use_cache=False)
+    accelerate.cpu_offload(model, torch.device(DEVICE))
+    assert logit_bound_of_norms(model.model.layers[0].self_attn, 4) == (None, 1.0)
+    cache = DynamicCache(config=model.config)
+    got = [logits(model, chunk, past_key_values=cache) for chunk in ids.split([20, 12], dim=1)]
+    check(torch.cat(got, dim=1), want)
+    with pytest.raises(ValueError, match="offloaded"):
+        PrunedCache(model)
 
 
 # --- beside the weights ----------------------------------------------------------------------------------------------

@@ -204,8 +204,8 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     gates = gates.expand(-1, -1, 2, -1, -1)
     first = first_visible_key(Tq, filled, starts=torch.tensor([0, 5], device=DEVICE))
     end = torch.tensor(filled, device=DEVICE)
-    args = (gates, -GATE_QUERY * scale, first, end)
-    o = triton_fox.attend_few(q, keys[..., :D], values, *args, None, scale)
+    args = (gates, -GATE_QUERY * scale, first, end, scale)
+    o = triton_fox.attend_few(q, keys[..., :D], values, *args)
 
     c_read = unfold_decay(folded, D, gates_per_key, scale).repeat_interleave(2 // gates_per_key, 1)
     gates_read = c_read.diff(dim=-1, prepend=torch.zeros_like(c_read[..., :1]))
@@ -214,10 +214,10 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     plain = reference(q, k, v, gates_read, scale=scale, see=see)
     assert rel(o, exact) <= 2 * rel(plain, exact) + FLOOR[dtype]
 
-    threshold = torch.full((2, 4), -30.0, device=DEVICE)  # what is dropped weighs e^-20 or so
+    bound = torch.full((4,), 2.0, device=DEVICE)
     block = triton_fox.tiles_for(q.device, D, dtype).decode.BN
     keys[:, :, :block, :D] = values[:, :, :block] = torch.nan
-    pruned = triton_fox.attend_few(q, keys[..., :D], values, *args, threshold, scale)
+    pruned = triton_fox.attend_few(q, keys[..., :D], values, *args, -20.0, bound, 1.5)
     assert rel(pruned, exact) <= 2 * rel(plain, exact) + FLOOR[dtype]
 
 
@@ -467,6 +467,27 @@ def test_given_logit_bound_prunes_more():
     assert counts[0] < counts[1]
 
 
+def test_decoding_leaves_out_exactly_what_the_rule_says():
+    """NaN in what it leaves out changes nothing, and NaN in the first key that it keeps reaches every result."""
+    tolerance, bound = -3.0, torch.tensor([0.5, 6.0, 15.0], device=DEVICE)
+    block = triton_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN
+    T = 6 * block + 8
+    q, k, v, log_f, _ = draw(2, 3, 3, 1, T, 16)
+    threshold = triton_fox.pruning_threshold(q, T, tolerance, bound)
+    start = first_kept_key(log_f.double().cumsum(-1), threshold, 1, 1, block)  # (2, 3, 1)
+    assert (start > 0).all() and start.unique().numel() > 1
+
+    def decode(poisoned):
+        k_poisoned, v_poisoned = (x.masked_fill(poisoned[..., None], torch.nan) for x in (k, v))
+        return forgetting_attention_triton(
+            q, k_poisoned, v_poisoned, log_f, log_pruning_tolerance=tolerance, logit_bound=bound
+        )
+
+    t = torch.arange(T, device=DEVICE)
+    assert torch.equal(decode(t < start), decode(t < 0))
+    assert decode(t == start).isnan().all()
+
+
 # --- memory, layout, autograd, compile -------------------------------------------------------------------------------
 
 
@@ -568,8 +589,8 @@ def test_custom_ops_are_registered_correctly():
         ops.fox_forward, (*inputs, torch.zeros_like(c), bound, stop, torch.ones(2, 2, device=DEVICE), 0.25)
     )
     gates, end = c.detach().view(2, 1, 2, 24, 1), torch.tensor(24, device=DEVICE)
-    few = [x.detach() for x in (q[:, :, -3:], k, v)]
-    torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, None, 0.25, 1.0))
+    few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)
+    torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, heads, 0.25, 1.0, 1.0, -10.0))
 
 
 @pytest.mark.parametrize("rows", ["train", "starts", "mask", "packed", "decode"])

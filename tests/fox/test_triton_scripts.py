@@ -44,7 +44,8 @@ def test_tuning_dry_run(tmp_path):
     report = json.loads((tmp_path / "tune.json").read_text())
     assert [row["kernel"] for row in report["rows"]] == ["dkdv", "dkdv", "decode", "decode"]
     for row in report["rows"]:
-        assert row["registers"] > 0 and row["ms"] > 0 and row["difference"] < 1e-5, row
+        assert row["registers"] > 0
+        assert "dropped" in row or (row["ms"] > 0 and row["difference"] < 1e-5), row
     assert report["rows"][0]["tile"] == list(triton_fox.TILES[90, 2][16].dkdv) and report["rows"][0]["faster"] == 1
     row = ", ".join(f"Tile{tuple(tile)}" for tile in report["tiles"]["16"].values())
     assert f"    (90, 2): {{\n        16: Tiles({row}),\n    }},\n" in out

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox.triton_fox import why_not
 
 
 TINY = dict(
@@ -29,6 +30,13 @@ VARIANTS = {
     "fixed": lambda: FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64),
     "no gate": lambda: FoxConfig(**TINY, forget_gate="none", num_key_value_heads=2, rope_parameters=ROPE),
 }
+# Attention implementations for tests in several processes, on a CPU: Triton's kernels must be interpreted there.
+NO_TRITON = why_not(8, device=torch.device("cpu"))
+BACKENDS = ["sdpa"] if NO_TRITON else ["sdpa", "forgetting_triton"]
+skip_without_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+both_backends = pytest.mark.parametrize(
+    "backend", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)]
+)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
 with_and_without_window = pytest.mark.parametrize(
