@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from hf_longctx.fox import bidirectional_forgetting_attention, forgetting_attention
+from hf_longctx.fox import bidirectional_forgetting_attention, bounds_fox, forgetting_attention, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys
 
@@ -222,7 +222,7 @@ def pruning_rows(T, head_dims, tokens, width, device) -> list[dict]:
                     q, k, v, log_f, log_pruning_tolerance=TOLERANCE, logit_bound=LOGIT_BOUND
                 )
 
-            with fox.count_pruned_blocks() as blocks:
+            with bounds_fox.count_pruned_blocks() as blocks:
                 pruned(*inputs)
             dense, fast = time_both(ours_bounded, inputs, device), time_both(pruned, inputs, device)
             rows.append(
@@ -323,14 +323,16 @@ def markdown(report: dict) -> str:
     )
 
 
-def tiles_of(device: str) -> dict[int, fox.Tiles]:
+def tiles_of(device: str) -> dict[int, tiles_fox.Tiles]:
     """The part of the table that a device launches from."""
-    return fox.TILES[fox.nearest_key(fox.capability_of(torch.device(device)), 2 if device == "cuda" else 4)]
+    return tiles_fox.TILES[
+        tiles_fox.nearest_key(tiles_fox.capability_of(torch.device(device)), 2 if device == "cuda" else 4)
+    ]
 
 
-def put_tile(kernel: str, head_dim: int, tile: fox.Tile, device: str) -> None:
+def put_tile(kernel: str, head_dim: int, tile: tiles_fox.Tile, device: str) -> None:
     """Puts a tile in place of the table's, to try it."""
-    tiles, D = tiles_of(device), fox.padded(head_dim)
+    tiles, D = tiles_of(device), tiles_fox.padded(head_dim)
     tiles[D] = tiles[D]._replace(**{kernel: tile})
 
 
@@ -364,7 +366,7 @@ def main(arguments: list[str] | None = None) -> None:
         args.tokens, args.width = 64, 32
     for kernel, numbers in (choice.split("=") for choice in args.tile):
         for D in head_dims:
-            put_tile(kernel, D, fox.Tile(*map(int, numbers.split(","))), args.device)
+            put_tile(kernel, D, tiles_fox.Tile(*map(int, numbers.split(","))), args.device)
     torch.manual_seed(0)
 
     measured = ceilings(args.device)

@@ -15,7 +15,8 @@ from test_bidirectional_fox import reference as reference_both_ways
 from test_triton_fox import check_budget, draw, padding, reference, rel, run, run_exact, visible
 
 from hf_longctx.fox import bidirectional_forgetting_attention
-from hf_longctx.fox.triton_fox import count_pruned_blocks, forgetting_attention_triton
+from hf_longctx.fox.bounds_fox import count_pruned_blocks
+from hf_longctx.fox.triton_fox import forgetting_attention_triton
 
 
 BF16 = torch.bfloat16
