@@ -175,8 +175,9 @@ def compiled(cases: list[dict], jobs: int | None, until: float) -> Iterator[dict
     timer = threading.Timer(until - time.monotonic(), kill)
     timer.start()
     try:
-        process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # killed already: no time was left
+            process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
+            process.stdin.close()
         yield from map(json.loads, process.stdout)
         if process.wait() > 0:
             raise SystemExit("error: compile_triton.py failed, see above")

@@ -17,7 +17,7 @@ from hf_longctx.fox.tiles_fox import Tile
 
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
+dry = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 
 def run(script, *options):
@@ -27,6 +27,7 @@ def run(script, *options):
     return done.stdout
 
 
+@dry
 @pytest.mark.slow
 def test_bench_dry_run(tmp_path):
     out = run("bench_triton.py", "--tile", "forward=64,32,1,1", "--out", tmp_path / "bench")
@@ -38,6 +39,7 @@ def test_bench_dry_run(tmp_path):
     assert out.endswith((tmp_path / "bench.md").read_text() + "\n")
 
 
+@dry
 @pytest.mark.slow
 def test_tuning_dry_run(tmp_path):
     out = run("tune_triton.py", "--kernel", "dkdv", "decode", "--candidates", 2, "--json", tmp_path / "tune.json")
