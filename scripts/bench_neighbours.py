@@ -163,12 +163,12 @@ def main():
     parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--dtype", help="default: float32, on a GPU bfloat16")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="default: %(default)s")
-    results = Path(__file__).parent / "results" / "bench_neighbours.json"
     parser.add_argument(
-        "--json", type=Path, default=results, metavar="FILE", help="default: scripts/results/bench_neighbours.json"
+        "--json", type=Path, metavar="FILE", help="default: scripts/results/bench_neighbours.json, _cuda.json on a GPU"
     )
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
+    args.json = args.json or Path(__file__).parent / "results" / f"bench_neighbours{'_cuda' * on_gpu}.json"
     args.length = args.length or (16384 if on_gpu else 2048)
     args.hidden = args.hidden or (2048 if on_gpu else 768)
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")

@@ -6,18 +6,23 @@
 and commit; measured ceilings; TFLOP/s forward and backward; the gain from pruning; decode latency. FLOPs are
 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in both
 directions; bytes are each input and output once. The share of the roofline is the least time that both allow at the
-measured ceilings, over the time taken. Competitors that cannot run are listed with the reason. `--device cpu` is a dry run
+measured ceilings, over the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is not among them; cuDNN comes nearest to it. What
+the goals ask about comes first, and both files are written after every row, so that a run that is stopped loses nothing. `--device cpu` is a dry run
 in Triton's interpreter: it tells that the script works, and nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,9 +35,9 @@ if not torch.cuda.is_available():
 
 import triton
 
-from hf_longctx.fox import bidirectional_forgetting_attention, forgetting_attention
+from hf_longctx.fox import bidirectional_forgetting_attention, bounds_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
-from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys
+from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, _folded_attention, fold_keys
 
 
 ON_GPU = torch.cuda.is_available()
@@ -62,12 +67,13 @@ def plain_sdpa(backend):
 
 def folded(q, k, v, log_f):
     """What every attention implementation of transformers runs: stock attention computes the decay."""
-    return forgetting_attention(q, k, v, log_f)
+    return _folded_attention(q, k, v, log_f, q.shape[-1] ** -0.5)  # without the checks, which wait for the device
 
 
 def flex():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.config.recompile_limit = 64  # one for each size; beyond it, flex_attention would run uncompiled
     compiled, masks = torch.compile(flex_attention, dynamic=False) if ON_GPU else flex_attention, {}
 
     def attention(q, k, v, log_f):
@@ -102,7 +108,7 @@ COMPETITORS = {  # name: (makes the function, computes what ours does)
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
     "folded gate, SDPA": (lambda: folded, True),
-    "FlexAttention score_mod": (flex, True),
+    "FlexAttention score_mod, no gate gradient": (flex, True),
     "FLA": (fla, True),
     "official": (official, True),
 }
@@ -123,8 +129,8 @@ def seconds(fn, device) -> float:
 def draw(B, H, T, D, device, Hkv=None, Tq=None, log_f=None, grad=True):
     """Random inputs with slowly fading gates (half-lives of about 4 to 700 tokens), or a constant log f."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q = torch.randn(B, H, T if Tq is None else Tq, D, device=device, dtype=dtype)
-    k, v = (torch.randn(B, Hkv or H, T, D, device=device, dtype=dtype) for _ in range(2))
+    shapes = (B, Tq or T, H, D), (B, T, Hkv or H, D), (B, T, Hkv or H, D)  # as projections leave them
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for shape in shapes)
     if log_f is None:
         gates = F.logsigmoid(torch.linspace(2, 7, H, device=device)[:, None] + torch.randn(B, H, T, device=device))
     else:
@@ -171,71 +177,53 @@ def ceilings(device) -> dict:
     }
 
 
-def attention_rows(lengths, head_dims, tokens, width, device, limits) -> list[dict]:
-    rows = []
-    for name, (make, comparable) in COMPETITORS.items():
-        try:
-            attention = make()
-        except ImportError as error:
-            rows.append({"name": name, "error": str(error)})
-            continue
-        for D in head_dims:
-            for T in lengths:
-                B, H = max(1, tokens // T), width // D
-                row = {"name": name, "D": D, "T": T, "B": B, "H": H}
-                try:
-                    if comparable:
-                        small = draw(1, 2, min(T, 512), D, device, grad=False)
-                        want, got = ours(*small), attention(*small)
-                        row["difference_from_ours"] = ((got - want).float().norm() / want.float().norm()).item()
-                    inputs = draw(B, H, T, D, device)
-                    forward, backward = time_both(attention, inputs, device)
-                    flop = flops(B, H, T, D) * (2 if name == "ours, both ways" else 1)
-                    moved = bytes_moved(B, H, T, D, inputs[0].itemsize)
-                    row |= {
-                        "forward_ms": forward * 1e3,
-                        "backward_ms": backward * 1e3,
-                        "forward_tflops": flop / forward / 1e12,
-                        "backward_tflops": 2.5 * flop / backward / 1e12,
-                        "forward_of_roofline": roofline(flop, moved[0], forward, limits),
-                        "backward_of_roofline": roofline(2.5 * flop, moved[1], backward, limits),
-                    }
-                except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:  # out of memory, ...
-                    row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                rows.append(row)
-                print(row, flush=True)
-    return rows
+@functools.cache
+def competitor(name: str):
+    return COMPETITORS[name][0]()
 
 
-def pruning_rows(T, head_dims, tokens, width, device) -> list[dict]:
+def attention_row(name, D, T, B, H, device, limits) -> dict:
+    attention, row = competitor(name), {}
+    if COMPETITORS[name][1]:
+        small = draw(1, H, min(T, 512), D, device, grad=False)
+        want, got = ours(*small), attention(*small)
+        row["difference_from_ours"] = ((got - want).float().norm() / want.float().norm()).item()
+    inputs = draw(B, H, T, D, device)
+    forward, backward = time_both(attention, inputs, device)
+    flop = flops(B, H, T, D) * (2 if name == "ours, both ways" else 1)
+    moved = bytes_moved(B, H, T, D, inputs[0].itemsize)
+    return row | {
+        "forward_ms": forward * 1e3,
+        "backward_ms": backward * 1e3,
+        "forward_tflops": flop / forward / 1e12,
+        "backward_tflops": 2.5 * flop / backward / 1e12,
+        "forward_of_roofline": roofline(flop, moved[0], forward, limits),
+        "backward_of_roofline": roofline(2.5 * flop, moved[1], backward, limits),
+    }
+
+
+def pruning_row(share_wanted, D, T, B, H, device) -> dict:
     """A constant gate that makes everything further than w tokens prunable, which is (1 - w / T)^2 of the blocks."""
-    rows = []
-    for D in head_dims:
-        B, H = max(1, tokens // T), width // D
-        for share in (0.0, 0.5, 0.7, 0.9):
-            threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
-            log_f = -threshold / (T * (1 - share**0.5)) if share else 0.0
-            inputs = draw(B, H, T, D, device, log_f=log_f)
+    threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
+    log_f = -threshold / (T * (1 - share_wanted**0.5)) if share_wanted else 0.0
+    inputs = draw(B, H, T, D, device, log_f=log_f)
 
-            def pruned(q, k, v, log_f):
-                return fox.forgetting_attention_triton(
-                    q, k, v, log_f, log_pruning_tolerance=TOLERANCE, logit_bound=LOGIT_BOUND
-                )
+    def pruned(q, k, v, log_f):
+        return fox.forgetting_attention_triton(
+            q, k, v, log_f, log_pruning_tolerance=TOLERANCE, logit_bound=LOGIT_BOUND
+        )
 
-            with fox.count_pruned_blocks() as blocks:
-                pruned(*inputs)
-            dense, fast = time_both(ours_bounded, inputs, device), time_both(pruned, inputs, device)
-            rows.append(
-                {
-                    "D": D, "T": T, "B": B, "H": H, "share_wanted": share,
-                    "share_pruned": blocks.pruned / blocks.total,
-                    "forward_ms": fast[0] * 1e3, "backward_ms": fast[1] * 1e3,
-                    "forward_speedup": dense[0] / fast[0], "backward_speedup": dense[1] / fast[1],
-                    "both_speedup": sum(dense) / sum(fast),
-                }
-            )  # fmt: skip
-            print(rows[-1], flush=True)
-    return rows
+    with bounds_fox.count_pruned_blocks() as blocks:
+        pruned(*inputs)
+    dense, fast = time_both(ours_bounded, inputs, device), time_both(pruned, inputs, device)
+    return {
+        "share_pruned": blocks.pruned / blocks.total,
+        "forward_ms": fast[0] * 1e3,
+        "backward_ms": fast[1] * 1e3,
+        "forward_speedup": dense[0] / fast[0],
+        "backward_speedup": dense[1] / fast[1],
+        "both_speedup": sum(dense) / sum(fast),
+    }
 
 
 def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
@@ -268,8 +256,6 @@ def decode_row(B, T, device, copy) -> dict:
 
     taken, moved = graph_seconds(decode, device), k.nbytes + v.nbytes + gates.nbytes
     return {
-        "B": B,
-        "T": T,
         "us": seconds(decode, device) * 1e6,
         "graph_us": taken * 1e6,
         "tb_per_s": moved / taken / 1e12,
@@ -277,15 +263,6 @@ def decode_row(B, T, device, copy) -> dict:
         "pruned_graph_us": graph_seconds(lambda: decode(TOLERANCE), device) * 1e6,
         "plain_sdpa_graph_us": graph_seconds(plain, device) * 1e6,
     }
-
-
-def decode_rows(contexts, device, copy) -> list[dict]:
-    rows = []
-    for B in (1, 8) if device == "cuda" else (1,):
-        for T in contexts:
-            rows.append(decode_row(B, T, device, copy))
-            print(rows[-1], flush=True)
-    return rows
 
 
 def graph_seconds(fn, device) -> float:
@@ -313,8 +290,18 @@ def markdown(report: dict) -> str:
     about = "\n".join(f"- {key}: {value}" for key, value in report["about"].items())
     attention = ["name", "D", "T", "B", "H", "forward_tflops", "backward_tflops", "forward_of_roofline",
                  "backward_of_roofline", "difference_from_ours", "error"]  # fmt: skip
-    pruning = ["D", "T", "B", "H", "share_pruned", "forward_speedup", "backward_speedup", "both_speedup"]
-    decode = ["B", "T", "us", "graph_us", "tb_per_s", "share_of_copy", "pruned_graph_us", "plain_sdpa_graph_us"]
+    pruning = ["D", "T", "B", "H", "share_pruned", "forward_speedup", "backward_speedup", "both_speedup", "error"]
+    decode = [
+        "B",
+        "T",
+        "us",
+        "graph_us",
+        "tb_per_s",
+        "share_of_copy",
+        "pruned_graph_us",
+        "plain_sdpa_graph_us",
+        "error",
+    ]
     return (
         f"# Forgetting attention: speed\n\n{about}\n\n"
         f"## Causal attention\n\n{table(report['attention'], attention)}\n\n"
@@ -323,26 +310,55 @@ def markdown(report: dict) -> str:
     )
 
 
-def tiles_of(device: str) -> dict[int, fox.Tiles]:
+def tiles_of(device: str) -> dict[int, tiles_fox.Tiles]:
     """The part of the table that a device launches from."""
-    return fox.TILES[fox.nearest_key(fox.capability_of(torch.device(device)), 2 if device == "cuda" else 4)]
+    return tiles_fox.TILES[
+        tiles_fox.nearest_key(tiles_fox.capability_of(torch.device(device)), 2 if device == "cuda" else 4)
+    ]
 
 
-def put_tile(kernel: str, head_dim: int, tile: fox.Tile, device: str) -> None:
+def put_tile(kernel: str, head_dim: int, tile: tiles_fox.Tile, device: str) -> None:
     """Puts a tile in place of the table's, to try it."""
-    tiles, D = tiles_of(device), fox.padded(head_dim)
+    tiles, D = tiles_of(device), tiles_fox.padded(head_dim)
     tiles[D] = tiles[D]._replace(**{kernel: tile})
 
 
 def about(device: str) -> dict:
     """What the figures depend on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+        commit = found.stdout.strip() or "unknown"
+    except OSError:  # no git
+        commit = "unknown"
+    peers = {
+        name: importlib.metadata.version(name)
+        for name in ("flash-linear-attention", "forgetting-transformer")
+        if importlib.util.find_spec({"flash-linear-attention": "fla"}.get(name, "forgetting_transformer"))
+    }
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, Triton interpreter (dry run)",
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "triton": triton.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        **peers,
+        "commit": commit,
     }
+
+
+def filled(row: dict, measure: Callable[..., dict], until: float, **more) -> dict:
+    """The row with what `measure` of it finds, or why it could not."""
+    if time.monotonic() > until:
+        return row | {"error": "no time left"}
+    try:
+        return row | measure(**row, **more)
+    except Exception as error:  # out of memory, a package that is not there, a compiler's refusal, ...
+        return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -353,8 +369,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per batch, where one sequence is shorter")
     parser.add_argument("--width", type=int, default=2048, help="heads times head size")
     parser.add_argument("--tile", nargs="*", default=[], metavar="KERNEL=BM,BN,WARPS,STAGES", help="try another tile")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begins nothing after them (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("bench_triton"), help="path without suffix")
     args = parser.parse_args(arguments)
+    until = time.monotonic() + 60 * args.minutes
     on_gpu = args.device == "cuda"
     if on_gpu and not ON_GPU:
         parser.error("no CUDA device is visible; --device cpu makes a dry run in Triton's interpreter")
@@ -364,20 +382,29 @@ def main(arguments: list[str] | None = None) -> None:
         args.tokens, args.width = 64, 32
     for kernel, numbers in (choice.split("=") for choice in args.tile):
         for D in head_dims:
-            put_tile(kernel, D, fox.Tile(*map(int, numbers.split(","))), args.device)
+            put_tile(kernel, D, tiles_fox.Tile(*map(int, numbers.split(","))), args.device)
     torch.manual_seed(0)
 
-    measured = ceilings(args.device)
-    report = {
-        "about": about(args.device) | {"tiles": " ".join(args.tile) or "table"} | measured,
-        "attention": attention_rows(lengths, head_dims, args.tokens, args.width, args.device, measured),
-        "pruning": pruning_rows(16384 if on_gpu else 96, head_dims, args.tokens, args.width, args.device),
-        "decode": decode_rows(
-            [4096, 16384, 65536, 262144] if on_gpu else [96], args.device, measured["copy_tb_per_s"]
-        ),
-    }
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(markdown(report))
+    measured, device = ceilings(args.device), args.device
+    report = {"about": about(device) | {"tiles": " ".join(args.tile) or "table"} | measured}
+    report |= {"attention": [], "pruning": [], "decode": []}
+    first = 16384 if on_gpu else 96
+
+    def sizes(T, D):
+        return {"D": D, "T": T, "B": max(1, args.tokens // T), "H": args.width // D}
+
+    contexts = [65536, 4096, 16384, 262144] if on_gpu else [96]
+    work = [("decode", {"B": B, "T": T}, decode_row, {"copy": measured["copy_tb_per_s"]})
+            for B in ((1, 8) if on_gpu else (1,)) for T in contexts]  # fmt: skip
+    work += [("pruning", sizes(first, D) | {"share_wanted": share}, pruning_row, {})
+             for D in head_dims for share in (0.7, 0.0, 0.5, 0.9)]  # fmt: skip
+    work += [("attention", {"name": name} | sizes(T, D), attention_row, {"limits": measured})
+             for T in sorted(lengths, key=lambda T: (first != T, T)) for D in head_dims for name in COMPETITORS]  # fmt: skip
+    for section, row, measure, more in work:
+        report[section].append(filled(row, measure, until, device=device, **more))
+        print(report[section][-1], flush=True)
+        args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(markdown(report))
     print(markdown(report))
 
 

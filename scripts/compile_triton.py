@@ -1,4 +1,4 @@
-"""Compile every kernel specialisation of `hf_longctx.fox.triton_fox.TILES` to a cubin and report what it needs.
+"""Compile every kernel specialisation of `hf_longctx.fox.tiles_fox.TILES` to a cubin and report what it needs.
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
 cuobjdump that travels with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
@@ -33,6 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from hf_longctx.fox import tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, folded_width
 
@@ -95,8 +96,8 @@ def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int
 
 
 def compile_launch(
-    capability: int, kernel: str, tiles: fox.Tiles, *case
-) -> tuple[triton.compiler.CompiledKernel, fox.Tile]:
+    capability: int, kernel: str, tiles: tiles_fox.Tiles, *case
+) -> tuple[triton.compiler.CompiledKernel, tiles_fox.Tile]:
     """What a launch of the kernel would run, and the tile of the launch."""
     found = []
 
@@ -137,7 +138,9 @@ def hot_loop(sass: str) -> dict[str, int]:
     return best
 
 
-def share_of_peak(capability: int, kernel: str, tile: fox.Tile, head_dim: int, loop: dict[str, int]) -> list[float]:
+def share_of_peak(
+    capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: int, loop: dict[str, int]
+) -> list[float]:
     """What the hot loop leaves of the tensor cores' peak: if nothing overlaps their work, and if everything does.
 
     Cycles of a multiprocessor per turn of the loop: products; instructions, of which each of four schedulers issues one;
@@ -150,7 +153,7 @@ def share_of_peak(capability: int, kernel: str, tile: fox.Tile, head_dim: int, l
 
 def limits_of(capability: int) -> int:
     """The key of `LIMITS` for a capability, or for the one whose tiles it takes."""
-    return max(c for c in LIMITS if c <= fox.nearest_key(capability, 2)[0])
+    return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
 def report(
@@ -168,9 +171,9 @@ def report(
 
     Triton specialises on sizes that are 1 or multiples of 16: those of the batch and the heads are B, H and Hkv.
     """
-    tiles = fox.TILES[fox.nearest_key(capability, DTYPES[dtype].itemsize)][fox.padded(head_dim)]
+    tiles = tiles_fox.TILES[tiles_fox.nearest_key(capability, DTYPES[dtype].itemsize)][tiles_fox.padded(head_dim)]
     if tile is not None:
-        tiles = tiles._replace(**{kernel: fox.Tile(*tile)})
+        tiles = tiles._replace(**{kernel: tiles_fox.Tile(*tile)})
     compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, Hkv)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"

@@ -1,4 +1,4 @@
-"""The best tiles of `hf_longctx.fox.triton_fox.TILES` for the GPU at hand.
+"""The best tiles of `hf_longctx.fox.tiles_fox.TILES` for the GPU at hand.
 
     python scripts/tune_triton.py --json tune_triton.json
     python scripts/tune_triton.py --compile-only 90 --json tiles_90.json
@@ -37,6 +37,7 @@ from unittest import mock
 import torch
 from bench_triton import LOGIT_BOUND, ON_GPU, about, draw, draw_decoding, flops, folded, fox, put_tile, table, tiles_of
 
+from hf_longctx.fox import bounds_fox, tiles_fox
 from hf_longctx.fox.attention_fox import GATE_QUERY
 
 
@@ -50,7 +51,7 @@ CLEARLY_FASTER = 1.01  # what a tile must gain to replace the present one
 # What to try.
 
 
-def neighbours(kernel: str, tile: fox.Tile) -> list[fox.Tile]:
+def neighbours(kernel: str, tile: tiles_fox.Tile) -> list[tiles_fox.Tile]:
     """The present tile, and those around it, the nearest first."""
 
     def fits(x):
@@ -67,7 +68,7 @@ def neighbours(kernel: str, tile: fox.Tile) -> list[fox.Tile]:
         [2, 4, 8] if kernel == "decode" else [4, 8],
         [tile.stages - 1, tile.stages, tile.stages + 1],
     )
-    others = [x for x in itertools.starmap(fox.Tile, around) if fits(x) and x != tile]
+    others = [x for x in itertools.starmap(tiles_fox.Tile, around) if fits(x) and x != tile]
     return [tile, *sorted(others, key=distance)]
 
 
@@ -84,7 +85,7 @@ class Problem:
         q, k, v, log_f = self.drawn = draw(B, H, T, D, device, grad=False)
         c = log_f.double().cumsum(-1)
         first = torch.zeros(1, 1, T, dtype=torch.int32, device=device)
-        self.inputs = (q, k, v, c.float(), (c - c.float()).float(), first, fox.stop_query(first, T))
+        self.inputs = (q, k, v, c.float(), (c - c.float()).float(), first, bounds_fox.stop_query(first, T))
         self.bound = torch.full((B, H), LOGIT_BOUND, device=device)
         self.saved, self.do = None, torch.randn_like(q)
         self.few = draw_decoding(B, H, decoding_heads(H), T, D, device)
@@ -113,7 +114,9 @@ class Problem:
         return ((o[:, :, :2048] - want).float().norm() / want.float().norm()).item()
 
 
-def cases(kernel: str, D: int, present: fox.Tile, capability: int, B: int, H: int, most: int | None) -> list[dict]:
+def cases(
+    kernel: str, D: int, present: tiles_fox.Tile, capability: int, B: int, H: int, most: int | None
+) -> list[dict]:
     """What compile_triton.py is to compile for a kernel, the present tile first."""
     case = {"capability": capability, "kernel": kernel, "dtype": "bf16", "head_dim": D, "bounded": True}
     case |= {"B": B, "H": H, "Hkv": decoding_heads(H) if kernel == "decode" else H}
@@ -172,8 +175,9 @@ def compiled(cases: list[dict], jobs: int | None, until: float) -> Iterator[dict
     timer = threading.Timer(until - time.monotonic(), kill)
     timer.start()
     try:
-        process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # killed already: no time was left
+            process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
+            process.stdin.close()
         yield from map(json.loads, process.stdout)
         if process.wait() > 0:
             raise SystemExit("error: compile_triton.py failed, see above")
@@ -253,7 +257,7 @@ def tried(row: dict, problem: Problem, device: str, report: Report) -> tuple[tor
     row["error"] = row["dropped"] = "the run that tried it ended there"
     report.save()
     try:
-        put_tile(row["kernel"], row["head_dim"], fox.Tile(*row["tile"]), device)
+        put_tile(row["kernel"], row["head_dim"], tiles_fox.Tile(*row["tile"]), device)
         got = problem.run(row["kernel"])
         if device == "cuda":
             torch.cuda.synchronize()
@@ -290,7 +294,7 @@ def time_tiles(rows: list[dict], problem: Problem, device: str, until: float, re
         if i > 3 and time.monotonic() > until:
             break
         for row, own in zip(running, taken):
-            put_tile(kernel, row["head_dim"], fox.Tile(*row["tile"]), device)
+            put_tile(kernel, row["head_dim"], tiles_fox.Tile(*row["tile"]), device)
             own.append(seconds_of(kernel, problem, evicted))
     for row, own in zip(running, taken):
         seconds = statistics.median(own[1:])  # the first round warms up
@@ -300,15 +304,15 @@ def time_tiles(rows: list[dict], problem: Problem, device: str, until: float, re
     return want
 
 
-def fastest(rows: list[dict]) -> fox.Tile:
+def fastest(rows: list[dict]) -> tiles_fox.Tile:
     """The fastest tile; the present one if none is clearly faster."""
     best = max(rows, key=lambda row: row.get("faster", 0.0))
-    return fox.Tile(*(best if best.get("faster", 0.0) >= CLEARLY_FASTER else rows[0])["tile"])
+    return tiles_fox.Tile(*(best if best.get("faster", 0.0) >= CLEARLY_FASTER else rows[0])["tile"])
 
 
 def tune(
     report: Report, groups: list[list[dict]], problem: Problem, device: str, deadline: float
-) -> dict[str, fox.Tile]:
+) -> dict[str, tiles_fox.Tile]:
     """Times the tiles of each kernel for one head size. Returns the fastest, if they also give the same together."""
     D, tiles, wanted = problem.shape[-1], {}, {}
     with mock.patch.dict(tiles_of(device)):
@@ -352,7 +356,7 @@ def shown(rows: list[dict]) -> str:
     return f"## {rows[0]['kernel']}, D = {rows[0]['head_dim']}\n\n{table(kept, columns)}\n{dropped}\n"
 
 
-def pasted(key: tuple[int, int], rows: dict[int, fox.Tiles]) -> str:
+def pasted(key: tuple[int, int], rows: dict[int, tiles_fox.Tiles]) -> str:
     """Rows of TILES as its source has them."""
 
     def line(D, row):
@@ -364,7 +368,7 @@ def pasted(key: tuple[int, int], rows: dict[int, fox.Tiles]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", help="default: 64 128")
-    parser.add_argument("--kernel", nargs="+", default=list(fox.Tiles._fields), choices=fox.Tiles._fields)
+    parser.add_argument("--kernel", nargs="+", default=list(tiles_fox.Tiles._fields), choices=tiles_fox.Tiles._fields)
     parser.add_argument("--length", type=int, default=16384, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=32768, help="in a batch (default: %(default)s)")
     parser.add_argument("--width", type=int, default=2048, help="heads times head size (default: %(default)s)")
@@ -387,9 +391,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("no CUDA device is visible; --device cpu makes a dry run, and --compile-only needs none")
     if dry:
         args.length, args.tokens, args.width = 64, 64, 32
-    capability = args.compile_only or (90 if dry else fox.capability_of(torch.device("cuda")))
-    key, B = fox.nearest_key(capability, 2), max(1, args.tokens // args.length)
-    present = {D: fox.TILES[key][fox.padded(D)] for D in args.head_dim or ([16] if dry else [64, 128])}
+    capability = args.compile_only or (90 if dry else tiles_fox.capability_of(torch.device("cuda")))
+    key, B = tiles_fox.nearest_key(capability, 2), max(1, args.tokens // args.length)
+    present = {D: tiles_fox.TILES[key][tiles_fox.padded(D)] for D in args.head_dim or ([16] if dry else [64, 128])}
     torch.manual_seed(0)
 
     settings = {"B": B, "T": args.length, "width": args.width, "dtype": "bfloat16"}
@@ -418,7 +422,7 @@ def main(arguments: list[str] | None = None) -> None:
         now = time.monotonic()
         until = now + (begin + allowed - now) / (len(present) - i)
         problem = Problem(D, B, args.width // D, args.length, args.device)
-        best[fox.padded(D)] = row._replace(**tune(report, own, problem, args.device, until))
+        best[tiles_fox.padded(D)] = row._replace(**tune(report, own, problem, args.device, until))
         report.contents["tiles"] = {D: tiles._asdict() for D, tiles in best.items()}
         report.save()
     print(f"To put into TILES:\n\n{pasted(key, best)}")

@@ -24,7 +24,7 @@ ALLOWED = {
 BUNDLES = {
     "fox": [
         *("configuration_fox", "modeling_fox", "attention_fox", "packing_fox", "paged_fox", "checks_fox"),
-        *("backend_fox", "triton_fox"),
+        *("backend_fox", "triton_fox", "kernels_fox", "bounds_fox", "tiles_fox"),
     ],
     "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],
 }

@@ -1,7 +1,6 @@
 """The Forgetting Transformer (FoX). Importing this package registers it with transformers' Auto classes.
 
-`configuration_fox`, `modeling_fox`, `attention_fox`, `checks_fox`, `backend_fox` and `triton_fox` travel with the weights:
-`save_pretrained` copies them, so that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where
+`modeling_fox` and all that it imports travel with the weights: `save_pretrained` copies them, so that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where
 hf-longctx is not installed.
 """
 

@@ -1,4 +1,4 @@
-"""`attn_implementation="forgetting_triton"`: the kernels of triton_fox.py as an attention implementation of transformers.
+"""`attn_implementation="forgetting_triton"`: the kernels of kernels_fox.py as an attention implementation of transformers.
 
 A mask function says once per forward pass which keys the queries see, in one integer per query; an attention function
 runs the kernels for each layer. New keys come with their gates as they are. Cached keys carry them folded in (see
@@ -15,14 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from .attention_fox import GATE_PARTS, GATE_QUERY
+from .bounds_fox import stop_query
+from .kernels_fox import triton
 from .triton_fox import (
     DECODE_ROWS,
     attend,
     attend_few,
     forgetting_attention_triton,
     is_decoding,
-    stop_query,
-    triton,
     why_not,
 )
 

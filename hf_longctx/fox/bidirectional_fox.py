@@ -1,4 +1,4 @@
-"""Forgetting attention in both directions of time, for encoders: the causal kernels of triton_fox.py, used twice.
+"""Forgetting attention in both directions of time, for encoders: the causal kernels of kernels_fox.py, used twice.
 
     o_i = sum_j softmax_j(scale * q_i.k_j - |c_i - c_j|) v_j,        c_t = sum_{l <= t} log f_l
 
@@ -17,7 +17,9 @@ log-sum-exp. The log-sum-exps L tell how the two results mix:
 
 import torch
 
-from .triton_fox import attend, checked_call, counted_gates, stop_query, triton
+from .bounds_fox import stop_query
+from .kernels_fox import triton
+from .triton_fox import attend, checked_call, counted_gates
 
 
 __all__ = ["bidirectional_forgetting_attention"]

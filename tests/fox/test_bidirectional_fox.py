@@ -15,7 +15,8 @@ import test_triton_fox
 from test_triton_fox import DEVICE, HOLES, alter, change, check_budget, draw, padding, rel, run
 
 from hf_longctx.fox import bidirectional_forgetting_attention, bidirectional_fox, forgetting_attention_ref
-from hf_longctx.fox.triton_fox import count_pruned_blocks, forgetting_attention_triton
+from hf_longctx.fox.bounds_fox import count_pruned_blocks
+from hf_longctx.fox.triton_fox import forgetting_attention_triton
 
 
 pytestmark = test_triton_fox.pytestmark

@@ -13,8 +13,8 @@ from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, modeling_fox
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
 from hf_longctx.fox.backend_fox import VisibleKeys
 from hf_longctx.fox.cache_fox import PrunedLayer, group_heads, logit_bound_of_weights
+from hf_longctx.fox.kernels_fox import INTERPRETED
 from hf_longctx.fox.modeling_fox import eager_attention_forward
-from hf_longctx.fox.triton_fox import INTERPRETED
 
 
 TINY = {**tiny_fox.TINY, "decay_time_min": 0.5, "decay_time_max": 100}

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, triton_fox
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
-from hf_longctx.fox.triton_fox import count_pruned_blocks
+from hf_longctx.fox.bounds_fox import count_pruned_blocks
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -436,7 +437,7 @@ def test_large_heads_are_refused_when_the_model_is_made():
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
-    monkeypatch.setattr(triton_fox, "INTERPRETED", triton_fox.tl.constexpr(False))
+    monkeypatch.setattr(triton_fox, "INTERPRETED", SimpleNamespace(value=False))
     with pytest.raises(ValueError, match="Triton compiles for GPUs"):
         make("llama").cpu()(tokens(1, 6))
 

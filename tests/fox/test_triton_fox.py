@@ -4,10 +4,11 @@ Tolerances are error budgets: the kernels may err twice as much as plain PyTorch
 gradients), both measured against float64.
 """
 
-import importlib.util
+import importlib
 import json
 import re
 import sys
+import types
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +19,10 @@ from safetensors.torch import load_file
 
 
 pytest.importorskip("triton")
-from hf_longctx.fox import triton_fox
+from hf_longctx.fox import bounds_fox, kernels_fox, tiles_fox, triton_fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, unfold_decay
-from hf_longctx.fox.triton_fox import (
-    count_pruned_blocks,
-    first_kept_key,
-    first_visible_key,
-    forgetting_attention_triton,
-)
+from hf_longctx.fox.bounds_fox import count_pruned_blocks, first_kept_key, first_visible_key
+from hf_longctx.fox.triton_fox import forgetting_attention_triton
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -215,7 +212,7 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     assert rel(o, exact) <= 2 * rel(plain, exact) + FLOOR[dtype]
 
     bound = torch.full((4,), 2.0, device=DEVICE)
-    block = triton_fox.tiles_for(q.device, D, dtype).decode.BN
+    block = tiles_fox.tiles_for(q.device, D, dtype).decode.BN
     keys[:, :, :block, :D] = values[:, :, :block] = torch.nan
     pruned = triton_fox.attend_few(q, keys[..., :D], values, *args, -20.0, bound, 1.5)
     assert rel(pruned, exact) <= 2 * rel(plain, exact) + FLOOR[dtype]
@@ -300,8 +297,8 @@ def test_golden_op_pruning_boundaries_are_exact(golden):
             continue
         q, k = tensors["inputs/q"], tensors["inputs/k"]
         if case["call"]["adaptive_threshold"] == "auto":
-            bound = triton_fox._bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
-            threshold = triton_fox.pruning_threshold(q, k.shape[2], -10.0, bound)
+            bound = bounds_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
+            threshold = bounds_fox.pruning_threshold(q, k.shape[2], -10.0, bound)
             check_golden(case, tensors, "expected/threshold", threshold)
         else:
             threshold = tensors[case["call"]["adaptive_threshold"]]
@@ -456,7 +453,7 @@ def test_pruned_gradients_belong_to_the_pruned_function():
 
 
 def test_given_logit_bound_prunes_more():
-    T = 3 * triton_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).forward.BM
+    T = 3 * tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).forward.BM
     q, k, v, log_f, _ = draw(1, 2, 1, T, T, 16)
     log_f = torch.full_like(log_f, -20 / T)
     counts = []
@@ -470,10 +467,10 @@ def test_given_logit_bound_prunes_more():
 def test_decoding_leaves_out_exactly_what_the_rule_says():
     """NaN in what it leaves out changes nothing, and NaN in the first key that it keeps reaches every result."""
     tolerance, bound = -3.0, torch.tensor([0.5, 6.0, 15.0], device=DEVICE)
-    block = triton_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN
+    block = tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN
     T = 6 * block + 8
     q, k, v, log_f, _ = draw(2, 3, 3, 1, T, 16)
-    threshold = triton_fox.pruning_threshold(q, T, tolerance, bound)
+    threshold = bounds_fox.pruning_threshold(q, T, tolerance, bound)
     start = first_kept_key(log_f.double().cumsum(-1), threshold, 1, 1, block)  # (2, 3, 1)
     assert (start > 0).all() and start.unique().numel() > 1
 
@@ -541,7 +538,7 @@ def test_log_sum_exp_has_a_gradient():
         return reference(q, k, v, log_f, see=see), s.masked_fill(~see, -torch.inf)[seen].logsumexp(-1)
 
     def fast(q, k, v, log_f):
-        stop = triton_fox.stop_query(first, 70)
+        stop = bounds_fox.stop_query(first, 70)
         return triton_fox.attend(q, k, v, log_f.double().cumsum(-1), first, stop, 0.25, None, None)
 
     def differentiate(attention, dlse, *inputs):
@@ -584,7 +581,7 @@ def test_custom_ops_are_registered_correctly():
     bound = first_visible_key(20, 24, window=7, device=DEVICE)
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
-    stop = triton_fox.stop_query(bound, 24)
+    stop = bounds_fox.stop_query(bound, 24)
     torch.library.opcheck(
         ops.fox_forward, (*inputs, torch.zeros_like(c), bound, stop, torch.ones(2, 2, device=DEVICE), 0.25)
     )
@@ -703,14 +700,15 @@ def test_bad_input_is_one_clear_error(name):
 
 
 def test_without_triton_import_works_and_the_call_explains(monkeypatch):
+    folder = types.ModuleType("fox_without_triton")
+    folder.__path__ = [str(Path(triton_fox.__file__).parent)]
+    monkeypatch.setitem(sys.modules, "fox_without_triton", folder)
     monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("triton_fox_alone", triton_fox.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    alone = importlib.import_module("fox_without_triton.triton_fox")
     with pytest.raises(ImportError, match="pip install"):
-        module.forgetting_attention_triton(*draw(1, 1, 1, 4, 4, 16)[:4])
+        alone.forgetting_attention_triton(*draw(1, 1, 1, 4, 4, 16)[:4])
 
 
 def test_source_keeps_to_plain_pointers():
-    source = Path(triton_fox.__file__).read_text()
+    source = Path(kernels_fox.__file__).read_text()
     assert not re.search(r"block_ptr|tensor_descriptor|atomic|autotune", source.replace("No atomics", ""))

@@ -12,10 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from test_bidirectional_fox import reference as reference_both_ways
-from test_triton_fox import check_budget, draw, padding, reference, rel, run, run_exact, visible
+from test_triton_fox import check_budget, draw, largest_logit, padding, reference, rel, run, run_exact, visible
 
 from hf_longctx.fox import bidirectional_forgetting_attention
-from hf_longctx.fox.triton_fox import count_pruned_blocks, forgetting_attention_triton
+from hf_longctx.fox.bounds_fox import count_pruned_blocks
+from hf_longctx.fox.triton_fox import forgetting_attention_triton
 
 
 BF16 = torch.bfloat16
@@ -30,8 +31,9 @@ def test_every_row_of_the_tile_table(D, dtype):
     fast = run(forgetting_attention_triton, *inputs, attention_mask=mask.cuda())
     check_budget(fast, run(reference, *inputs, see=see), run_exact(*inputs, see=see), dtype)
     inputs = draw(1, 2, 1, 517, 517, D, dtype=dtype)
-    fast = run(forgetting_attention_triton, *inputs)
-    check_budget(fast, run(reference, *inputs), run_exact(*inputs), dtype)
+    for known in ({}, {"logit_bound": largest_logit(*inputs[:2])}):  # with a running maximum, and without
+        fast = run(forgetting_attention_triton, *inputs, **known)
+        check_budget(fast, run(reference, *inputs), run_exact(*inputs), dtype)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -81,9 +83,10 @@ def test_offsets_beyond_32_bits():
 
 def test_pruning_at_16k():
     q, k, v, log_f, do = draw(1, 4, 4, 16384, 16384, 64, dtype=BF16, openness=1.0)
-    dense = run(forgetting_attention_triton, q, k, v, log_f, do)
+    known = {"logit_bound": q.float().norm(dim=-1).amax(-1) * k.float().norm(dim=-1).amax(-1) * 64**-0.5}
+    dense = run(forgetting_attention_triton, q, k, v, log_f, do, **known)
     with count_pruned_blocks() as blocks:
-        pruned = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0)
+        pruned = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0, **known)
     assert blocks.pruned > 0.7 * blocks.total
     for name, d, p in zip(("o", "dq", "dk", "dv", "dlog_f"), dense, pruned):
         assert rel(p, d.double()) < 1e-3, name

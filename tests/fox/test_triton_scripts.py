@@ -12,12 +12,12 @@ import torch
 
 
 pytest.importorskip("triton")
-from hf_longctx.fox import triton_fox
-from hf_longctx.fox.triton_fox import Tile
+from hf_longctx.fox import tiles_fox
+from hf_longctx.fox.tiles_fox import Tile
 
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
+dry = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 
 def run(script, *options):
@@ -27,6 +27,7 @@ def run(script, *options):
     return done.stdout
 
 
+@dry
 @pytest.mark.slow
 def test_bench_dry_run(tmp_path):
     out = run("bench_triton.py", "--tile", "forward=64,32,1,1", "--out", tmp_path / "bench")
@@ -38,6 +39,7 @@ def test_bench_dry_run(tmp_path):
     assert out.endswith((tmp_path / "bench.md").read_text() + "\n")
 
 
+@dry
 @pytest.mark.slow
 def test_tuning_dry_run(tmp_path):
     out = run("tune_triton.py", "--kernel", "dkdv", "decode", "--candidates", 2, "--json", tmp_path / "tune.json")
@@ -46,7 +48,7 @@ def test_tuning_dry_run(tmp_path):
     for row in report["rows"]:
         assert row["registers"] > 0
         assert "dropped" in row or (row["ms"] > 0 and row["difference"] < 1e-5), row
-    assert report["rows"][0]["tile"] == list(triton_fox.TILES[90, 2][16].dkdv) and report["rows"][0]["faster"] == 1
+    assert report["rows"][0]["tile"] == list(tiles_fox.TILES[90, 2][16].dkdv) and report["rows"][0]["faster"] == 1
     row = ", ".join(f"Tile{tuple(tile)}" for tile in report["tiles"]["16"].values())
     assert f"    (90, 2): {{\n        16: Tiles({row}),\n    }},\n" in out
 
@@ -66,7 +68,7 @@ class Fake:
     tiles = {"right": Tile(32, 32, 1, 1), "one row": Tile(64, 32, 1, 1), "nan": Tile(16, 32, 1, 1), "raises": Tile(32, 64, 1, 1)}  # fmt: skip
 
     def run(self, kernel):
-        name = next(name for name, tile in self.tiles.items() if tile == triton_fox.TILES[0, 4][16].forward)
+        name = next(name for name, tile in self.tiles.items() if tile == tiles_fox.TILES[0, 4][16].forward)
         x = torch.ones(1, 1, 8, 16)
         if name == "one row":
             x[0, 0, 3] += 0.1
@@ -85,8 +87,8 @@ def test_a_tile_that_computes_something_else_is_not_chosen(tune, tmp_path, monke
     report = tune.Report(tmp_path / "tune.json", {"device": "fake"}, {})
     rows = [{"kernel": "forward", "head_dim": 16, "tile": list(tile)} for tile in Fake.tiles.values()]
     report.rows.extend(rows)
-    monkeypatch.setattr(tune, "seconds_of", lambda *_: 1.0 / triton_fox.TILES[0, 4][16].forward.BM)
-    monkeypatch.setitem(triton_fox.TILES[0, 4], 16, triton_fox.TILES[0, 4][16])
+    monkeypatch.setattr(tune, "seconds_of", lambda *_: 1.0 / tiles_fox.TILES[0, 4][16].forward.BM)
+    monkeypatch.setitem(tiles_fox.TILES[0, 4], 16, tiles_fox.TILES[0, 4][16])
     tune.time_tiles(rows, Fake(), "cpu", time.monotonic() + 60, report)
     assert ["ms" in row for row in rows] == [True, False, False, False]
     assert [row.get("dropped") for row in rows] == [None, "differs by 0.1", "differs by inf", rows[3]["error"]]
@@ -111,10 +113,20 @@ def test_a_run_leaves_out_what_failed_before(tune, tmp_path, monkeypatch):
 
     def compiled(cases, jobs, until):
         asked.append([case["tile"][0] for case in cases])
-        return iter(cases)
+        return (
+            {
+                **case,
+                "shared": 0,
+                "shared_limit": 1,
+                "blocks_per_sm": 1,
+                "hot_loop_spills": 0,
+                "hot_loop_instructions": 400,
+                "serialized": False,
+            }
+            for case in cases
+        )
 
     monkeypatch.setattr(tune, "compiled", compiled)
-    monkeypatch.setattr(tune, "why_dropped", lambda row: None)
     for device in ("A", "B"):
         report = tune.Report(tmp_path / "tune.json", {"device": device}, {})
         tune.compile_tiles(report, [group], 1, time.monotonic())

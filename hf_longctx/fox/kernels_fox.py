@@ -1,0 +1,609 @@
+"""The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E); triton_fox.py launches them.
+
+    o_i = sum_{first_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
+
+Three ideas carry them.
+
+* **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
+  computation pruning all say the same thing: query i sees the keys first_i ... i. The kernels read that one integer
+  per row (its transpose, one past the last query that sees a key, in the dk/dv pass) and know no other mask.
+* **The decay is exact at any length.** c is summed in float64 and handed over as the fp32 pair c + e. Only differences
+  are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
+* **One program, one output block.** No atomics: the same inputs give the same bits.
+
+Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position among
+the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential is one
+hardware exp2. D is the head size, BD the power of two that holds it.
+"""
+
+from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
+
+import os
+from types import SimpleNamespace
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+    # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
+    # again, in the middle of a generation for instance.
+    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split", "n_halvings"])
+    LOG2E = tl.constexpr(1.4426950408889634)
+    # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside the
+    # bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
+    MAX_FIXED = tl.constexpr(42.0)
+    # The interpreter multiplies bf16 operands as if their bits were integers and truncates fp32 to bf16 (triton 3.3
+    # to 3.9); `dot` and `narrow` do both by hand there.
+    INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
+except ImportError:  # CPU wheel or Windows: importing this file works, `why_not` in triton_fox.py is a clear error
+    triton, INTERPRETED = None, SimpleNamespace(value=False)
+
+    def jit(fn):
+        return fn
+
+    jit_any_length = jit
+
+
+@jit
+def dot(b_a, b_b):
+    if INTERPRETED:
+        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    return tl.dot(b_a, b_b, input_precision="tf32x3")  # concerns fp32 operands only: three tensor-core products
+
+
+@jit
+def narrow(b_x, dtype: tl.constexpr):
+    """An fp32 block in the dtype of the inputs, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.uint32, bitcast=True)
+        b_x = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return b_x.to(dtype)
+
+
+@jit
+def load_rows(
+    p_x, i_row, begin, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are 0, unread."""
+    o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
+    # The row's address is one 64-bit scalar; offsets inside the block fit 32 bits and do not change along a loop.
+    p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
+    if MASKED:
+        m_t = (i_row + o_t >= begin) & (i_row + o_t < stop)
+        b_x = tl.load(p_block, mask=m_t[:, None] & (o_d < D)[None, :], other=0.0)
+    elif D < BD:
+        b_x = tl.load(p_block, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_block)
+    return b_x
+
+
+@jit
+def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Writes the rows below stop of an fp32 block to rows i_row ... of a (T, D) matrix."""
+    o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
+    p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
+    m_block = (i_row + o_t < stop)[:, None] & (o_d < D)[None, :]
+    tl.store(p_block, narrow(b_x, p_x.dtype.element_ty), mask=m_block)
+
+
+@jit
+def decay(c_i, e_i, c_j, e_j):
+    """(c_i - c_j) / log 2 with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
+    return ((c_i - c_j) + (e_i - e_j)) * LOG2E
+
+
+@jit
+def decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM: tl.constexpr):
+    """The decay from row i_row, whose c is c_row + e_row, to each of the rows i_row ... i_row + BM, [BM]."""
+    o_i = i_row + tl.arange(0, BM)
+    m_i = o_i < Tk
+    return decay(tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0), c_row, e_row)
+
+
+@jit
+def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
+    """The keys [begin, end) that queries i_row ... i_row + BM see, and first_i, [BM].
+
+    Blocks of BN keys in [full, diagonal) are seen by every row and need no mask.
+    """
+    o_i = i_row + tl.arange(0, BM)
+    if BOUNDED:
+        b_first = tl.load(p_first + o_i, mask=o_i < Tk, other=0)
+        m_i = (b_first <= o_i) & (o_i < Tk)  # rows that see anything at all
+        begin = tl.min(tl.where(m_i, b_first, Tk), 0)
+        end = tl.max(tl.where(m_i, o_i + 1, 0), 0)
+        full = tl.cdiv(tl.minimum(tl.max(b_first, 0), end), BN) * BN
+    else:
+        b_first = tl.zeros([BM], tl.int32)
+        begin, full = 0, 0
+        end = tl.minimum(i_row + BM, Tk)
+    diagonal = tl.maximum(full, tl.minimum(i_row + 1, end) // BN * BN)
+    return b_first, begin, full, diagonal, end
+
+
+@jit_any_length
+def block_decay_kernel(p_c, p_e, p_d, Tk, BN: tl.constexpr):
+    """The decay from each key to the last one of its block of BN keys."""
+    n_n = tl.cdiv(Tk, BN)
+    i_bh, i_col = tl.cast(tl.program_id(0) // n_n, tl.int64), tl.program_id(0) % n_n * BN
+    o_j, last = i_bh * Tk + i_col + tl.arange(0, BN), i_bh * Tk + tl.minimum(i_col + BN, Tk) - 1
+    m_j = i_col + tl.arange(0, BN) < Tk
+    b_cj, b_ej = tl.load(p_c + o_j, mask=m_j), tl.load(p_e + o_j, mask=m_j)  # [BN]
+    tl.store(p_d + o_j, decay(tl.load(p_c + last), tl.load(p_e + last), b_cj, b_ej), mask=m_j)
+
+
+@jit
+def forward_span(
+    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over key blocks i_from ... i_to, which all rows see; b_m and b_l: maximum and sum, from the first row.
+
+    Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
+    (p_d), to the first row (a scalar), to row i. The last one is the same for a whole row and waits until the end.
+
+    FIXED: b_m is a bound of all logits instead of the largest so far. This saves a third of the work on each logit,
+    and a block no longer waits for the one before it.
+    """
+    for i_k in range(i_from, i_to, BN):
+        b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]
+        c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
+        b_d = tl.load(p_d + i_k + tl.arange(0, BN)) + decay(c_row, e_row, c_end, e_end)  # [BN]
+        if FIXED:
+            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d - b_m)[None, :])  # [BM, BN]
+        else:
+            b_s = dot(b_q, tl.trans(b_k)) * scale2 + b_d[None, :]  # [BM, BN]
+            b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+            b_alpha = tl.exp2(b_m - b_m_new)
+            b_p = tl.exp2(b_s - b_m_new[:, None])
+            b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
+        b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
+        b_l += tl.sum(b_p, 1)
+        b_o += dot(narrow(b_p, b_v.dtype), b_v)
+    return b_o, b_l, b_m
+
+
+@jit
+def forward_masked_span(
+    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, i_from, i_to, begin, end, Tk,
+    s_kt, s_vt, scale2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over key blocks i_from ... i_to, some of which some rows do not see; b_m and b_l from each row."""
+    o_i = i_row + tl.arange(0, BM)  # what only this part needs is loaded here, and takes no registers before
+    b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
+    if BOUNDED:
+        b_first = tl.load(p_first + o_i, mask=o_i < Tk, other=0)  # [BM]
+    for i_k in range(i_from, i_to, BN):
+        o_j = i_k + tl.arange(0, BN)
+        m_j = (o_j >= begin) & (o_j < end)
+        b_k = load_rows(p_k, i_k, begin, end, s_kt, D, BN, BD, True)  # [BN, BD]
+        b_cj = tl.load(p_c + o_j, mask=m_j, other=0.0)  # [BN]
+        b_ej = tl.load(p_e + o_j, mask=m_j, other=0.0)  # [BN]
+        b_s = dot(b_q, tl.trans(b_k)) * scale2  # [BM, BN]
+        b_s += decay(b_ci[:, None], b_ei[:, None], b_cj[None, :], b_ej[None, :])
+        m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
+        if BOUNDED:
+            m_s = m_s & (o_j[None, :] >= b_first[:, None])
+        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)  # rows that have seen no key yet
+        b_alpha = tl.exp2(b_m - b_shift)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_v = load_rows(p_v, i_k, begin, end, s_vt, D, BN, BD, True)  # [BN, BD]
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_o = b_o * b_alpha[:, None] + dot(narrow(b_p, b_v.dtype), b_v)
+        b_m = b_m_new
+    return b_o, b_l, b_m
+
+
+@jit_any_length
+def forward_kernel(
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_bound, p_o, p_lse,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
+    Tq, Tk, Hq, G, scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
+):  # fmt: skip
+    """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
+
+    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head.
+    """
+    n_m = tl.cdiv(Tq, BM)
+    i_bh = tl.program_id(0) // n_m
+    i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
+    i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM  # the longest rows start first
+    past = tl.cast(Tk - Tq, tl.int64)
+    p_q += i_b * s_qb + i_h * s_qh - past * s_qt
+    p_o += i_b * s_ob + i_h * s_oh - past * s_ot
+    p_k += i_b * s_kb + i_h // G * s_kh
+    p_v += i_b * s_vb + i_h // G * s_vh
+    p_c += (i_b * Hq + i_h) * Tk
+    p_e += (i_b * Hq + i_h) * Tk
+    p_d += (i_b * Hq + i_h) * Tk
+    p_lse += (i_b * Hq + i_h) * Tq - past
+    if BOUNDED:
+        p_first += i_b * s_fb + i_h * s_fh - past
+    _, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
+
+    b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
+    c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
+    scale2 = scale * LOG2E
+    b_o = tl.zeros([BM, BD], tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    fixed = False
+    if KNOWN:
+        bound2 = tl.load(p_bound + i_bh) * LOG2E
+        fixed = bound2 <= MAX_FIXED
+    if fixed:
+        b_o, b_l, bound2 = forward_span(
+            b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
+            D, BM, BN, BD, FIXED=True)  # fmt: skip
+        b_fade = decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
+        b_l, b_o = b_l * tl.exp2(b_fade), b_o * tl.exp2(b_fade)[:, None]
+        b_m = tl.zeros([BM], tl.float32) + bound2
+    else:
+        b_m = tl.full([BM], float("-inf"), tl.float32)
+        b_o, b_l, b_m = forward_span(
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
+            D, BM, BN, BD, FIXED=False)  # fmt: skip
+        b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
+    if BOUNDED:
+        b_o, b_l, b_m = forward_masked_span(
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BN * BN, full, begin, end, Tk,
+            s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+    b_o, b_l, b_m = forward_masked_span(
+        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, diagonal, end, begin, end, Tk,
+        s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+    o_i = i_row + tl.arange(0, BM)
+    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
+    store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
+    tl.store(p_lse + o_i, (b_m + tl.log2(b_l)) / LOG2E, mask=o_i < Tk)
+
+
+@jit
+def dq_span(
+    b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+    i_from, i_to, begin, end, s_kt, s_vt, scale2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds dS k and the row sums of dS over key blocks i_from ... i_to. The decay is split as in `forward_span`."""
+    o_i = i_row + tl.arange(0, BM)
+    b_fade = decay(b_ci, b_ei, c_row, e_row) - b_lse  # [BM]
+    for i_k in range(i_from, i_to, BN):
+        o_j = i_k + tl.arange(0, BN)
+        b_k = load_rows(p_k, i_k, begin, end, s_kt, D, BN, BD, MASKED)  # [BN, BD]
+        b_v = load_rows(p_v, i_k, begin, end, s_vt, D, BN, BD, MASKED)  # [BN, BD]
+        if MASKED:
+            m_j = (o_j >= begin) & (o_j < end)
+            b_cj = tl.load(p_c + o_j, mask=m_j, other=0.0)  # [BN]
+            b_ej = tl.load(p_e + o_j, mask=m_j, other=0.0)  # [BN]
+            b_s = dot(b_q, tl.trans(b_k)) * scale2  # [BM, BN]
+            b_s += decay(b_ci[:, None], b_ei[:, None], b_cj[None, :], b_ej[None, :]) - b_lse[:, None]
+            m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
+            if BOUNDED:
+                m_s = m_s & (o_j[None, :] >= b_first[:, None])
+            b_ds = tl.exp2(b_s) * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])  # [BM, BN]
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a row that sees nothing may hold NaN
+        else:
+            c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
+            b_d = tl.load(p_d + o_j)  # [BN]
+            b_row = b_fade + decay(c_row, e_row, c_end, e_end)
+            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d[None, :] + b_row[:, None]))  # [BM, BN]
+            b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])
+        b_dc += tl.sum(b_ds, 1)
+        b_dq += dot(narrow(b_ds, b_k.dtype), b_k)
+    return b_dq, b_dc
+
+
+@jit_any_length
+def dq_kernel(
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_delta, p_fade,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
+    s_fb, s_fh,
+    Tq, Tk, Hq, G, scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
+    delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
+
+    dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
+    exact arithmetic. It is summed all the same because delta carries the rounding of o: so, an error in row i reaches
+    only the gates that row i remembers, and not all before i.
+    """
+    n_m = tl.cdiv(Tq, BM)
+    i_bh = tl.program_id(0) // n_m
+    i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
+    i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM
+    past = tl.cast(Tk - Tq, tl.int64)
+    p_q += i_b * s_qb + i_h * s_qh - past * s_qt
+    p_o += i_b * s_ob + i_h * s_oh - past * s_ot
+    p_do += i_b * s_dob + i_h * s_doh - past * s_dot
+    p_dq += i_b * s_dqb + i_h * s_dqh - past * s_dqt
+    p_k += i_b * s_kb + i_h // G * s_kh
+    p_v += i_b * s_vb + i_h // G * s_vh
+    p_c += (i_b * Hq + i_h) * Tk
+    p_e += (i_b * Hq + i_h) * Tk
+    p_d += (i_b * Hq + i_h) * Tk
+    p_dc += (i_b * Hq + i_h) * Tk
+    p_lse += (i_b * Hq + i_h) * Tq - past
+    p_dlse += (i_b * Hq + i_h) * Tq - past
+    p_delta += (i_b * Hq + i_h) * Tq - past
+    p_fade += (i_b * Hq + i_h) * Tq - past
+    if BOUNDED:
+        p_first += i_b * s_fb + i_h * s_fh - past
+    b_first, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
+
+    o_i = i_row + tl.arange(0, BM)
+    m_i = o_i < Tk
+    b_do = load_rows(p_do, i_row, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
+    b_o = load_rows(p_o, i_row, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
+    b_dlse = tl.load(p_dlse + o_i, mask=m_i, other=0.0)  # [BM]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) - b_dlse  # [BM]
+    b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
+    b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
+    o_r = o_i // BR * BR
+    b_cr, b_er = tl.load(p_c + o_r, mask=m_i, other=0.0), tl.load(p_e + o_r, mask=m_i, other=0.0)  # [BM]
+    tl.store(p_delta + o_i, b_delta, mask=m_i)
+    tl.store(p_fade + o_i, decay(b_ci, b_ei, b_cr, b_er) - b_lse, mask=m_i)
+    b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
+    c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
+    scale2 = scale * LOG2E
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    b_dc = tl.zeros([BM], tl.float32)
+    b_dq, b_dc = dq_span(
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        full, diagonal, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
+    if BOUNDED:
+        b_dq, b_dc = dq_span(
+            b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+            begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+    b_dq, b_dc = dq_span(
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+    store_rows(p_dq, b_dq * scale, i_row, Tk, s_dqt, D, BM, BD)
+    tl.store(p_dc + o_i, b_dc, mask=m_i)
+
+
+@jit
+def dkdv_span(
+    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_delta, p_fade, b_cj, b_ej, c_col, e_col, b_stop, i_col,
+    i_from, i_to, begin, end, s_qt, s_dot, scale2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds dS^T q, P^T do and minus the column sums of dS over query blocks i_from ... i_to, as [keys, queries]."""
+    o_j = i_col + tl.arange(0, BN)
+    b_fade = decay(c_col, e_col, b_cj, b_ej)  # [BN], to the block's last key
+    for i_q in range(i_from, i_to, BM):
+        o_i = i_q + tl.arange(0, BM)
+        b_q = load_rows(p_q, i_q, begin, end, s_qt, D, BM, BD, MASKED)  # [BM, BD]
+        b_do = load_rows(p_do, i_q, begin, end, s_dot, D, BM, BD, MASKED)  # [BM, BD]
+        if MASKED:
+            m_i = (o_i >= begin) & (o_i < end)
+            b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
+            b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
+            b_delta = tl.load(p_delta + o_i, mask=m_i, other=0.0)  # [BM]
+            b_s = dot(b_k, tl.trans(b_q)) * scale2  # [BN, BM]
+            b_s += decay(b_ci[None, :], b_ei[None, :], b_cj[:, None], b_ej[:, None]) - b_lse[None, :]
+            m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_stop[:, None]) & m_i[None, :]
+            b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
+            b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])  # [BN, BM]
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a key that nobody sees may hold NaN
+        else:
+            # key to the end of its block, to the start of the query block (a scalar), to row i
+            c_start, e_start = tl.load(p_c + i_q), tl.load(p_e + i_q)
+            b_row, b_delta = tl.load(p_fade + o_i), tl.load(p_delta + o_i)  # [BM]
+            b_col = b_fade + decay(c_start, e_start, c_col, e_col)  # [BN]
+            b_p = tl.exp2(dot(b_k, tl.trans(b_q)) * scale2 + (b_row[None, :] + b_col[:, None]))  # [BN, BM]
+            b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])
+        b_dv += dot(narrow(b_p, b_do.dtype), b_do)
+        b_dk += dot(narrow(b_ds, b_q.dtype), b_q)
+        b_dc -= tl.sum(b_ds, 1)
+    return b_dk, b_dv, b_dc
+
+
+@jit_any_length
+def dkdv_kernel(
+    p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_delta, p_fade, p_dk, p_dv, p_dc,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
+    s_dvb, s_dvh, s_dvt, s_sb, s_sh,
+    Tq, Tk, Hq, G, scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of one block of keys, summed over the G query heads that share it; the keys' share of each head's dc.
+
+    Where it masks, it takes BS queries at a time: the exact decay of every pair needs more registers per query.
+    """
+    n_n = tl.cdiv(Tk, BN)
+    i_bh = tl.program_id(0) // n_n
+    Hkv = Hq // G
+    i_b, i_hk = tl.cast(i_bh // Hkv, tl.int64), tl.cast(i_bh % Hkv, tl.int64)
+    i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
+    i_last = tl.minimum(i_col + BN, Tk) - 1
+    past = tl.cast(Tk - Tq, tl.int64)
+    o_j = i_col + tl.arange(0, BN)
+    b_k = load_rows(p_k + i_b * s_kb + i_hk * s_kh, i_col, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
+    b_v = load_rows(p_v + i_b * s_vb + i_hk * s_vh, i_col, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
+    scale2 = scale * LOG2E
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BD], tl.float32)
+    for i_g in range(G):
+        i_h = i_hk * G + i_g
+        p_qh = p_q + i_b * s_qb + i_h * s_qh - past * s_qt
+        p_doh = p_do + i_b * s_dob + i_h * s_doh - past * s_dot
+        i_key, i_query = (i_b * Hq + i_h) * Tk, (i_b * Hq + i_h) * Tq - past
+        p_ch, p_eh = p_c + i_key, p_e + i_key
+        p_lseh, p_deltah, p_fadeh = p_lse + i_query, p_delta + i_query, p_fade + i_query
+        b_cj, b_ej = tl.load(p_ch + o_j, mask=o_j < Tk, other=0.0), tl.load(p_eh + o_j, mask=o_j < Tk, other=0.0)
+        c_col, e_col = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
+        # Queries [begin, end) see some of these keys; blocks of BM queries in [full, ragged) see all of them.
+        if BOUNDED:
+            b_stop = tl.load(p_stop + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
+            m_j = b_stop > o_j  # keys that anybody sees
+            begin = tl.maximum(tl.min(tl.where(m_j, o_j, Tk), 0), Tk - Tq)
+            end = tl.max(tl.where(m_j, b_stop, 0), 0)
+            until = tl.min(tl.where(o_j < Tk, b_stop, Tk), 0)
+        else:
+            b_stop = tl.zeros([BN], tl.int32) + Tk
+            begin = tl.maximum(i_col, Tk - Tq)
+            end, until = Tk, Tk
+        full = tl.cdiv(tl.minimum(tl.maximum(i_last, begin), end), BM) * BM
+        ragged = tl.maximum(full, tl.minimum(until, end) // BM * BM)
+        b_dc = tl.zeros([BN], tl.float32)
+        b_dk, b_dv, b_dc = dkdv_span(
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_stop, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2,
+            D, BS, BN, BD, MASKED=True)  # fmt: skip
+        b_dk, b_dv, b_dc = dkdv_span(
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_stop, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
+        b_dk, b_dv, b_dc = dkdv_span(
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_stop, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
+        p_dch = p_dc + i_key + o_j
+        tl.store(p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk)  # dq_kernel has left the queries' share
+    store_rows(p_dk + i_b * s_dkb + i_hk * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
+    store_rows(p_dv + i_b * s_dvb + i_hk * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
+
+
+@jit
+def decay_parts(p_i, p_j, s_xp, unit, m_i, m_ij, P: tl.constexpr):
+    """The decay between positions as a sum of P stored parts; each difference is small where the sums are large."""
+    b_d = (tl.load(p_i, mask=m_i, other=0.0).to(tl.float32) - tl.load(p_j, mask=m_ij, other=0.0).to(tl.float32)) * unit
+    for i_p in tl.static_range(1, P):
+        b_xi = tl.load(p_i + i_p * s_xp, mask=m_i, other=0.0).to(tl.float32)
+        b_xj = tl.load(p_j + i_p * s_xp, mask=m_ij, other=0.0).to(tl.float32)
+        b_d += (b_xi - b_xj) * unit
+    return b_d
+
+
+@jit_any_length
+def prune_kernel(
+    p_x, p_first, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
+    Tq, Tk, Hq, G, n_rows, n_halvings, unit, bound_unit, tolerance,
+    BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """The first key of each row whose block of BN keys the decay does not bound below the threshold, (B, Hq, Tq).
+
+    c falls, so the blocks to leave out are a prefix, found by bisection. The threshold is that of `pruning_threshold`.
+    """
+    if ENDS:
+        Tk = tl.load(p_end).to(tl.int32)
+    o_r = tl.program_id(0) * BM + tl.arange(0, BM)  # (b * Hq + h) * Tq + t
+    o_b, o_h = (o_r // (Tq * Hq)).to(tl.int64), (o_r // Tq % Hq).to(tl.int64)
+    o_i = Tk - Tq + o_r % Tq
+    m_r = o_r < n_rows
+    if BOUNDED:
+        b_first = tl.load(p_first + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
+    else:
+        b_first = tl.zeros([BM], tl.int32)
+    m_see = m_r & (b_first <= o_i)
+    b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BM]
+    b_threshold = (tolerance - 2 * bound_unit * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
+    p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
+    p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
+    b_lo, b_hi = b_first // BN, o_i // BN
+    for _ in range(n_halvings):
+        b_mid = (b_lo + b_hi) // 2
+        m_mid = m_see & (b_lo < b_hi)
+        p_xj = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
+        m_drop = m_mid & (decay_parts(p_xi, p_xj, s_xp, unit * LOG2E, m_see, m_mid, P) < b_threshold)
+        b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
+    tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first), mask=m_r)
+
+
+@jit_any_length
+def decode_kernel(
+    p_q, p_k, p_v, p_x, p_first, p_end, p_o, p_lse,
+    s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
+    Tq, Tk, Hq, G, B, n_split, scale, unit,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
+    ENDS: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Attention of all G * Tq query rows of a kv head over one of n_split equal parts of the keys that they see.
+
+    How much they see is known on the device only: pruning tells the first key, and p_end the last one where a cache has
+    free slots. So the same launch serves every step, and its work stays evenly split.
+    """
+    n_r = tl.cdiv(G * Tq, BM)
+    i_r = tl.program_id(0) % n_r  # neighbours read the same keys
+    i_s = tl.program_id(0) // n_r % n_split
+    i_bh = tl.program_id(0) // n_r // n_split
+    i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
+    # Folded keys are 8 but seldom 16 elements apart, which the compiler would not notice, and load them one by one.
+    s_kb, s_kh, s_kt = s_kb // W * W, s_kh // W * W, s_kt // W * W
+    s_vb, s_vh, s_vt = s_vb // W * W, s_vh // W * W, s_vt // W * W
+    if ENDS:
+        Tk = tl.load(p_end).to(tl.int32)
+    o_r = i_r * BM + tl.arange(0, BM)
+    o_h = i_hk * G + o_r // Tq
+    o_i = Tk - Tq + o_r % Tq  # position of each row
+    m_r = o_r < G * Tq
+    o_d = tl.arange(0, BD)
+    p_k += i_b * s_kb + i_hk * s_kh
+    p_v += i_b * s_vb + i_hk * s_vh
+    p_q_rows = p_q + i_b * s_qb + o_h * s_qh + (o_r % Tq) * s_qt
+    b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)  # [BM, BD]
+    p_x_rows = p_x + i_b * s_xb + i_hk * s_xh + (o_r // Tq).to(tl.int64) * s_xg  # [BM]
+    p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
+    unit = unit * LOG2E
+    if BOUNDED:
+        b_first = tl.load(p_first + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
+    else:
+        b_first = tl.zeros([BM], tl.int32)
+    m_see = m_r & (b_first <= o_i)
+    begin = tl.min(tl.where(m_see, b_first, Tk), 0)
+    stop = tl.max(tl.where(m_see, o_i + 1, 0), 0)
+    span = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), BN), n_split) * BN
+    begin += i_s * span
+    stop = tl.minimum(begin + span, stop)
+
+    b_o = tl.zeros([BM, BD], tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    for i_k in range(begin, stop, BN):
+        o_j = i_k + tl.arange(0, BN)
+        b_k = load_rows(p_k, i_k, begin, stop, s_kt, D, BN, BD, True)  # [BN, BD]
+        b_v = load_rows(p_v, i_k, begin, stop, s_vt, D, BN, BD, True)  # [BN, BD]
+        m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_first[:, None])
+        m_s = m_s & (o_j[None, :] <= o_i[:, None])
+        p_xj = p_x_rows[:, None] + o_j.to(tl.int64)[None, :] * s_xt
+        b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)  # [BM, BN]
+        b_s += decay_parts(p_xi[:, None], p_xj, s_xp, unit, m_see[:, None], m_s, P)
+        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_alpha = tl.exp2(b_m - b_shift)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_l = b_l * b_alpha + tl.sum(b_p, 1)
+        b_o = b_o * b_alpha[:, None] + dot(narrow(b_p, b_v.dtype), b_v)
+        b_m = b_m_new
+    # partial results, (n_split, B, Hq, Tq, ...)
+    o_row = ((tl.cast(i_s, tl.int64) * B + i_b) * Hq + i_hk * G) * Tq + o_r
+    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    tl.store(p_o + o_row[:, None] * D + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < D)[None, :])
+    tl.store(p_lse + o_row, b_m + tl.log2(b_l), mask=m_r)
+
+
+@jit_any_length
+def merge_kernel(p_o_split, p_lse, p_o, s_ob, s_oh, s_ot, Tq, Hq, n_rows, n_split,
+                 D: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Joins the splits of one query row."""
+    i_row = tl.cast(tl.program_id(0), tl.int64)  # (b * Hq + h) * Tq + t
+    o_d = tl.arange(0, BD)
+    b_o = tl.zeros([BD], tl.float32)
+    b_l, b_m = 0.0, float("-inf")
+    for i_n in range(n_split):
+        i_x = i_n * n_rows + i_row
+        b_s = tl.load(p_lse + i_x)
+        b_m_new = tl.maximum(b_m, b_s)
+        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_alpha, b_p = tl.exp2(b_m - b_shift), tl.exp2(b_s - b_shift)
+        b_l = b_l * b_alpha + b_p
+        b_o = b_o * b_alpha + b_p * tl.load(p_o_split + i_x * D + o_d, mask=o_d < D, other=0.0)
+        b_m = b_m_new
+    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)
+    p_o += i_row // (Tq * Hq) * s_ob + i_row // Tq % Hq * s_oh + i_row % Tq * s_ot
+    tl.store(p_o + o_d, narrow(b_o, p_o.dtype.element_ty), mask=o_d < D)

@@ -1,0 +1,91 @@
+"""Tile sizes of the Triton kernels: one table, keyed by device and head size. scripts/tune_triton.py finds better ones."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Launch parameters of one kernel: query rows and keys per block, warps, depth of the software pipeline."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """One Tile per kernel. Pruning works in blocks of the forward tile."""
+
+    forward: Tile
+    dq: Tile
+    dkdv: Tile
+    decode: Tile
+
+
+# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly
+# a spill in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
+TILES: dict[tuple[int, int], dict[int, Tiles]] = {
+    (80, 2): {
+        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 3)),
+        256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
+    },
+    (86, 2): {  # 8.6, 8.9: 99 KiB of shared memory per block
+        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3)),
+        256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 2)),
+    },
+    (90, 2): {
+        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
+    },
+    (100, 2): {  # with 64 keys of 256 dimensions, the dk/dv pass no longer fits tensor memory and compiles to a trap
+        16: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        32: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
+    },
+    # an fp32 product is three tf32 products (`dot`) of operands split in registers: this spills, and is for checking
+    (80, 4): {
+        16: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
+        32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
+        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 2)),
+        128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 2)),
+        256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),
+    },
+    # the interpreter: several blocks even in a small test
+    (0, 2): dict.fromkeys(
+        (16, 32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
+    ),
+}
+TILES[0, 4] = TILES[0, 2]
+
+
+def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
+    """The key of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
+    return max(key for key in TILES if key[1] == itemsize and key[0] <= (86 if capability >= 120 else capability))
+
+
+def capability_of(device: torch.device) -> int:
+    """90 for compute capability 9.0; the CPU is the interpreter, 0."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
+
+
+def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """The tile sizes of a launch."""
+    return TILES[nearest_key(capability_of(device), dtype.itemsize)][padded(head_dim)]
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that holds a head; dot products need 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
