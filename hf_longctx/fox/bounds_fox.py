@@ -144,7 +144,12 @@ def first_kept_key(
     Tk = c.shape[-1]
     rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)
     ends = torch.arange(key_block, Tk + key_block, key_block, device=c.device).clamp(max=Tk) - 1
-    dropped = torch.searchsorted(-c[..., ends], threshold.double()[..., None] - c[..., rows])
+    # Where c or the threshold is no number, nothing is known to be forgotten.
+    faded = (-c[..., ends]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+    needed = (threshold.double()[..., None] - c[..., rows]).nan_to_num(
+        nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
+    )
+    dropped = torch.searchsorted(faded, needed)
     return torch.minimum(dropped * key_block, rows)
 
 

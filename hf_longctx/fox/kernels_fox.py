@@ -161,8 +161,11 @@ def forward_span(
             b_p = tl.exp2(b_s - b_m_new[:, None])
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
-        b_l += tl.sum(b_p, 1)
-        b_o += dot(narrow(b_p, b_v.dtype), b_v)
+        b_w = narrow(b_p, b_v.dtype)
+        # A weight that outdoes its row is 1 beside a running maximum, and any number below 1 beside a bound: there its
+        # rounding cancels only if it is summed as it multiplies.
+        b_l += tl.sum(b_w.to(tl.float32) if FIXED else b_p, 1)
+        b_o += dot(b_w, b_v)
     return b_o, b_l, b_m
 
 
@@ -241,15 +244,15 @@ def forward_kernel(
         b_o, b_l, bound2 = forward_span(
             b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
             D, BM, BN, BD, FIXED=True)  # fmt: skip
-        b_fade = decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
-        b_l, b_o = b_l * tl.exp2(b_fade), b_o * tl.exp2(b_fade)[:, None]
-        b_m = tl.zeros([BM], tl.float32) + bound2
+        b_m = bound2 + tl.log2(b_l)  # from here on a maximum again: -inf where nothing was seen
+        b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+        b_l = tl.where(b_l == 0.0, 0.0, 1.0)
     else:
         b_m = tl.full([BM], float("-inf"), tl.float32)
         b_o, b_l, b_m = forward_span(
             b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
             D, BM, BN, BD, FIXED=False)  # fmt: skip
-        b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
+    b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
             b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BN * BN, full, begin, end, Tk,

@@ -364,11 +364,20 @@ def test_extreme_gates(value):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gate_that_is_no_number_reaches_only_later_rows(value):
-    q, k, v, log_f, do = draw(1, 1, 1, 40, 40, 16)
+    q, k, v, log_f, do = draw(1, 1, 1, 150, 150, 16)
+    log_f = log_f * 1e-3  # nothing is forgotten
     clean = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0)[0]
-    log_f[..., 25] = value
+    log_f[..., 75] = value
     o = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0)[0]
-    assert torch.equal(o[:, :, :25], clean[:, :, :25]) and o[:, :, 25:].isnan().any(-1).all()
+    assert torch.equal(o[:, :, :75], clean[:, :, :75]) and o[:, :, 75:].isnan().any(-1).all()
+
+
+def test_an_unknown_bound_prunes_nothing():
+    q, k, v, log_f, do = draw(1, 2, 1, 150, 150, 16)
+    bound = torch.tensor([torch.nan, torch.inf], device=DEVICE)
+    got = run(forgetting_attention_triton, q, k, v, log_f, do, log_pruning_tolerance=-10.0, logit_bound=bound)
+    for x, y in zip(got, run(forgetting_attention_triton, q, k, v, log_f, do)):
+        assert torch.equal(x, y)
 
 
 # --- a bound of the logits instead of the running maximum --------------------------------------------------------------
@@ -412,6 +421,22 @@ def test_the_largest_bound_loses_nothing(largest, bound):
     for got, want in zip(gradients, run(forgetting_attention_triton, q, k, v, log_f, do, scale=1.0)[1:]):
         assert rel(got, want.double()) <= 3e-5  # fp32 resolves the exponents here, up to 84, to 4e-6
     assert (o[:, :, 50] - v[:, :, 49]).abs().max() < 0.1  # a strong key of yesterday, before a weak one of today
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["own key", "first key"])
+def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink):
+    """Beside a running maximum it is 1; beside a bound it is rounded, and must be summed as it multiplies."""
+    T = 128
+    q, k, v, log_f, do = draw(1, 1, 1, T, T, 32, dtype=torch.bfloat16)
+    log_f = torch.full_like(log_f, 0.0 if sink else -torch.inf)
+    if sink:
+        q[..., 0], k[..., 0], k[:, :, 0, 0] = 4.0, 0.0, 20.0  # e^14 beside the others
+    plain, exact = (f(q, k, v, log_f.clamp(min=-1e4), do) for f in (partial(run, reference), run_exact))
+    bounded, online = (run(forgetting_attention_triton, q, k, v, log_f, do, logit_bound=b) for b in (20.0, None))
+    assert rel(bounded[0], exact[0]) <= 2 * rel(plain[0], exact[0]) + 1e-4
+    for got, other, want in zip(bounded, online, exact):
+        assert rel(got, want) <= 1.5 * rel(other, want) + 1e-3
+    assert sink or torch.equal(bounded[0], v)
 
 
 def test_half_precision_keeps_the_running_maximum():
