@@ -3,8 +3,8 @@
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
 cuobjdump that travels with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
 follow from registers, shared memory and warps; what the hot loop leaves of the peak is estimated from its instructions.
-Kernels are compiled as their launchers launch them, so that a GPU finds
-them in Triton's cache; each in a process of its own, several at a time.
+Kernels are compiled as their launchers launch them, so that a GPU finds them in Triton's cache; each in a process of its
+own, several at a time.
 
     python scripts/compile_triton.py --capability 90 --head-dim 64 128 --json report.json
 """

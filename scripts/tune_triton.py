@@ -4,13 +4,13 @@
     python scripts/tune_triton.py --compile-only 90 --json tiles_90.json
 
 Candidates are the neighbours of the table's tiles. compile_triton.py compiles them on all cores, which needs no GPU, and
-drops what does not fit on the chip, spills much in the hot loop, or waits for each product there. The others take turns on the GPU, put into the table one at a
-time and called through the real launchers: bfloat16, causal, with the bounds that pruning gives but nothing pruned, and
-logits bounded as by QK-norm. A tile
-whose result differs from that of the present tile is never chosen. Times are medians over rounds, by device events around
-the kernel itself; `faster` is the median of the ratio to the present tile within a round. TFLOP/s count the products that a
-kernel computes, TB/s of decoding the keys, values and gates. Printed at the end: rows to put into TILES. Pruning works in
-blocks of the forward tile, and prunes less in larger ones: not measured here.
+drops what does not fit on the chip or spills much in the hot loop. The others take turns on the GPU, put into the table one
+at a time and called through the real launchers: bfloat16, causal, with the bounds that pruning gives but nothing pruned,
+and logits bounded as by QK-norm. A tile whose result differs from that of the present tile is never chosen. Times are
+medians over rounds, by device events around the kernel itself; `faster` is the median of the ratio to the present tile
+within a round. TFLOP/s count the products that a kernel computes, TB/s of decoding the keys, values and gates. Printed at
+the end: rows to put into TILES. Pruning works in blocks of the forward tile, and prunes less in larger ones: not measured
+here.
 
 FILE is written after every step. A run that finds the FILE of an earlier one leaves out what that one found to fail, such
 as a tile that took the device down. `--device cpu` is a dry run in Triton's interpreter, which tells nothing about speed.
@@ -196,8 +196,6 @@ def why_dropped(row: dict) -> str | None:
         return "more registers than there are"
     if row["hot_loop_spills"] > MANY_SPILLS * row["hot_loop_instructions"]:
         return f"{row['hot_loop_spills']} spills among {row['hot_loop_instructions']} instructions of the hot loop"
-    if row["serialized"]:
-        return "waits for each product"
     return None
 
 
@@ -347,6 +345,7 @@ def shown(rows: list[dict]) -> str:
         "registers",
         "hot_loop_spills",
         "instructions_per_logit",
+        "serialized",
         "shared",
         "blocks_per_sm",
         "occupancy",

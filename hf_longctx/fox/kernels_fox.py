@@ -28,8 +28,9 @@ try:
 
     jit = triton.jit
     # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
-    # again, in the middle of a generation for instance.
-    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split", "n_halvings"])
+    # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the heads
+    # of a group, and the assembler for Hopper then makes each of its products wait for the one before.
+    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split", "n_halvings", "G"])
     LOG2E = tl.constexpr(1.4426950408889634)
     # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside the
     # bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
