@@ -14,9 +14,9 @@ in Triton's interpreter: it tells that the script works, and nothing about speed
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -335,11 +335,10 @@ def about(device: str) -> dict:
         commit = found.stdout.strip() or "unknown"
     except OSError:  # no git
         commit = "unknown"
-    peers = {
-        name: importlib.metadata.version(name)
-        for name in ("flash-linear-attention", "forgetting-transformer")
-        if importlib.util.find_spec({"flash-linear-attention": "fla"}.get(name, "forgetting_transformer"))
-    }
+    peers = {}
+    for package in ("flash-linear-attention", "forgetting-transformer"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # absent, or imported from a folder
+            peers[package] = importlib.metadata.version(package)
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, Triton interpreter (dry run)",
         "torch": torch.__version__,

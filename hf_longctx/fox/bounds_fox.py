@@ -139,7 +139,7 @@ def first_kept_key(
         Tq, query_block, key_block: the queries are the last Tq positions, cut into blocks from the first of them.
 
     Returns:
-        int64, (B, H, ceil(Tq / query_block)), multiples of key_block (or the block's own position if c is NaN).
+        int64, (B, H, ceil(Tq / query_block)), multiples of key_block, at most the block's own position.
     """
     Tk = c.shape[-1]
     rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)

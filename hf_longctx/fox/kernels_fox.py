@@ -146,8 +146,8 @@ def forward_span(
     Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
     (p_d), to the first row (a scalar), to row i. The last one is the same for a whole row and waits until the end.
 
-    FIXED: b_m is a bound of all logits instead of the largest so far. This saves a third of the work on each logit,
-    and a block no longer waits for the one before it.
+    FIXED: b_m is a bound of all logits instead of the largest so far. This saves work on each logit, and a block no
+    longer waits for the one before it.
     """
     for i_k in range(i_from, i_to, BN):
         b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]

@@ -396,18 +396,19 @@ def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> tuple[
     high = c.float()
     with torch.no_grad():
         low = (c - high).float()
+        if logit_bound is not None:
+            logit_bound = bound_per_head(q, logit_bound)
+        elif tolerance is not None:
+            logit_bound = bound_from_norms(q, k, scale, first_key, stop)
         if tolerance is not None:
             Tq, Tk, tile = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype).forward
-            if logit_bound is None:
-                logit_bound = bound_from_norms(q, k, scale, first_key, stop)
             kept = first_kept_key(c, pruning_threshold(q, Tk, tolerance, logit_bound), Tq, tile.BM, tile.BN)
             kept = kept.int().repeat_interleave(tile.BM, -1)[..., :Tq]
             pruned = kept if first_key is None else torch.maximum(kept, first_key)
             tally_pruned(first_key, pruned, Tk, tile)
             first_key, stop = pruned, stop_query(pruned, Tk)
-        if logit_bound is not None:
-            # fp16 weights cannot be that small beside the bound: those rows keep their running maximum
-            logit_bound = None if q.dtype == torch.float16 else bound_per_head(q, logit_bound)
+        if q.dtype == torch.float16:  # its weights cannot be that small beside a bound: it keeps the running maximum
+            logit_bound = None
     return fox_forward(q, k, v, high, low, first_key, stop, logit_bound, scale)
 
 
