@@ -37,7 +37,7 @@ import triton
 
 from hf_longctx.fox import bidirectional_forgetting_attention, bounds_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
-from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, _folded_attention, fold_keys
+from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, folded_attention
 
 
 ON_GPU = torch.cuda.is_available()
@@ -67,7 +67,7 @@ def plain_sdpa(backend):
 
 def folded(q, k, v, log_f):
     """What every attention implementation of transformers runs: stock attention computes the decay."""
-    return _folded_attention(q, k, v, log_f, q.shape[-1] ** -0.5)  # without the checks, which wait for the device
+    return folded_attention(q, k, v, log_f, q.shape[-1] ** -0.5)  # without the checks, which wait for the device
 
 
 def flex():

@@ -82,9 +82,9 @@ def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int
         k, v = (torch.empty(B, T, Hkv, D, dtype=dtype).transpose(1, 2) for _ in range(2))
         c, e, lse = (torch.empty(B, H, T) for _ in range(3))
         if kernel in ("block_decay", "forward"):
-            fox._forward(q, k, v, c, e, first, first, torch.empty(B, H), scale)
+            fox.launch_forward(q, k, v, c, e, first, first, torch.empty(B, H), scale)
         else:
-            fox._backward(do, lse, q, k, v, c, e, first, first, o, lse, scale)
+            fox.launch_backward(do, lse, q, k, v, c, e, first, first, o, lse, scale)
     else:
         group = H // Hkv
         keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
@@ -92,7 +92,7 @@ def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int
         q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
         first = torch.empty(1, 1, 1, dtype=torch.int32) if bounded else None
         bound = torch.empty(H) if kernel == "prune" else None
-        fox._decode(q, keys[..., :D], keys[..., :D], gates, first, end, bound, scale, 1.0, 1.0, -10.0)
+        fox.launch_decode(q, keys[..., :D], keys[..., :D], gates, first, end, bound, scale, 1.0, 1.0, -10.0)
 
 
 def compile_launch(
@@ -107,7 +107,7 @@ def compile_launch(
             found.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
 
     driver.set_active(Target(capability))
-    with mock.patch.object(fox, "_launch", note), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
+    with mock.patch.object(fox, "launch", note), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
         call_launcher(kernel, *case)
     return found[0]
 

@@ -246,11 +246,11 @@ def forgetting_attention(q, k, v, log_f, *, scale=None, attention_mask=None, cu_
     if cu_seqlens is not None:
         documents = cu_seqlens.diff().tolist()
         rows = zip(*(x.split(documents, dim=2) for x in (q, k, v, log_f)))
-        return torch.cat([_folded_attention(*row, scale) for row in rows], dim=2)
-    return _folded_attention(q, k, v, log_f, scale, None if attention_mask is None else attention_mask.bool())
+        return torch.cat([folded_attention(*row, scale) for row in rows], dim=2)
+    return folded_attention(q, k, v, log_f, scale, None if attention_mask is None else attention_mask.bool())
 
 
-def _folded_attention(q, k, v, log_f, scale, real=None):
+def folded_attention(q, k, v, log_f, scale, real=None):
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if real is not None:
         log_f = log_f.masked_fill(~real[:, None], 0.0)

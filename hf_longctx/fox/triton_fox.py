@@ -42,7 +42,7 @@ def _on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
+def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
     kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, **constants)
 
 
@@ -73,20 +73,20 @@ def _decay_in_block(c: torch.Tensor, e: torch.Tensor, block: int) -> torch.Tenso
     """Decay from each key to the last key of its aligned block, in units of log 2; (B, H, T)."""
     d, T = torch.empty_like(c), c.shape[-1]
     with _on(c.device):
-        _launch(
+        launch(
             block_decay_kernel, triton.cdiv(T, block) * (c.numel() // T), Tile(1, block, 1, 1), c, e, d, T, BN=block
         )
     return d
 
 
-def _forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
+def launch_forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
     d = _decay_in_block(c, e, tile.BN)
     first_key, *s_first = _bound(first_key, B, Hq)
     with _on(q.device):
-        _launch(
+        launch(
             forward_kernel, triton.cdiv(Tq, tile.BM) * B * Hq, tile,
             q, k, v, c, e, d, first_key, logit_bound, o, lse, *_strides(q, k, v, o), *s_first,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
@@ -95,7 +95,7 @@ def _forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
     return o, lse
 
 
-def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
+def launch_backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     do, dlse = _unit_last(do), dlse.contiguous()
@@ -107,14 +107,14 @@ def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     first_key, *s_first = _bound(first_key, B, Hq)
     stop_query, *s_stop = _bound(stop_query, B, Hq)
     with _on(q.device):
-        _launch(
+        launch(
             dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
             q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, delta, fade,
             *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
         )  # fmt: skip
-        _launch(
+        launch(
             dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
             q, k, v, c, e, stop_query, lse, do, delta, fade, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
             Tq, Tk, Hq, Hq // Hkv, scale,
@@ -123,7 +123,7 @@ def _backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     return dq, dk, dv, dc
 
 
-def _decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance):
+def launch_decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
@@ -140,21 +140,21 @@ def _decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tole
     with _on(q.device):
         if bound is not None:
             bound, kept = bound.expand(B, Hq), q.new_empty(B, Hq, Tq, dtype=torch.int32)
-            _launch(
+            launch(
                 prune_kernel, triton.cdiv(B * Hq * Tq, tile.BM), tile._replace(warps=1),
                 gates, first_key, end, bound, kept, *gates.stride(), *s_first, *bound.stride(),
                 Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), unit, bound_unit, tolerance,
                 BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
             )  # fmt: skip
             first_key, *s_first = _bound(kept, B, Hq)
-        _launch(
+        launch(
             decode_kernel, n_split * rows, tile,
             q, k, v, gates, first_key, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
             Tq, Tk, Hq, G, B, n_split, scale, unit,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, P=parts, ENDS=ends,
             W=1 if any(s % 8 for s in _strides(k, v)) else 8,
         )  # fmt: skip
-        _launch(
+        launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
             o_split, lse, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D, BD=padded(D),
         )  # fmt: skip
@@ -167,19 +167,19 @@ if triton is not None:
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor e, Tensor? first_key, Tensor? stop_query"
     fox_forward = torch.library.custom_op(
         f"{_SPACE}::fox_forward",
-        _forward,
+        launch_forward,
         mutates_args=(),
         schema=f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)",
     )
     fox_backward = torch.library.custom_op(
         f"{_SPACE}::fox_backward",
-        _backward,
+        launch_backward,
         mutates_args=(),
         schema=f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     fox_decode = torch.library.custom_op(
         f"{_SPACE}::fox_decode",
-        _decode,
+        launch_decode,
         mutates_args=(),
         schema="(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? bound, "
         "float scale, float unit, float bound_unit, float tolerance) -> Tensor",
