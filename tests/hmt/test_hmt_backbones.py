@@ -87,7 +87,7 @@ def test_stream_and_generation_equal_forward(model, tokens):
 
 def test_a_padded_row_token_by_token(model, tokens):
     """What a cache holds of padding must not reach the tokens after it."""
-    if not model.calls.sees_padding:
+    if not model.lm.sees_padding:
         pytest.skip("this backbone refuses padding")
     mask, state, logits = torch.ones(2, 20, dtype=torch.long), None, []
     mask[0, :5] = 0
