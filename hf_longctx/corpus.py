@@ -171,8 +171,8 @@ def _in_time(work, seconds):
 def stdlib_text(part: str) -> str:
     """English from the Python language reference, as CPython ships it in `pydoc_data.topics` (PSF licence).
 
-    A fifth of the topics, chosen by a hash of their names, is "held_out". "train" has every other paragraph once, without
-    those that also occur in a held-out topic. The text differs a little between Python versions.
+    A fifth of the topics, chosen by a hash of their names, is "held_out". "train" has every other paragraph once,
+    without those that also occur in a held-out topic. The text differs a little between Python versions.
 
     Raises:
         ValueError: `part` is neither "train" nor "held_out".

@@ -29,7 +29,7 @@ def no_hub(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A dictionary of the datasets that the hub has: name to splits of rows, or to a function called instead of loading."""
+    """The datasets that the hub has: name to splits of rows, or to a function that is called instead of loading."""
     datasets = pytest.importorskip("datasets")
     on_hub = {}
 

@@ -1,4 +1,4 @@
-"""`import hf_longctx` is cheap, and afterwards the Auto classes know our models, in whatever order things are imported."""
+"""`import hf_longctx` is cheap, and afterwards the Auto classes know our models, in any order of imports."""
 
 import subprocess
 import sys

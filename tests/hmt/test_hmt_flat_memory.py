@@ -32,5 +32,6 @@ def test_generating_from_200k_tokens(tmp_path):
     done = subprocess.run([sys.executable, "-c", GENERATE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     short, long = map(int, done.stdout.split())
-    # kB. Some copies of the token ids, 1.6 MB each, and the noise of the allocator; 110 MB if hidden states are kept alive
+    # kB. Some copies of the token ids, 1.6 MB each, and the noise of the allocator; 110 MB if hidden states are kept
+    # alive
     assert long - short < 48 * 1024
