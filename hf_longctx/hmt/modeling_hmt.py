@@ -220,19 +220,22 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         total, length = ids.shape[1], self.config.segment_length
         segments = [(ids[:, a : a + length], mask[:, a : a + length]) for a in range(0, total, length)]
 
-        outputs, first_halves = [], []
+        late, first_halves, scores, distances, memories = [], [], [], [], []
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
             for n, (segment, query) in enumerate(zip(segments, self._recall_queries(state, segments))):
                 n_logits = min(total, (n + 1) * length) - max(n * length, open_tokens + first)
                 state, output, first_half = self._read_segment(state, n, *segment, query, n_logits, use_cache)
-                outputs.append(output)
+                late.append(output.logits)
+                scores.append(output.recall_scores)
+                distances.append(output.recall_distance)
+                memories.append(output.memories)
                 if first_half is not None:
                     first_halves.append(first_half)
             early = dict(self._read_first_halves(first_halves))  # segment -> logits before token j
 
-        late = [output.logits for output in outputs]
         logits = torch.cat([x for n in range(len(late)) for x in (early.get(n), late[n]) if x is not None], 1)
+        del early, late, first_halves  # logits are large, and the loss makes another copy
         if isinstance(logits_to_keep, torch.Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
         loss = None
@@ -241,10 +244,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         result = HMTOutput(loss=loss, logits=logits, state=state if use_cache else None)
         if output_recall:
             no_recall = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-            distances = (output.recall_distance for output in outputs)
-            result.recall_scores = tuple(output.recall_scores for output in outputs)
+            result.recall_scores = tuple(scores)
             result.recall_distance = torch.stack([no_recall if d is None else d for d in distances])
-            result.memories = tuple(output.memories for output in outputs if output.memories is not None)
+            result.memories = tuple(memory for memory in memories if memory is not None)
         return result
 
     def _recall_queries(self, state, segments):
