@@ -33,4 +33,4 @@ def test_generating_from_50k_tokens(tmp_path):
     assert done.returncode == 0, done.stderr
     short, long = map(int, done.stdout.split())  # kB
     hidden_states = 48_000 * 256 * 4 / 1024
-    assert long - short < hidden_states / 3, "more than copies of the token ids is kept"
+    assert long - short < hidden_states  # 13 MB of 47 were seen; 109 MB if each memory keeps its hidden states alive

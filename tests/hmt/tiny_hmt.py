@@ -5,8 +5,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 VOCAB = 61
-# Logits of `tiny_llama` are of order 1. This is a million times what float64 rounds at that size, and far less than what a
-# wrong mask, position or memory changes (1e-4 and more).
+# Logits of `tiny_llama` are of order 1. This is a million times what float64 rounds at that size, and far less than
+# what a wrong mask, position or memory changes (1e-4 and more).
 ROUNDING = 1e6 * torch.finfo(torch.float64).eps
 
 

@@ -58,7 +58,6 @@ def test_the_tokenizer_loses_nothing():
         assert tokenizer.bos_token_id not in ids
 
 
-@pytest.mark.slow
 def test_an_interrupted_training_goes_on(tmp_path):
     text = stdlib_text("held_out")[:20000]
     train_demo_model(text, tmp_path, steps=2, context=64)
