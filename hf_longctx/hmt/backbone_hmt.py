@@ -151,8 +151,8 @@ class Backbone:
         hidden = base_outputs[-1][0]
         if hidden.shape[-1] != self.width:
             raise ValueError(
-                f"{type(self.model).__name__} takes embeddings of width {self.width} and returns hidden states of width "
-                f"{hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
+                f"{type(self.model).__name__} takes embeddings of width {self.width} and returns hidden states of "
+                f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
             )
         return logits, hidden
 

@@ -111,7 +111,7 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.recalled_pages is not None and (self.memory_size is None or not self.recall):
             raise ValueError(
-                f"recalled_pages is {self.recalled_pages}, with memory_size={self.memory_size} and recall={self.recall}; "
+                f"recalled_pages is {self.recalled_pages}, memory_size {self.memory_size}, recall {self.recall}; "
                 "pages hold what recall drops beyond memory_size. Set memory_size and recall=True, or leave "
                 "recalled_pages at None."
             )

@@ -535,8 +535,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         if config.recall and config.recall_mode == "paper" and incomplete_query:
             raise ValueError(
                 f"The state stops after {open_tokens} tokens of a segment, and recall_mode='paper' reads the first "
-                f"{config.summary_length} before it predicts them: what was predicted so far would change. End chunks at "
-                "multiples of segment_length, or use recall_mode='causal' (also to generate beyond a segment)."
+                f"{config.summary_length} before it predicts them: what was predicted so far would change. End chunks "
+                "at multiples of segment_length, or use recall_mode='causal' (also to generate beyond a segment)."
             )
 
     def _check_padding(self, mask, state, use_cache):
@@ -722,8 +722,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} came beside a config object. Set them in that config, or leave the config out: they "
-                "then change the saved one."
+                f"{sorted(settings)} came beside a config object. Set them in that config, or leave the config out: "
+                "they then change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
             return super().from_pretrained(path, *args, config=config, **kwargs)

@@ -45,8 +45,8 @@ def recall_shares(distances):
     counts = torch.bincount(distances[distances > 0] - 1)
     if not len(counts):
         raise ValueError(
-            "distances holds no recall, only zeros: a text of one segment, or a model without recall. Read a longer text "
-            "with recall=True."
+            "distances holds no recall, only zeros: a text of one segment, or a model without recall. Read a longer "
+            "text with recall=True."
         )
     return (counts / counts.sum()).tolist()
 

@@ -51,8 +51,8 @@ class RepeatedPassages(torch.utils.data.Dataset):
     def __init__(self, tokens: list[int], context: int, vocab_size: int, rows: int, bos_token_id: int, seed: int):
         if len(tokens) <= context:
             raise ValueError(
-                f"the text has {len(tokens)} tokens; rows of {context} tokens need a longer one. Give more text, or lower "
-                "context."
+                f"the text has {len(tokens)} tokens; rows of {context} tokens need a longer one. Give more text, or "
+                "lower context."
             )
         self.tokens, self.context, self.vocab_size, self.rows = tokens, context, vocab_size, rows
         self.bos_token_id, self.seed = bos_token_id, seed
@@ -182,8 +182,8 @@ def _checkpoint_to_resume(output, recipe):
         changed = [name for name in recipe if before[name] != recipe[name]]
         if changed:
             raise ValueError(
-                f"{checkpoints} holds a training with another {' and '.join(changed)}. Resume it with the arguments in "
-                f"{file}, or choose a new folder."
+                f"{checkpoints} holds a training with another {' and '.join(changed)}. Resume it with the arguments "
+                f"in {file}, or choose a new folder."
             )
     output.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(recipe, indent=1) + "\n")
