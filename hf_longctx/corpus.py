@@ -52,8 +52,8 @@ def load_tokens(tokenizer, source: str | None = None, *, at_least: int | None = 
     distinct = len(np.unique(tokens))
     if distinct < 2:
         raise ValueError(
-            f"the tokenizer turns {name} into {len(tokens)} tokens with {distinct} distinct ids; it must have at least "
-            "two. The tokenizer does not seem to know this language: choose another text, or another tokenizer."
+            f"the tokenizer turns {name} into {len(tokens)} tokens with {distinct} distinct ids; it must have at "
+            "least two. The tokenizer does not seem to know this language: choose another text, or another tokenizer."
         )
     return Corpus(tokens, name)
 
