@@ -46,7 +46,7 @@ def test_passages_have_every_length():
 
 
 def test_a_text_shorter_than_a_row_is_refused():
-    with pytest.raises(ValueError, match="need more than that"):
+    with pytest.raises(ValueError, match=r"100 tokens; rows of 128.*lower context"):
         RepeatedPassages([5] * 100, 128, 600, 10, 1, 0)
 
 
