@@ -11,7 +11,7 @@ r pages all of them are recalled, and the result is that of one flat memory.
 
 What is one of a page's S embeddings stands out in its tag by sqrt(d / S) standard deviations if all are unrelated, and
 by more in a text, where neighbours are related. Of ten thousand random ones of width 512, most are found
-(`scripts/bench_hmt.py pages`).
+(`python -m scripts.bench.hmt pages`).
 """
 
 from dataclasses import dataclass, replace

@@ -1,21 +1,16 @@
 """Speed and memory of HMTWrapper on random weights.
 
-    python scripts/bench_hmt.py speed --size tiny --tokens 20000
-    python scripts/bench_hmt.py memory --lengths 10000 100000 1000000
-    python scripts/bench_hmt.py pages --out model_cards/evidence
+    python -m scripts.bench.hmt speed --size tiny --tokens 20000
+    python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
+    python -m scripts.bench.hmt pages
 
-`speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal
-LM, each with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. Runs alternate
-and medians are printed. `memory` streams a token file from disk, piece by piece, and prints the peak of resident
-memory at each length. `pages` times one recall and one dropped memory, with pages and with one flat memory, over the
-number of segments; counts the vectors a recall touches; and asks for random memories, which are the hardest to find by
-the tag of their page. Results go to stdout as one JSON object; `pages` also writes hmt_pages.json and a picture.
+`speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal LM, each
+with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. `memory` streams a token file from
+disk, piece by piece, and gives the peak of resident memory at each length. `pages` times one recall and one dropped memory,
+with pages and with one flat memory, over the number of segments; counts the vectors that a recall touches; and recalls random
+memories, which are the hardest to find by the tag of their page; a picture of it is drawn beside the JSON.
 """
 
-import argparse
-import json
-import platform
-import resource
 import statistics
 import tempfile
 import time
@@ -27,8 +22,31 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTMemory, HMTWrapper
 from hf_longctx.hmt.pages_hmt import MemoryPages
+from scripts.bench import common
 
 
+COLUMNS = {
+    "speed": {
+        "reader": "{name}",
+        "tokens/s": "{tokens_per_s:.0f}",
+        "to official": "{to_official:.2f}x",
+        "largest change of logits": "{largest_change_of_logits:.1e}",
+    },
+    "memory": {
+        "tokens": "{tokens}",
+        "peak MB": "{peak_rss_mb:.0f}",
+        "numbers in the state": "{state_numbers}",
+        "device MB": "{peak_device_mb:.0f}",
+    },
+    "pages": {
+        "segments": "{segments}",
+        "flat ms": "{flat_ms:.2f}",
+        "pages ms": "{pages_ms:.2f}",
+        "tags": "{tags}",
+        "recalled": "{recalled}",
+        "found": "{found:.1%}",
+    },
+}
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
     "100m": (640, 10, 10, 1728, 32000),
@@ -78,50 +96,32 @@ def official_loop(model, ids):
     return torch.cat(logits, 1)
 
 
-def seconds(function, device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
+@torch.no_grad()
 def speed(args):
     """Tokens per second: the official loop, and both modes with all logits and with the last logits only."""
     paper, causal = build(args.size, "paper", args), build(args.size, "causal", args)
     ids = torch.randint(paper.config.vocab_size, (args.batch, args.tokens), device=args.device)
-
     probe = ids[:, : 5 * args.segment_length + 3]
-    with torch.no_grad():
-        difference = (paper(probe).logits.cpu() - official_loop(paper, probe)).abs().max().item()
-        runs = {
-            "official loop": lambda: official_loop(paper, ids),
-            "paper": lambda: paper(ids),
-            "causal": lambda: causal(ids),
-            "paper, last logits": lambda: paper(ids, logits_to_keep=1),
-            "causal, last logits": lambda: causal(ids, logits_to_keep=1),
-        }
-        times = {name: [] for name in runs}
-        for repeat in range(args.repeats + 1):
-            for name, run in runs.items():
-                taken = seconds(run, args.device)
-                if repeat:  # the first round warms up
-                    times[name].append(taken)
-    rates = {name: args.batch * args.tokens / statistics.median(t) for name, t in times.items()}
-    return {
-        "tokens_per_second": {name: round(rate) for name, rate in rates.items()},
-        "times_official": {name: round(rate / rates["official loop"], 3) for name, rate in rates.items()},
-        "largest_difference_of_logits_paper": difference,
+    change = (paper(probe).logits.cpu() - official_loop(paper, probe)).abs().max().item()
+    readers = {
+        "official loop": lambda: official_loop(paper, ids),
+        "paper": lambda: paper(ids),
+        "causal": lambda: causal(ids),
+        "paper, last logits": lambda: paper(ids, logits_to_keep=1),
+        "causal, last logits": lambda: causal(ids, logits_to_keep=1),
     }
+    turns = {name: lambda read=read: common.timed(read, device=args.device)[0] for name, read in readers.items()}
+    seconds = common.alternate(turns, args.rounds)
+    for name in readers:
+        row = {"name": name, "tokens_per_s": args.batch * args.tokens / statistics.median(seconds[name])}
+        row["to_official"] = common.median_ratio(seconds["official loop"], seconds[name])
+        yield row | ({"largest_change_of_logits": change} if name == "paper" else {})
 
 
 def memory(args):
     """Peak resident memory (and device memory) in MB while a file of tokens is read with a state."""
     model = build(args.size, "causal", args)
-    peaks = {}
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         generator = np.random.default_rng(0)
         with path.open("wb") as file:
@@ -133,76 +133,69 @@ def memory(args):
             while position < length:
                 piece = tokens[position : min(length, position + args.piece)]
                 ids = torch.from_numpy(piece.astype(np.int64))[None].to(args.device)
-                state = model(ids, state=state, use_cache=True, logits_to_keep=1).state
+                with torch.no_grad():
+                    state = model(ids, state=state, use_cache=True, logits_to_keep=1).state
                 position += len(piece)
-            peaks[length] = {
-                "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
-                "state_numbers": sum(x.numel() for x in state.tensors().values()),
-                "seconds": round(time.perf_counter() - start, 1),
-            }
+            row = {"tokens": length, "peak_rss_mb": common.resident_mb(), "seconds": time.perf_counter() - start}
+            row["state_numbers"] = sum(x.numel() for x in state.tensors().values())
             if args.device == "cuda":
-                peaks[length]["peak_device_mb"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    return {"by_length": peaks}
+                row["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
+            yield row
 
 
 @torch.no_grad()
 def pages(args):
     """Milliseconds per segment, vectors touched and memories found, over the number of segments."""
     torch.manual_seed(0)
-    width, one = args.width, torch.ones(1, 1, dtype=torch.bool)
+    width, mask = args.width, torch.ones(1, 1, dtype=torch.bool)
     memory = HMTMemory(width, 1, width)
     for projection in (memory.wq, memory.wk):
         torch.nn.init.eye_(projection)
     embeddings = torch.randn(1, max(args.segments), width)
     kept = MemoryPages.empty(1, width, embeddings.dtype, "cpu", args.page_size, args.recalled_pages)
-    by_segments, start = {}, 0
+    start, rows = 0, []
     for n in sorted(args.segments):
-        kept, start = kept.append(embeddings[:, start:n], one.expand(1, n - start)), n
+        kept, start = kept.append(embeddings[:, start:n], mask.expand(1, n - start)), n
 
         def flat(query, n=n):
             bank = torch.cat([embeddings[:, : n - 1], query], 1)
-            memory.recall(query, bank, one.expand(1, n))
+            memory.recall(query, bank, mask.expand(1, n))
 
         def paged(query, kept=kept):
-            found, mask, _ = kept.append(query, one).look_up(memory.direction(query))
-            memory.recall(query, found, mask)
+            recalled, real, _ = kept.append(query, mask).look_up(memory.direction(query))
+            memory.recall(query, recalled, real)
 
-        times = {"flat": [], "pages": []}
-        for repeat in range(args.repeats + 1):
-            for name, recall in (("flat", flat), ("pages", paged)):
-                taken = seconds(lambda recall=recall: recall(torch.randn(1, 1, width)), "cpu")
-                if repeat:
-                    times[name].append(1000 * taken)
-        asked = torch.randint(n, (200,)).tolist()
-        found = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in asked]
-        by_segments[n] = {
-            "ms": {name: round(statistics.median(t), 3) for name, t in times.items()},
+        turns = {
+            recall.__name__: lambda recall=recall: common.timed(recall, torch.randn(1, 1, width))[0]
+            for recall in (flat, paged)
+        }
+        seconds = common.alternate(turns, args.rounds)
+        places = torch.randint(n, (200,)).tolist()
+        hits = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in places]
+        row = {
+            "segments": n,
+            "flat_ms": 1e3 * statistics.median(seconds["flat"]),
+            "pages_ms": 1e3 * statistics.median(seconds["paged"]),
             "tags": kept.sums.shape[1],
             "recalled": kept.look_up(torch.zeros(1, 1, width))[0].shape[1],
-            "found": sum(map(bool, found)) / len(asked),
+            "found": sum(map(bool, hits)) / len(places),
         }
-    result = {"by_segments": by_segments}
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        settings = {name: getattr(args, name) for name in ("width", "page_size", "recalled_pages", "repeats")}
-        text = json.dumps({"torch": torch.__version__, "machine": platform.machine(), **settings, **result}, indent=1)
-        (args.out / "hmt_pages.json").write_text(text + "\n")
-        draw_pages(by_segments, args.out / "hmt_pages.png")
-    return result
+        rows.append(row)
+        yield row
+    draw_pages(rows, args.output.with_suffix(".png"))
 
 
-def draw_pages(by_segments, path):
+def draw_pages(rows, path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    segments, entries = list(by_segments), list(by_segments.values())
     vectors, times = figure.subplots(1, 2)
+    segments = [row["segments"] for row in rows]
     vectors.plot(segments, segments, "o:", color="grey", label="flat memory")
-    vectors.plot(segments, [e["tags"] + e["recalled"] for e in entries], "o-", color="C4", label="tags and pages")
+    vectors.plot(segments, [row["tags"] + row["recalled"] for row in rows], "o-", color="C4", label="tags and pages")
     vectors.set(ylabel="vectors touched by a recall")
-    for name, style in (("flat", "o:"), ("pages", "o-")):
-        colour = {"flat": "grey", "pages": "C4"}[name]
-        times.plot(segments, [e["ms"][name] for e in entries], style, color=colour, label=name)
+    for name, style, colour in (("flat", "o:", "grey"), ("pages", "o-", "C4")):
+        times.plot(segments, [row[f"{name}_ms"] for row in rows], style, color=colour, label=name)
     times.set(ylabel="ms per segment")
     for axes in (vectors, times):
         axes.set(xscale="log", yscale="log", xlabel="segments read")
@@ -210,31 +203,35 @@ def draw_pages(by_segments, path):
     figure.savefig(path, dpi=110)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "memory", "pages"])
+def measure(args):
+    torch.set_num_threads(args.threads)
+    yield from {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
+
+
+def table(result):
+    return common.table(result["rows"], COLUMNS[result["settings"]["what"]])
+
+
+def main(arguments=None):
+    parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}")
+    parser.add_argument("what", choices=list(COLUMNS), nargs="?", default="speed")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--segment-length", type=int, default=222, metavar="TOKENS")
     parser.add_argument("--sensory-tokens", type=int, default=32, metavar="TOKENS")
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS")
     parser.add_argument("--tokens", type=int, default=20_000, metavar="TOKENS")
-    parser.add_argument("--repeats", type=int, default=3, metavar="RUNS")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], metavar="TOKENS")
     segments = [1_000, 3_000, 10_000, 30_000, 100_000]
     parser.add_argument("--segments", type=int, nargs="+", default=segments, metavar="SEGMENTS")
     parser.add_argument("--width", type=int, default=512, metavar="NUMBERS")
     parser.add_argument("--page-size", type=int, default=16, metavar="EMBEDDINGS")
     parser.add_argument("--recalled-pages", type=int, default=8, metavar="PAGES")
-    parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--piece", type=int, default=8_192, metavar="TOKENS")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, metavar="THREADS")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    result = {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
-    settings = {"torch": torch.__version__, "machine": platform.machine(), **vars(args)}
-    print(json.dumps({**settings, **result}, indent=2, default=str))
+    common.run(parser, measure, table, arguments)
 
 
 if __name__ == "__main__":
