@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,25 +132,26 @@ def commit() -> str:
 
 
 def caption(result: dict[str, Any]) -> str:
-    """Where the figures of a result come from, in one line."""
+    """The command of a result, and where it ran, in one line."""
     where, numbers = result["machine"], result["versions"]
-    parts = [where["device"], *([f"{where['threads']} threads"] if "threads" in where else [])]
-    parts += [f"{package} {numbers[package]}" for package in ("torch", "triton") if package in numbers]
-    return f"`{result['command']}`: {', '.join(parts)}"
+    threads = [f"{where['threads']} thread{'s' * (where['threads'] > 1)}"] if "threads" in where else []
+    packages = [f"{package} {numbers[package]}" for package in ("torch", "triton") if package in numbers]
+    return f"`{result['command']}` on {', '.join([where['device'], *threads, *packages])}"
 
 
-def table(rows: Iterable[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Markdown. `columns` maps a heading to the format of its cells; a cell is empty where its row lacks the field."""
+def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """Markdown. `columns`: the format of the cells below each heading; a column in which all cells are empty is left out."""
 
     def cell(template: str, row: dict[str, Any]) -> str:
         try:
             return template.format(**row)
-        except (KeyError, TypeError):  # absent, or None
+        except (KeyError, TypeError):  # the row lacks the field, or has None
             return ""
 
-    lines = [list(columns), *([cell(template, row) for template in columns.values()] for row in rows)]
-    text = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([text[0], "|" + "---|" * len(columns), *text[1:]])
+    cells = {heading: [cell(template, row) for row in rows] for heading, template in columns.items()}
+    cells = {heading: column for heading, column in cells.items() if any(column)}
+    lines = [f"| {' | '.join(line)} |" for line in (cells, *zip(*cells.values()))]
+    return "\n".join([lines[0], "|" + "---|" * len(cells), *lines[1:]])
 
 
 # Running.
@@ -178,11 +179,13 @@ def describe_run(parser: argparse.ArgumentParser, args: argparse.Namespace, argu
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
     threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
-    options = sys.argv[1:] if arguments is None else arguments
+    options = list(map(str, sys.argv[1:] if arguments is None else arguments))
+    if "--output" in options:
+        del options[(i := options.index("--output")) : i + 2]
     name = args.name.format(**vars(args)) + ("_cuda" if device == "cuda" else "")
     args.output = args.output or RESULTS / f"{name}.json"
     return {
-        "command": shlex.join([*threads, *parser.prog.split(), *map(str, options)]),
+        "command": shlex.join([*threads, *parser.prog.split(), *options]),
         "commit": commit(),
         "machine": machine(device),
         "versions": versions(),

@@ -100,7 +100,13 @@ def test_a_run_leaves_out_what_failed_before(tune, tmp_path, monkeypatch):
     first.rows.extend([group[0], {**group[1], "error": "lost", "dropped": "lost"}])
     first.save()
     compiled_tiles = []
-    resources = {"shared": 0, "shared_limit": 1, "blocks_per_sm": 1, "hot_loop_spills": 0, "hot_loop_instructions": 400}
+    resources = {
+        "shared": 0,
+        "shared_limit": 1,
+        "blocks_per_sm": 1,
+        "hot_loop_spills": 0,
+        "hot_loop_instructions": 400,
+    }
 
     def compiled(cases, jobs, until):
         compiled_tiles.append([case["tile"][0] for case in cases])

@@ -26,7 +26,8 @@ from pathlib import Path
 from unittest import mock
 
 
-os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
 
 import torch
 import triton
