@@ -2,8 +2,9 @@
 
     python -m scripts.bench.attention [--lengths 1024 4096 16384]
 
-Times are medians of alternating rounds, ratios are to plain causal SDPA within a round, and memory is what one call adds to
-the peak of a fresh process. On a GPU: python -m scripts.bench.gpu.bench, which measures the Triton kernels and their peers.
+Times are medians of alternating rounds, ratios are to plain causal SDPA within a round, and memory is what one call
+adds to the peak of a fresh process. On a GPU: python -m scripts.bench.gpu.bench, which measures the Triton kernels
+and their peers.
 """
 
 import statistics
@@ -15,14 +16,10 @@ from hf_longctx.fox import forgetting_attention
 from scripts.bench import common
 
 
-COLUMNS = {
-    "T": "{length}",
-    "direction": "{direction}",
-    "attention": "{name}",
-    "median ms": "{median_ms:.1f}",
-    "to plain": "{ratio_to_plain:.2f}x",
-    "MB added": "{added_mb:.0f}",
-}
+TABLE = """
+| T | direction | attention | median ms | to plain | MB added |
+| {length} | {direction} | {name} | {median_ms:.1f} | {ratio_to_plain:.2f}x | {added_mb:.0f} |
+"""
 
 
 def draw(length, heads=8, head_dim=64):
@@ -93,7 +90,7 @@ def measure(args):
 
 
 def table(result):
-    return "float32, B=1, H=8, D=64.\n\n" + common.table(result["rows"], COLUMNS)
+    return "float32, B=1, H=8, D=64.\n\n" + common.markdown(result["rows"], TABLE)
 
 
 def main(arguments=None):

@@ -1,7 +1,8 @@
 """What all benchmarks share: one timer, one description of the machine, one Markdown table, one JSON file.
 
-A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which makes Markdown of the
-JSON. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and prints the table.
+A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which makes Markdown
+of the JSON. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and
+prints the table.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "flash-lin
 def timed(function: Callable, *args, device: str = "cpu", scratch: torch.Tensor | None = None) -> tuple[float, Any]:
     """Seconds of one call, and its result.
 
-    On a GPU the time lies between two events, and `scratch` is overwritten before the first of them: this empties the GPU's
-    cache, and keeps the GPU busy while the call is launched.
+    On a GPU the time lies between two events, and `scratch` is overwritten before the first of them: this empties the
+    GPU's cache, and keeps the GPU busy while the call is launched.
     """
     if device != "cuda":
         begin = time.perf_counter()
@@ -78,7 +79,7 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def resident_mb(field: str = "VmHWM") -> float:
-    """Resident memory of this process in MB: the peak, or with "VmRSS" the present. ru_maxrss would include the parent's."""
+    """Resident memory of this process: the peak, or with "VmRSS" the present. ru_maxrss would count the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
@@ -139,19 +140,18 @@ def caption(result: dict[str, Any]) -> str:
     return f"`{result['command']}` on {', '.join([where['device'], *threads, *packages])}"
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Markdown. `columns`: the format of the cells below each heading; a column in which all cells are empty is left out."""
+def markdown(rows: list[dict[str, Any]], template: str) -> str:
+    """A table. `template`: its line of headings and a line of formats. A column without any value is left out."""
 
-    def cell(template: str, row: dict[str, Any]) -> str:
+    def cell(text: str, row: dict[str, Any]) -> str:
         try:
-            return template.format(**row)
+            return text.format(**row)
         except (KeyError, TypeError):  # the row lacks the field, or has None
             return ""
 
-    cells = {heading: [cell(template, row) for row in rows] for heading, template in columns.items()}
-    cells = {heading: column for heading, column in cells.items() if any(column)}
-    lines = [f"| {' | '.join(line)} |" for line in (cells, *zip(*cells.values()))]
-    return "\n".join([lines[0], "|" + "---|" * len(cells), *lines[1:]])
+    headings, formats = ([cell.strip() for cell in line.split("|")[1:-1]] for line in template.strip().splitlines())
+    columns = [[heading, "---", *(cell(text, row) for row in rows)] for heading, text in zip(headings, formats)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*(x for x in columns if any(x[2:]))))
 
 
 # Running.

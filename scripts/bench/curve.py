@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m scripts.bench.curve --model FOLDER TOKENS.npy
 
-The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache. Every run has a
-process of its own; extra MB is its peak memory above that of the loaded model. Without --model, a small Llama with random
-weights takes its place: fine for the cost of "reference" and "nested", but "adaptive" looks for the end of a model's memory,
-so give it a model that has some. Ratios compare CPU seconds, which depend less on other processes than wall-clock ones.
+The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache.
+Every run has a process of its own; extra MB is its peak memory above that of the loaded model. Without --model, a
+small Llama with random weights takes its place: fine for the cost of "reference" and "nested", but "adaptive" looks
+for the end of a model's memory, so give it a model that has some. Ratios compare CPU seconds, which depend less on
+other processes than wall-clock ones.
 """
 
 import time
@@ -36,16 +37,11 @@ SETUPS = {
     "long": ("vocabulary 32000, one length", LARGE, 2048, 1, 1, ["reference"]),
     "adaptive": ("vocabulary 1024, the usual 32 points x 10", SMALL, 512, 32, 10, ["reference", "nested", "adaptive"]),
 }
-COLUMNS = {
-    "setup": "{description}",
-    "protocol": "{protocol}",
-    "CPU s": "{cpu_s:.1f}",
-    "faster": "{faster:.2f}x",
-    "extra MB": "{extra_mb:.0f}",
-    "less": "{less_memory:.1f}x",
-    "other counts": "{other_counts}",
-    "95 % of fine, coarse": "{intervals_95[fine]}, {intervals_95[coarse]}",
-}
+TABLE = """
+| setup | protocol | CPU s | faster | extra MB | less | other counts | 95 % of fine, coarse |
+| {description} | {protocol} | {cpu_s:.1f} | {faster:.2f}x | {extra_mb:.0f} | {less_memory:.1f}x | {other_counts} |\
+ {intervals_95[fine]}, {intervals_95[coarse]} |
+"""
 
 
 @torch.no_grad()
@@ -110,7 +106,7 @@ def measure(args):
 
 
 def table(result):
-    return common.table([row | {"description": SETUPS[row["setup"]][0]} for row in result["rows"]], COLUMNS)
+    return common.markdown([row | {"description": SETUPS[row["setup"]][0]} for row in result["rows"]], TABLE)
 
 
 def main(arguments=None):

@@ -2,9 +2,9 @@
 
     python -m scripts.bench.generate [--context 2048] [--device cpu|cuda] [--dtype float32]
 
-The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a narrower
-MLP, which pays for its output gate. Figures are tokens per second, medians of alternating rounds; ratios are medians of the
-ratio to Llama within a round. Cache bytes are those of a DynamicCache.
+The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
+narrower MLP, which pays for its output gate. Figures are tokens per second, medians of alternating rounds; ratios are
+medians of the ratio to Llama within a round. Cache bytes are those of a DynamicCache.
 """
 
 import statistics
@@ -16,15 +16,11 @@ from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from scripts.bench import common
 
 
-COLUMNS = {
-    "model": "{name}",
-    "parameters": "{millions:.1f} M",
-    "prefill tokens/s": "{prefill_tokens_per_s:.0f}",
-    "prefill to Llama": "{prefill_to_llama:.2f}x",
-    "decode tokens/s": "{decode_tokens_per_s:.1f}",
-    "decode to Llama": "{decode_to_llama:.2f}x",
-    "cache bytes a token": "{cache_bytes_per_token}",
-}
+TABLE = """
+| model | parameters | prefill tokens/s | prefill to Llama | decode tokens/s | decode to Llama | cache bytes a token |
+| {name} | {millions:.1f} M | {prefill_tokens_per_s:.0f} | {prefill_to_llama:.2f}x | {decode_tokens_per_s:.1f} |\
+ {decode_to_llama:.2f}x | {cache_bytes_per_token} |
+"""
 
 
 def make_models(args):
@@ -91,7 +87,7 @@ def table(result):
     s = result["settings"]
     rows = [{"millions": row["parameters"] / 1e6, **row} for row in result["rows"]]
     text = f"{s['layers']} layers of width {s['hidden']}, context {s['context']}, {s['dtype']}."
-    return f"{text}\n\n{common.table(rows, COLUMNS)}"
+    return f"{text}\n\n{common.markdown(rows, TABLE)}"
 
 
 def main(arguments=None):

@@ -1,14 +1,14 @@
 """Speed and memory of HMTWrapper on random weights.
 
-    python -m scripts.bench.hmt speed --size tiny --tokens 20000
-    python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
-    python -m scripts.bench.hmt pages
+    OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed --size tiny --tokens 20000
+    OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
+    OMP_NUM_THREADS=1 python -m scripts.bench.hmt pages
 
-`speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal LM, each
-with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. `memory` streams a token file from
-disk, piece by piece, and gives the peak of resident memory at each length. `pages` times one recall and one dropped memory,
-with pages and with one flat memory, over the number of segments; counts the vectors that a recall touches; and recalls random
-memories, which are the hardest to find by the tag of their page; a picture of it is drawn beside the JSON.
+`speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal
+LM, each with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. `memory`
+streams a token file from disk, piece by piece, and gives the peak of resident memory at each length. `pages` times
+one recall and one dropped memory, with pages and with one flat memory, over the number of segments; counts the
+vectors that a recall touches; and recalls random memories, which are the hardest to find by the tag of their page.
 """
 
 import statistics
@@ -25,32 +25,27 @@ from hf_longctx.hmt.pages_hmt import MemoryPages
 from scripts.bench import common
 
 
-COLUMNS = {
-    "speed": {
-        "reader": "{name}",
-        "tokens/s": "{tokens_per_s:.0f}",
-        "to official": "{to_official:.2f}x",
-        "largest change of logits": "{largest_change_of_logits:.1e}",
-    },
-    "memory": {
-        "tokens": "{tokens}",
-        "peak MB": "{peak_rss_mb:.0f}",
-        "numbers in the state": "{state_numbers}",
-        "device MB": "{peak_device_mb:.0f}",
-    },
-    "pages": {
-        "segments": "{segments}",
-        "flat ms": "{flat_ms:.2f}",
-        "pages ms": "{pages_ms:.2f}",
-        "tags": "{tags}",
-        "recalled": "{recalled}",
-        "found": "{found:.1%}",
-    },
+TABLES = {
+    "speed": """
+| reader | tokens/s | to official | largest change of logits |
+| {name} | {tokens_per_s:.0f} | {to_official:.2f}x | {largest_change_of_logits:.1e} |
+""",
+    "memory": """
+| tokens | peak MB | numbers in the state | device MB |
+| {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} |
+""",
+    "pages": """
+| segments | flat ms | pages ms | tags | recalled | found |
+| {segments} | {flat_ms:.2f} | {pages_ms:.2f} | {tags} | {recalled} | {found:.1%} |
+""",
 }
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
     "100m": (640, 10, 10, 1728, 32000),
 }
+SEGMENT_LENGTH = 222
+PIECE = 8192  # tokens that `memory` reads at a time
+PAGES = {"width": 512, "page_size": 16, "recalled_pages": 8}
 
 
 def build(size, recall_mode, args):
@@ -66,7 +61,7 @@ def build(size, recall_mode, args):
     )
     torch.manual_seed(0)
     backbone = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
-    hmt = HMTConfig(segment_length=args.segment_length, sensory_tokens=args.sensory_tokens, recall_mode=recall_mode)
+    hmt = HMTConfig(segment_length=SEGMENT_LENGTH, sensory_tokens=32, recall_mode=recall_mode)
     return HMTWrapper.from_backbone(backbone, hmt)
 
 
@@ -100,8 +95,8 @@ def official_loop(model, ids):
 def speed(args):
     """Tokens per second: the official loop, and both modes with all logits and with the last logits only."""
     paper, causal = build(args.size, "paper", args), build(args.size, "causal", args)
-    ids = torch.randint(paper.config.vocab_size, (args.batch, args.tokens), device=args.device)
-    probe = ids[:, : 5 * args.segment_length + 3]
+    ids = torch.randint(paper.config.vocab_size, (1, args.tokens), device=args.device)
+    probe = ids[:, : 5 * SEGMENT_LENGTH + 3]
     change = (paper(probe).logits.cpu() - official_loop(paper, probe)).abs().max().item()
     readers = {
         "official loop": lambda: official_loop(paper, ids),
@@ -113,7 +108,7 @@ def speed(args):
     turns = {name: lambda read=read: common.timed(read, device=args.device)[0] for name, read in readers.items()}
     seconds = common.alternate(turns, args.rounds)
     for name in readers:
-        row = {"name": name, "tokens_per_s": args.batch * args.tokens / statistics.median(seconds[name])}
+        row = {"name": name, "tokens_per_s": args.tokens / statistics.median(seconds[name])}
         row["to_official"] = common.median_ratio(seconds["official loop"], seconds[name])
         yield row | ({"largest_change_of_logits": change} if name == "paper" else {})
 
@@ -131,7 +126,7 @@ def memory(args):
         state, position, start = None, 0, time.perf_counter()
         for length in sorted(args.lengths):
             while position < length:
-                piece = tokens[position : min(length, position + args.piece)]
+                piece = tokens[position : min(length, position + PIECE)]
                 ids = torch.from_numpy(piece.astype(np.int64))[None].to(args.device)
                 with torch.no_grad():
                     state = model(ids, state=state, use_cache=True, logits_to_keep=1).state
@@ -147,13 +142,13 @@ def memory(args):
 def pages(args):
     """Milliseconds per segment, vectors touched and memories found, over the number of segments."""
     torch.manual_seed(0)
-    width, mask = args.width, torch.ones(1, 1, dtype=torch.bool)
+    width, mask = PAGES["width"], torch.ones(1, 1, dtype=torch.bool)
     memory = HMTMemory(width, 1, width)
     for projection in (memory.wq, memory.wk):
         torch.nn.init.eye_(projection)
     embeddings = torch.randn(1, max(args.segments), width)
-    kept = MemoryPages.empty(1, width, embeddings.dtype, "cpu", args.page_size, args.recalled_pages)
-    start, rows = 0, []
+    kept = MemoryPages.empty(1, width, embeddings.dtype, "cpu", PAGES["page_size"], PAGES["recalled_pages"])
+    start = 0
     for n in sorted(args.segments):
         kept, start = kept.append(embeddings[:, start:n], mask.expand(1, n - start)), n
 
@@ -172,7 +167,7 @@ def pages(args):
         seconds = common.alternate(turns, args.rounds)
         places = torch.randint(n, (200,)).tolist()
         hits = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in places]
-        row = {
+        yield {
             "segments": n,
             "flat_ms": 1e3 * statistics.median(seconds["flat"]),
             "pages_ms": 1e3 * statistics.median(seconds["paged"]),
@@ -180,57 +175,27 @@ def pages(args):
             "recalled": kept.look_up(torch.zeros(1, 1, width))[0].shape[1],
             "found": sum(map(bool, hits)) / len(places),
         }
-        rows.append(row)
-        yield row
-    draw_pages(rows, args.output.with_suffix(".png"))
-
-
-def draw_pages(rows, path):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    vectors, times = figure.subplots(1, 2)
-    segments = [row["segments"] for row in rows]
-    vectors.plot(segments, segments, "o:", color="grey", label="flat memory")
-    vectors.plot(segments, [row["tags"] + row["recalled"] for row in rows], "o-", color="C4", label="tags and pages")
-    vectors.set(ylabel="vectors touched by a recall")
-    for name, style, colour in (("flat", "o:", "grey"), ("pages", "o-", "C4")):
-        times.plot(segments, [row[f"{name}_ms"] for row in rows], style, color=colour, label=name)
-    times.set(ylabel="ms per segment")
-    for axes in (vectors, times):
-        axes.set(xscale="log", yscale="log", xlabel="segments read")
-        axes.legend()
-    figure.savefig(path, dpi=110)
 
 
 def measure(args):
-    torch.set_num_threads(args.threads)
-    yield from {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
+    return {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
 
 
 def table(result):
-    return common.table(result["rows"], COLUMNS[result["settings"]["what"]])
+    return common.markdown(result["rows"], TABLES[result["settings"]["what"]])
 
 
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}")
-    parser.add_argument("what", choices=list(COLUMNS), nargs="?", default="speed")
+    parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed")
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--segment-length", type=int, default=222, metavar="TOKENS")
-    parser.add_argument("--sensory-tokens", type=int, default=32, metavar="TOKENS")
-    parser.add_argument("--batch", type=int, default=1, metavar="ROWS")
     parser.add_argument("--tokens", type=int, default=20_000, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], metavar="TOKENS")
     segments = [1_000, 3_000, 10_000, 30_000, 100_000]
     parser.add_argument("--segments", type=int, nargs="+", default=segments, metavar="SEGMENTS")
-    parser.add_argument("--width", type=int, default=512, metavar="NUMBERS")
-    parser.add_argument("--page-size", type=int, default=16, metavar="EMBEDDINGS")
-    parser.add_argument("--recalled-pages", type=int, default=8, metavar="PAGES")
-    parser.add_argument("--piece", type=int, default=8_192, metavar="TOKENS")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1, metavar="THREADS")
     common.run(parser, measure, table, arguments)
 
 

@@ -12,7 +12,10 @@ from scripts.bench import common
 
 
 STATEMENTS = {"transformers": "import transformers", "hf_longctx": "import transformers, hf_longctx"}
-COLUMNS = {"import of": "{module}", "in": "`{statement}`", "median ms": "{median_ms:.1f}"}
+TABLE = """
+| import of | in | median ms |
+| {module} | `{statement}` | {median_ms:.1f} |
+"""
 
 
 def import_seconds(module):
@@ -30,7 +33,7 @@ def measure(args):
 
 
 def table(result):
-    return common.table(result["rows"], COLUMNS)
+    return common.markdown(result["rows"], TABLE)
 
 
 def main(arguments=None):

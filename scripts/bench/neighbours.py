@@ -2,12 +2,12 @@
 
     python -m scripts.bench.neighbours [--device cpu|cuda] [--length 2048]
 
-Neighbours are QK-norm, the token shift of keys and values, both together, and output norm with output gate, from the results
-of the projections to the inputs of the attention or of the next projection. "floor" is a plain copy that moves as many bytes
-as the neighbour has inputs and outputs (in the backward pass: inputs, gradients of the outputs, gradients of the inputs), so
-no kernel can do better. "reached" is the time that compiling saves, as a share of what the floor would save; "of layer" is
-the eager neighbour's share of the eager layer's time (on a GPU with the Triton kernels). Contenders take turns; figures are
-medians of rounds, ratios medians of the ratio within a round.
+Neighbours are QK-norm, the token shift of keys and values, both together, and output norm with output gate, from the
+results of the projections to the inputs of the attention or of the next projection. "floor" is a plain copy that
+moves as many bytes as the neighbour has inputs and outputs (in the backward pass: inputs, gradients of the outputs,
+gradients of the inputs), so no kernel can do better. "reached" is the time that compiling saves, as a share of what
+the floor would save; "of layer" is the eager neighbour's share of the eager layer's time (on a GPU with the Triton
+kernels). Contenders take turns; figures are medians of rounds, ratios medians of the ratio within a round.
 """
 
 import copy
@@ -19,16 +19,11 @@ from hf_longctx.fox import FoxConfig, FoxModel
 from scripts.bench import common
 
 
-COLUMNS = {
-    "pass": "{direction}",
-    "neighbour": "{name}",
-    "eager ms": "{eager_ms:.2f}",
-    "compiled ms": "{compiled_ms:.2f}",
-    "floor ms": "{floor_ms:.2f}",
-    "faster": "{faster:.2f}x",
-    "reached": "{reached:.0%}",
-    "of layer": "{of_layer:.1%}",
-}
+TABLE = """
+| pass | neighbour | eager ms | compiled ms | floor ms | faster | reached | of layer |
+| {direction} | {name} | {eager_ms:.2f} | {compiled_ms:.2f} | {floor_ms:.2f} | {faster:.2f}x | {reached:.0%} |\
+ {of_layer:.1%} |
+"""
 LAYER = "attention layer"
 DEFAULTS = {"cpu": {"length": 2048, "hidden": 768, "dtype": "float32"},
             "cuda": {"length": 16384, "hidden": 2048, "dtype": "bfloat16"}}  # fmt: skip
@@ -152,7 +147,7 @@ def measure(args):
 def table(result):
     s = result["settings"]
     text = f"FoX (Pro), width {s['hidden']}, heads of {s['head_dim']}, T={s['length']}, {s['dtype']}."
-    return f"{text}\n\n{common.table(result['rows'], COLUMNS)}"
+    return f"{text}\n\n{common.markdown(result['rows'], TABLE)}"
 
 
 def main(arguments=None):

@@ -1,11 +1,13 @@
-"""Decoding with a pruned cache against the full cache: memory, tokens per second, and what pruning changes in the logits.
+"""Decoding with a pruned cache against the full cache: memory, tokens per second, and what pruning changes in the
+logits.
 
     python -m scripts.bench.pruned [--contexts 16384 65536] [--tolerances 1e-2 1e-4 1e-6]
 
-The model is a FoX (Pro) with random weights, whose heads forget by a factor e in 2 to 2048 tokens. The context is not read
-but made up: normed random keys, random values, gates that scatter around their biases. Tolerance 0 drops nothing: it shows
-what is gained by not copying the cache for every token, and gives the logits that the others are compared with (in the full
-cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by token; figures are medians.
+The model is a FoX (Pro) with random weights, whose heads forget by a factor e in 2 to 2048 tokens. The context is not
+read but made up: normed random keys, random values, gates that scatter around their biases. Tolerance 0 drops
+nothing: it shows what is gained by not copying the cache for every token, and gives the logits that the others are
+compared with (in the full cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by
+token; figures are medians.
 """
 
 import statistics
@@ -19,15 +21,11 @@ from hf_longctx.fox.attention_fox import fold_keys
 from scripts.bench import common
 
 
-COLUMNS = {
-    "context": "{context}",
-    "cache": "{cache}",
-    "dropped": "{dropped:.1%}",
-    "cache MB": "{cache_mb:.0f}",
-    "tokens/s": "{tokens_per_s:.1f}",
-    "to full": "{speed_to_full:.2f}x",
-    "largest change of logits": "{largest_change_of_logits:.1e}",
-}
+TABLE = """
+| context | cache | dropped | cache MB | tokens/s | to full | largest change of logits |
+| {context} | {cache} | {dropped:.1%} | {cache_mb:.0f} | {tokens_per_s:.1f} | {speed_to_full:.2f}x |\
+ {largest_change_of_logits:.1e} |
+"""
 
 
 def make_model(args):
@@ -104,7 +102,7 @@ def table(result):
     s = result["settings"]
     fastest, slowest = s["decay_times"]
     sizes = f"FoX (Pro), {s['layers']} layers of {s['heads']} heads, decay times {fastest:g} to {slowest:g} tokens"
-    return f"{sizes}, {s['dtype']}.\n\n{common.table(result['rows'], COLUMNS)}"
+    return f"{sizes}, {s['dtype']}.\n\n{common.markdown(result['rows'], TABLE)}"
 
 
 def main(arguments=None):

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m scripts.bench.rope
 
-"direct cosines" is eq. 16 of arXiv 2405.14591 as numpy computes it one frequency at a time. Wall-clock and CPU seconds are both
-given: on a busy machine, trust the CPU seconds.
+"direct cosines" is eq. 16 of arXiv 2405.14591 as numpy computes it one frequency at a time. Wall-clock and CPU
+seconds are both given: on a busy machine, trust the CPU seconds.
 """
 
 import statistics
@@ -18,13 +18,10 @@ from scripts.bench import common
 # The paper's 1k to 1M, with 1k read as 1000 and as 1024.
 LENGTHS = sorted([*(1000 * 2**i for i in range(10)), 1_000_000, *(1024 * 2**i for i in range(11))])
 BASE, HEAD_DIM = 1e6, 128
-COLUMNS = {
-    "task": "{task}",
-    "head size": "{head_dim}",
-    "wall s": "{wall_s:.3g}",
-    "CPU s": "{cpu_s:.3g}",
-    "largest difference": "{largest_difference:.1e}",
-}
+TABLE = """
+| task | head size | wall s | CPU s | largest difference |
+| {task} | {head_dim} | {wall_s:.3g} | {cpu_s:.3g} | {largest_difference:.1e} |
+"""
 
 
 def direct_cosines(distances):
@@ -67,7 +64,7 @@ def measure(args):
 
 
 def table(result):
-    return common.table(result["rows"], COLUMNS)
+    return common.markdown(result["rows"], TABLE)
 
 
 def main(arguments=None):

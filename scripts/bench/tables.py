@@ -2,8 +2,9 @@
 
     python -m scripts.bench.tables [README ...]
 
-A place is everything from a line `<!-- generate: results/generate.json -->`, which names a module of scripts/bench and a
-JSON, relative to the README, to the next line `<!-- end -->`. tests/test_figures.py checks that the tables are those of the JSON.
+A place is everything from a line `<!-- generate: results/generate.json -->`, which names a module of scripts/bench
+and a JSON, relative to the README, to the next line `<!-- end -->`. tests/test_figures.py checks that the tables are
+those of the JSON.
 """
 
 import importlib

@@ -55,7 +55,8 @@ class Fake:
     """A problem whose forward tiles give right results, one wrong row, NaN, or an error."""
 
     shape = (1, 1, 8, 16)
-    tiles = {"right": Tile(32, 32, 1, 1), "one row": Tile(64, 32, 1, 1), "nan": Tile(16, 32, 1, 1), "raises": Tile(32, 64, 1, 1)}  # fmt: skip
+    sizes = {"right": (32, 32), "one row": (64, 32), "nan": (16, 32), "raises": (32, 64)}
+    tiles = {name: Tile(*size, 1, 1) for name, size in sizes.items()}
 
     def run(self, kernel):
         name = next(name for name, tile in self.tiles.items() if tile == tiles_fox.TILES[0, 4][16].forward)

@@ -2,11 +2,11 @@
 
     python -m scripts.bench.gpu.bench
 
-FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in both
-directions; bytes are each input and output once. "of roofline" is the least time that both allow at the measured ceilings, as
-a share of the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is not among them; cuDNN
-is the nearest to it. The figures that matter most are measured first. `--device cpu` is a dry run in Triton's interpreter: it
-shows that the script works, and nothing about speed.
+FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in
+both directions; bytes are each input and output once. "of roofline" is the least time that both allow at the measured
+ceilings, as a share of the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is
+not among them; cuDNN is the nearest to it. The figures that matter most are measured first. `--device cpu` is a dry
+run in Triton's interpreter: it shows that the script works, and nothing about speed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ LOGIT_BOUND = 8.0  # |scale * q.k| in the pruning runs, as QK-norm would promise
 TOLERANCE = -10.0  # arXiv 2504.06949
 ROUNDS = {"cuda": 100, "cpu": 1}
 SECONDS = 0.7  # for the rounds of one row, beyond the first three
-SIZES = {name: f"{{{name}}}" for name in ("D", "T", "B", "H")}
-COLUMNS = {
-    "attention": {"name": "{name}", **SIZES, "TFLOP/s forward": "{forward_tflops:.3g}",
-                  "backward": "{backward_tflops:.3g}", "forward of roofline": "{forward_of_roofline:.3g}",
-                  "backward of roofline": "{backward_of_roofline:.3g}",
-                  "difference from ours": "{difference_from_ours:.3g}", "error": "{error}"},
-    "pruning": {**SIZES, "pruned": "{share_pruned:.3g}", "forward speed-up": "{forward_speedup:.3g}",
-                "backward speed-up": "{backward_speedup:.3g}", "both": "{both_speedup:.3g}", "error": "{error}"},
-    "decode": {"B": "{B}", "T": "{T}", "us": "{us:.3g}", "us in a graph": "{graph_us:.3g}",
-               "TB/s": "{tb_per_s:.3g}", "of a copy's": "{share_of_copy:.3g}", "us pruned": "{pruned_graph_us:.3g}",
-               "us of plain SDPA": "{plain_sdpa_graph_us:.3g}", "error": "{error}"},
-}  # fmt: skip
+TABLES = {
+    "attention": """
+| name | D | T | B | H | TFLOP/s forward | backward | of roofline forward | backward | difference from ours | error |
+| {name} | {D} | {T} | {B} | {H} | {forward_tflops:.3g} | {backward_tflops:.3g} | {forward_of_roofline:.2f} |\
+ {backward_of_roofline:.2f} | {difference_from_ours:.1e} | {error} |
+""",
+    "pruning": """
+| D | T | B | H | pruned | speed-up forward | backward | both | error |
+| {D} | {T} | {B} | {H} | {share_pruned:.2f} | {forward_speedup:.2f} | {backward_speedup:.2f} | {both_speedup:.2f} |\
+ {error} |
+""",
+    "decode": """
+| B | T | us | us in a graph | TB/s | of a copy's | us pruned | us of plain SDPA | error |
+| {B} | {T} | {us:.1f} | {graph_us:.1f} | {tb_per_s:.3g} | {share_of_copy:.2f} | {pruned_graph_us:.1f} |\
+ {plain_sdpa_graph_us:.1f} | {error} |
+""",
+}
 TITLES = {"attention": "Causal attention", "pruning": "Adaptive computation pruning", "decode": "Decoding one token"}
 
 
@@ -175,7 +180,7 @@ def flops(B, H, T, D) -> float:
 
 
 def bytes_moved(B, H, T, D, itemsize) -> tuple[int, int]:
-    """Least traffic forward (q, k, v, o; log f, lse) and backward (q, k, v, o, their gradients; log f, lse, dlog f)."""
+    """Least traffic forward (q, k, v, o, log f, lse) and backward (q, k, v, o, log f, their gradients, lse)."""
     row, gate = B * H * T * D * itemsize, B * H * T * 4
     return 4 * row + 2 * gate, 8 * row + 3 * gate
 
@@ -240,7 +245,7 @@ def pruning_row(share_aimed_at, D, T, B, H, device) -> dict:
 
 
 def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
-    """Inputs of `attend_few`: one query of each head, and keys, values and gates as a cache of folded keys holds them."""
+    """Inputs of `attend_few`: one query of each head; keys, values and gates as in a cache of folded keys."""
     q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=log_f, grad=False)
     keys = fold_keys(k, log_f.cumsum(-1), D**-0.5)
     values = F.pad(v, (0, keys.shape[-1] - D))  # as far apart as the keys
@@ -251,8 +256,8 @@ def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
 def decode_row(B, T, device, limits) -> dict:
     """One new token, 32 query heads on 8 key heads of 128, from the folded keys of a cache, as a model decodes.
 
-    Bytes are keys, values and gates, each read once; the columns that pad a folded key are not read. Beside it: ours when
-    nine tenths of the keys are forgotten, and plain attention without a gate.
+    Bytes are keys, values and gates, each read once; the columns that pad a folded key are not read. Beside it: ours
+    when nine tenths of the keys are forgotten, and plain attention without a gate.
     """
     H, Hkv, D = (32, 8, 128) if device == "cuda" else (4, 2, 16)
     scale = D**-0.5
@@ -353,9 +358,9 @@ def table(result):
     text = [f"Ceilings: {limits['matmul_tflops']:.3g} TFLOP/s, {limits['copy_tb_per_s']:.3g} TB/s."]
     if result["settings"]["device"] == "cpu":
         text.insert(0, "A dry run in Triton's interpreter, whose times mean nothing.")
-    for section, columns in COLUMNS.items():
+    for section, template in TABLES.items():
         rows = [row for row in result["rows"] if row["section"] == section]
-        text.append(f"**{TITLES[section]}**\n\n{common.table(rows, columns)}")
+        text.append(f"**{TITLES[section]}**\n\n{common.markdown(rows, template)}")
     return "\n\n".join(text)
 
 

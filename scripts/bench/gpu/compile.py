@@ -2,11 +2,11 @@
 
     python -m scripts.bench.gpu.compile --capability 90 --head-dim 64 128
 
-No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the cuobjdump
-that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill), follow from
-registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its instructions, if
-nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that a GPU finds them in
-Triton's cache; each in a process of its own, several at a time.
+No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
+cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they
+fill), follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from
+its instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so
+that a GPU finds them in Triton's cache; each in a process of its own, several at a time.
 """
 
 from __future__ import annotations
@@ -57,20 +57,12 @@ SPILL = r"\b(?:LDL|STL)\b"
 COUNTED = {"products": TENSOR_CORE, "spills": SPILL, "waits": r"WARPGROUP\.DEPBAR", "exponentials": r"MUFU\.EX2"}
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
-COLUMNS = {
-    "sm": "{capability}",
-    "dtype": "{dtype}",
-    "kernel": "{kernel}",
-    "head size": "{head_dim}",
-    "bounded": "{bounded:d}",
-    "registers": "{registers}",
-    "spilled bytes": "{spill_bytes}",
-    "blocks per multiprocessor": "{blocks_per_sm}",
-    "occupancy": "{occupancy:.0%}",
-    "instructions per logit": "{instructions_per_logit:.1f}",
-    "share of peak": "{share_of_peak[0]:.0%} to {share_of_peak[1]:.0%}",
-    "error": "{error}",
-}
+TABLE = """
+| sm | dtype | kernel | head size | bounded | registers | spilled bytes | blocks per multiprocessor | occupancy |\
+ instructions per logit | share of peak | error |
+| {capability} | {dtype} | {kernel} | {head_dim} | {bounded:d} | {registers} | {spill_bytes} | {blocks_per_sm} |\
+ {occupancy:.0%} | {instructions_per_logit:.1f} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
+"""
 
 
 class Target:
@@ -153,10 +145,11 @@ def hot_loop(sass: str) -> dict[str, int]:
 
 
 def share_of_peak(capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: int, loop: dict) -> list[float]:
-    """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything does.
+    """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything
+    does.
 
-    Cycles of a multiprocessor per turn of the loop: products; instructions, one for each of four schedulers; exponentials,
-    16 at a time. Memory, barriers and everything outside the loop are left out, so this is an estimate.
+    Cycles of a multiprocessor per turn of the loop: products; instructions, one for each of four schedulers;
+    exponentials, 16 at a time. Memory, barriers and everything outside the loop are left out, so this is an estimate.
     """
     tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[nearest_limits(capability)]
     other = tile.warps * max(loop["instructions"] / 4, loop["exponentials"] * 32 / 16)
@@ -274,7 +267,7 @@ def table(result: dict) -> str:
     def order(row):
         return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), row["head_dim"], row["bounded"]
 
-    return common.table(sorted(result["rows"], key=order), COLUMNS)
+    return common.markdown(sorted(result["rows"], key=order), TABLE)
 
 
 def main(arguments: list[str] | None = None) -> None:

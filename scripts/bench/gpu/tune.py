@@ -3,16 +3,18 @@
     python -m scripts.bench.gpu.tune
     python -m scripts.bench.gpu.tune --compile-only 90 --output tiles_90.json
 
-Candidates are the neighbours of the table's tiles. scripts/bench/gpu/compile.py compiles them on all cores, without a GPU.
-Those that do not fit on the chip or spill much in the hot loop are dropped. The others take turns on the GPU, put into the
-table one at a time and called through the real launchers: bfloat16, causal, with the bounds of pruning but nothing pruned,
-and logits bounded as by QK-norm. A tile whose result differs from that of the present tile is never chosen. Times are medians
-over rounds, by device events around the kernel itself; `faster` is the median of the ratio to the present tile within a round.
-TFLOP/s count the products that a kernel computes, TB/s of decoding the keys, values and gates. Printed at the end: rows to
-put into TILES. Pruning works in blocks of the forward tile, and prunes less in larger ones: not measured here.
+Candidates are the neighbours of the table's tiles. scripts/bench/gpu/compile.py compiles them on all cores, without a
+GPU. Those that do not fit on the chip or spill much in the hot loop are dropped. The others take turns on the GPU,
+put into the table one at a time and called through the real launchers: bfloat16, causal, with the bounds of pruning
+but nothing pruned, and logits bounded as by QK-norm. A tile whose result differs from that of the present tile is
+never chosen. Times are medians over rounds, by device events around the kernel itself; `faster` is the median of the
+ratio to the present tile within a round. TFLOP/s count the products that a kernel computes, TB/s of decoding the
+keys, values and gates. Printed at the end: rows to put into TILES. Pruning works in blocks of the forward tile, and
+prunes less in larger ones: not measured here.
 
-The JSON is written after every step. A run that finds the JSON of an earlier one leaves out the tiles that failed there, such
-as a tile that took the device down. `--device cpu` is a dry run in Triton's interpreter, which shows nothing about speed.
+The JSON is written after every step. A run that finds the JSON of an earlier one leaves out the tiles that failed
+there, such as a tile that took the device down. `--device cpu` is a dry run in Triton's interpreter, which shows
+nothing about speed.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ MANY_SPILLS = 0.1  # of the instructions in the hot loop
 ROW_TOLERANCE = 0.03  # bfloat16 results of two tiles, row by row
 ROUNDS = {"cuda": 15, "cpu": 2}
 CLEARLY_FASTER = 1.01  # the gain for which a tile replaces the present one
-COLUMNS = {
-    name: f"{{{name}}}" for name in ("tile", "registers", "hot_loop_spills", "serialized", "shared", "blocks_per_sm")
-}
-COLUMNS |= {"instructions_per_logit": "{instructions_per_logit:.3g}", "occupancy": "{occupancy:.0%}"}
-TIMED_COLUMNS = {name: f"{{{name}:.3g}}" for name in ("ms", "TFLOP/s", "TB/s", "faster", "difference")}
+TABLE = """
+| tile | registers | spills | instructions | serialized | shared | blocks | occupancy |\
+ ms | TFLOP/s | TB/s | faster | difference |
+| {tile} | {registers} | {hot_loop_spills} | {instructions_per_logit:.3g} | {serialized} | {shared} |\
+ {blocks_per_sm} | {occupancy:.0%} | {ms:.3g} | {TFLOP/s:.3g} | {TB/s:.3g} | {faster:.3g} | {difference:.1e} |
+"""
 
 
 # What to try.
@@ -113,7 +116,7 @@ class Problem:
         return {"TFLOP/s": PRODUCTS[kernel] * flops(*self.shape) / seconds / 1e12}
 
     def difference_from_sdpa(self, o: torch.Tensor) -> float:
-        """Relative difference of the first rows from plain attention on folded keys, because all tiles may be wrong."""
+        """Relative difference of the first rows from SDPA on folded keys, because all tiles may be wrong."""
         expected = folded(*(x[:, :, :2048] for x in self.drawn))
         return ((o[:, :, :2048] - expected).float().norm() / expected.float().norm()).item()
 
@@ -135,7 +138,7 @@ def row_key(row: dict) -> tuple:
 
 
 class Report:
-    """The results so far, kept in a file. `failed`: the rows of an earlier run there, if of the same device and commit."""
+    """The results so far, kept in a file. `failed`: rows of an earlier run there, of the same device and commit."""
 
     def __init__(self, path: Path, result: dict):
         self.path, self.contents = path, result | {"tiles": {}}
@@ -152,7 +155,7 @@ class Report:
 
 
 def compiled(cases: list[dict], jobs: int | None, until: float) -> Iterator[dict]:
-    """Reports as they come, until then, of compile.py in a process of its own, since this one may interpret kernels."""
+    """Reports of compile.py as they come, from a process of its own, because this one may interpret kernels."""
     command = [sys.executable, "-m", "scripts.bench.gpu.compile", "--cases", *(["--jobs", str(jobs)] if jobs else [])]
     process = subprocess.Popen(
         command,
@@ -228,7 +231,7 @@ def launch_seconds(kernel: str, problem: Problem, scratch: torch.Tensor) -> floa
 
 
 def difference(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> float:
-    """The largest difference of a row of any result, relative to the row, or to the median row where that is larger."""
+    """The largest difference of a row of any result, relative to that row or to the median row, if larger."""
     worst = 0.0
     for x, y in zip(actual, expected):
         size = y.float().norm(dim=-1)
@@ -298,7 +301,7 @@ def fastest(rows: list[dict]) -> tiles_fox.Tile:
 def tune(
     report: Report, groups: list[list[dict]], problem: Problem, device: str, deadline: float
 ) -> dict[str, tiles_fox.Tile]:
-    """Times the tiles of each kernel for one head size. Returns the fastest, if together they give the same results."""
+    """Times the tiles of each kernel for one head size. Returns the fastest, if they agree when used together."""
     D, tiles, expected = problem.shape[-1], {}, {}
     with mock.patch.dict(launched_tiles(device)):
         for i, rows in enumerate(groups):
@@ -313,7 +316,7 @@ def tune(
         if expected.get("forward"):
             off = problem.difference_from_sdpa(expected["forward"][0])
             print(f"D = {D}: the forward pass is off from SDPA by {off:.1e}\n", flush=True)
-        # The dq pass was timed beside another dk/dv tile, and prepares the input of the dk/dv pass in blocks of that tile.
+        # The dq pass prepares the input of the dk/dv pass in blocks of its tile, and was timed with another one.
         off = max((difference(problem.run(kernel), x) for kernel, x in expected.items() if x), default=0.0)
     if off > ROW_TOLERANCE:
         print(f"D = {D}: together, {tiles} change the results by {off:.2g}; the present tiles stay\n", flush=True)
@@ -327,9 +330,8 @@ def tune(
 def table(rows: list[dict]) -> str:
     """Markdown: the tiles of one kernel, the fastest first where they were timed, and those that were dropped."""
     kept = sorted((row for row in rows if "dropped" not in row), key=lambda row: -row.get("faster", 0.0))
-    columns = COLUMNS | {name: x for name, x in TIMED_COLUMNS.items() if any(name in row for row in kept)}
     dropped = "".join(f"\n- {row['tile']}: {row['dropped']}" for row in rows if "dropped" in row)
-    return f"## {rows[0]['kernel']}, D = {rows[0]['head_dim']}\n\n{common.table(kept, columns)}\n{dropped}\n"
+    return f"## {rows[0]['kernel']}, D = {rows[0]['head_dim']}\n\n{common.markdown(kept, TABLE)}\n{dropped}\n"
 
 
 def by_kernel(rows: list[dict]) -> list[list[dict]]:
