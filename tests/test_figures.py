@@ -1,6 +1,7 @@
 """Every figure in a table of a README comes from a JSON that is in the repository."""
 
 import importlib.util
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 READMES = sorted([ROOT / "scripts" / "README.md", *ROOT.glob("hf_longctx/**/README.md")])
 GENERATED = re.compile(r"<!-- [\w.]+: \S+ -->\n.*?<!-- end -->", re.DOTALL)
-TABLE = re.compile(r"(?:(?<=\n\n)|\A)((?:(?!\|).+\n)*)\n?((?:^\|.*\n)+)", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 SCALES = (1, 100, 1000, 1e-3, 1e-6)  # a ratio in per cent, seconds in ms, bytes in k or M
 
@@ -43,10 +44,10 @@ def numbers(value):
 
 def untraced_figures(text, folder):
     """The figures of the tables of a README that are in no JSON linked in the same row or in the paragraph above."""
-    for match in TABLE.finditer(GENERATED.sub("", text)):
-        paragraph, table = match.groups()
-        for row in table.splitlines()[2:]:
-            files = re.findall(r"\]\(([^)]+\.json)\)", paragraph + row)
+    blocks = ["", *re.split(r"\n\n+", CODE.sub("", GENERATED.sub("", text)))]
+    for paragraph, block in itertools.pairwise(blocks):
+        for row in [line for line in block.splitlines() if line.startswith("|")][2:]:
+            files = re.findall(r"\]\(([^)]+\.json)\)", paragraph + block.partition("|")[0] + row)
             values = {x for file in files for x in numbers(json.loads((folder / file).read_text()))}
             for figure in NUMBER.findall(re.sub(r"\[[^]]*\]\([^)]*\)|`[^`]*`", "", row)):
                 decimals = len(figure.partition(".")[2])

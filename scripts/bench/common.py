@@ -5,8 +5,6 @@ of the JSON. `run` parses the options, writes the JSON after every row, so that 
 prints the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc
@@ -21,10 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +34,7 @@ PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "flash-lin
 # Measuring.
 
 
-def timed(function: Callable, *args, device: str = "cpu", scratch: torch.Tensor | None = None) -> tuple[float, Any]:
+def timed(function, *args, device="cpu", scratch=None):
     """Seconds of one call, and its result.
 
     On a GPU the time lies between two events, and `scratch` is overwritten before the first of them: this empties the
@@ -58,8 +54,8 @@ def timed(function: Callable, *args, device: str = "cpu", scratch: torch.Tensor 
     return begin.elapsed_time(end) * 1e-3, result
 
 
-def alternate(contenders: dict[Any, Callable[[], float]], rounds: int, until: float = math.inf) -> dict[Any, list]:
-    """Seconds of every contender in every round; a contender is a function that returns the seconds of one run.
+def alternate(contenders, rounds, until=math.inf):
+    """{name: seconds in every round} of {name: a function that returns the seconds of one run}.
 
     Contenders take turns, so that whatever else the machine does slows down all of them. A first round warms up and is
     left out. From the fourth on, no round begins after `until` (on the clock of time.monotonic).
@@ -73,18 +69,18 @@ def alternate(contenders: dict[Any, Callable[[], float]], rounds: int, until: fl
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def median_ratio(numerators: list[float], denominators: list[float]) -> float:
+def median_ratio(numerators, denominators):
     """The median of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators))
 
 
-def resident_mb(field: str = "VmHWM") -> float:
-    """Resident memory of this process: the peak, or with "VmRSS" the present. ru_maxrss would count the parent's."""
+def resident_mb(field="VmHWM"):
+    """Peak resident memory of this process, or with "VmRSS" the present one. ru_maxrss would count the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
-def added_mb(function: Callable, *args) -> tuple[float, Any]:
+def added_mb(function, *args):
     """MB that one call adds to the resident memory of this process at its peak, and the result of the call."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
@@ -93,7 +89,7 @@ def added_mb(function: Callable, *args) -> tuple[float, Any]:
     return resident_mb() - before, result
 
 
-def in_fresh_process(function: Callable, *args) -> Any:
+def in_fresh_process(function, *args):
     """The result of a module's function in an interpreter of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
@@ -102,7 +98,7 @@ def in_fresh_process(function: Callable, *args) -> Any:
 # Describing.
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
+def machine(device="cpu"):
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -115,7 +111,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, Any]:
+def versions():
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # absent, or imported from a folder
@@ -125,14 +121,14 @@ def versions() -> dict[str, Any]:
     return numbers
 
 
-def commit() -> str:
+def commit():
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError):  # no git
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
     return "unknown"
 
 
-def caption(result: dict[str, Any]) -> str:
+def caption(result):
     """The command of a result, and where it ran, in one line."""
     where, numbers = result["machine"], result["versions"]
     threads = [f"{where['threads']} thread{'s' * (where['threads'] > 1)}"] if "threads" in where else []
@@ -140,10 +136,10 @@ def caption(result: dict[str, Any]) -> str:
     return f"`{result['command']}` on {', '.join([where['device'], *threads, *packages])}"
 
 
-def markdown(rows: list[dict[str, Any]], template: str) -> str:
+def markdown(rows, template):
     """A table. `template`: its line of headings and a line of formats. A column without any value is left out."""
 
-    def cell(text: str, row: dict[str, Any]) -> str:
+    def cell(text, row):
         try:
             return text.format(**row)
         except (KeyError, TypeError):  # the row lacks the field, or has None
@@ -157,8 +153,8 @@ def markdown(rows: list[dict[str, Any]], template: str) -> str:
 # Running.
 
 
-def make_parser(module: str, description: str, name: str | None = None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have. `name`: of the JSON, may contain other options in braces."""
+def make_parser(module, description, name=None):
+    """A parser with the options that all benchmarks have. `name` of the JSON: may contain other options in braces."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -173,8 +169,8 @@ def make_parser(module: str, description: str, name: str | None = None) -> argpa
     return parser
 
 
-def describe_run(parser: argparse.ArgumentParser, args: argparse.Namespace, arguments: list[str] | None) -> dict:
-    """What a JSON says of itself. Sets the default of --output, and ends the program where --device is not there."""
+def describe_run(parser, args, arguments):
+    """A result without rows. Sets the default of --output, and ends the program if there is no such --device."""
     device = getattr(args, "device", "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
@@ -194,20 +190,15 @@ def describe_run(parser: argparse.ArgumentParser, args: argparse.Namespace, argu
     }
 
 
-def save(path: Path, result: dict[str, Any]) -> None:
-    """Replaces the file at once: a run that is stopped leaves a whole one."""
+def save(path, result):
+    """Replace the file at once: an interrupted run leaves a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(result, indent=1, default=str) + "\n")
     draft.replace(path)
 
 
-def run(
-    parser: argparse.ArgumentParser,
-    measure: Callable[[argparse.Namespace], Iterator[dict[str, Any]]],
-    table: Callable[[dict[str, Any]], str],
-    arguments: list[str] | None = None,
-) -> dict[str, Any]:
+def run(parser, measure, table, arguments=None):
     """Measure, and write and print the result; or print the table of a file. Rows go to stderr as they come."""
     args = parser.parse_args(arguments)
     if args.table is not None:

@@ -134,12 +134,12 @@ COMPETITORS = {  # name: (makes the function, whether its results are those of o
 
 @functools.cache
 def scratch(device) -> torch.Tensor | None:
-    """What is overwritten before each timed call."""
+    """The memory that is overwritten before each timed call, as large as that of triton.testing.do_bench."""
     return torch.empty(2**28, dtype=torch.uint8, device=device) if device == "cuda" else None
 
 
 def seconds_in_turn(functions: dict, device: str) -> dict[str, list[float]]:
-    """Seconds of functions of nothing, in alternating rounds."""
+    """Seconds of functions without arguments, in alternating rounds."""
     turns = {
         name: lambda function=function: common.timed(function, device=device, scratch=scratch(device))[0]
         for name, function in functions.items()
@@ -154,7 +154,7 @@ def median_seconds(function, device: str) -> float:
 def draw(B, H, T, D, device, Hkv=None, Tq=None, log_f=None, grad=True):
     """Random inputs with slowly fading gates (half-lives of about 4 to 700 tokens), or a constant log f."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = (B, Tq or T, H, D), (B, T, Hkv or H, D), (B, T, Hkv or H, D)  # as projections leave them
+    shapes = (B, Tq or T, H, D), (B, T, Hkv or H, D), (B, T, Hkv or H, D)  # the layout of projections
     q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for shape in shapes)
     if log_f is None:
         gates = F.logsigmoid(torch.linspace(2, 7, H, device=device)[:, None] + torch.randn(B, H, T, device=device))
@@ -164,7 +164,7 @@ def draw(B, H, T, D, device, Hkv=None, Tq=None, log_f=None, grad=True):
 
 
 def both_passes(attention, inputs) -> dict:
-    """The forward pass (as in training) and the backward pass, as functions of nothing."""
+    """The forward pass (as in training) and the backward pass, as functions without arguments."""
     o = attention(*inputs)
     do = torch.randn_like(o)
     used = [x for x, dx in zip(inputs, torch.autograd.grad(o, inputs, do, retain_graph=True, allow_unused=True))
@@ -248,7 +248,7 @@ def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
     """Inputs of `attend_few`: one query of each head; keys, values and gates as in a cache of folded keys."""
     q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=log_f, grad=False)
     keys = fold_keys(k, log_f.cumsum(-1), D**-0.5)
-    values = F.pad(v, (0, keys.shape[-1] - D))  # as far apart as the keys
+    values = F.pad(v, (0, keys.shape[-1] - D))  # a cache pads values to the width of keys
     gates = keys[..., D : D + GATE_PARTS * (H // Hkv)].unflatten(-1, (H // Hkv, GATE_PARTS)).transpose(2, 3)
     return q, keys[..., :D], values[..., :D], gates
 
@@ -302,7 +302,7 @@ def launched_tiles(device: str) -> dict[int, tiles_fox.Tiles]:
 
 
 def put_tile(kernel: str, head_dim: int, tile: tiles_fox.Tile, device: str) -> None:
-    """Puts a tile in place of the table's, to try it."""
+    """Replaces a tile of the table, to try another one."""
     tiles, D = launched_tiles(device), tiles_fox.padded(head_dim)
     tiles[D] = tiles[D]._replace(**{kernel: tile})
 
