@@ -209,6 +209,7 @@ def compile_tiles(report: Report, groups: list[list[dict]], jobs: int | None, un
         report.save()
     order = [row_key(case) for cases in groups for case in cases]
     report.rows.sort(key=lambda row: order.index(row_key(row)))
+    report.save()
 
 
 # Timing.
