@@ -11,7 +11,7 @@ pages are all recalled, and the result is that of one flat memory.
 
 An embedding stands out in the tag of its page by sqrt(d / S) standard deviations if all are unrelated, and by more in
 a text, where neighbours are related. Among ten thousand random embeddings of width 512, a recall finds most
-(`scripts/bench_hmt.py pages`).
+(`python -m scripts.bench.hmt pages`).
 """
 
 from dataclasses import dataclass, replace

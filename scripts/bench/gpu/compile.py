@@ -1,12 +1,12 @@
-"""Compile every kernel specialisation of `hf_longctx.fox.tiles_fox.TILES` to a cubin and report what it needs.
+"""Compile every kernel specialisation of `hf_longctx.fox.tiles_fox.TILES` to a cubin and report its resources.
+
+    python -m scripts.bench.gpu.compile --capability 90 --head-dim 64 128
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
-cuobjdump that travels with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
-follow from registers, shared memory and warps; what the hot loop leaves of the peak is estimated from its instructions.
-Kernels are compiled as their launchers launch them, so that a GPU finds them in Triton's cache; each in a process of its
-own, several at a time.
-
-    python scripts/compile_triton.py --capability 90 --head-dim 64 128 --json report.json
+cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they
+fill), follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from
+its instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so
+that a GPU finds them in Triton's cache; each in a process of its own, several at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pathlib import Path
 from unittest import mock
 
 
-os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
 
 import torch
 import triton
@@ -36,6 +37,7 @@ from triton.runtime import driver
 from hf_longctx.fox import tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, folded_width
+from scripts.bench import common
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,15 +52,21 @@ LIMITS = {
 }
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
-# waits: of a warpgroup for its products. The assembler puts one behind each of them where it cannot tell them apart from
-# other users of their registers, which makes the tensor cores idle most of the time.
+# waits: of a warpgroup for its products. The assembler puts a wait behind every product whose registers it cannot tell
+# apart from those of other instructions, and the tensor cores then idle most of the time.
 COUNTED = {"products": TENSOR_CORE, "spills": SPILL, "waits": r"WARPGROUP\.DEPBAR", "exponentials": r"MUFU\.EX2"}
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
+TABLE = """
+| sm | dtype | kernel | head size | bounded | registers | spilled bytes | blocks per multiprocessor | occupancy |\
+ instructions per logit | share of peak | error |
+| {capability} | {dtype} | {kernel} | {head_dim} | {bounded:d} | {registers} | {spill_bytes} | {blocks_per_sm} |\
+ {occupancy:.0%} | {instructions_per_logit:.1f} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
+"""
 
 
 class Target:
-    """Stands in for a GPU, which Triton asks what to compile for. One number names device and capability."""
+    """A driver for Triton that names a GPU which is not there. One number is both device and capability."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -74,7 +82,7 @@ class Target:
 
 
 def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int, H: int, Hkv: int) -> None:
-    """The launcher of a kernel, on tensors that hold nothing; decoding as from a static cache of folded keys."""
+    """Calls the launcher of a kernel on uninitialised tensors; decoding as from a static cache of folded keys."""
     T, scale = 64, D**-0.5
     first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
     if kernel in ("block_decay", "forward", "dq", "dkdv"):
@@ -98,18 +106,18 @@ def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int
 def compile_launch(
     capability: int, kernel: str, tiles: tiles_fox.Tiles, *case
 ) -> tuple[triton.compiler.CompiledKernel, tiles_fox.Tile]:
-    """What a launch of the kernel would run, and the tile of the launch."""
-    found = []
+    """The compiled kernel of a launch, and its tile."""
+    launches = []
 
-    def note(this, programs, tile, *args, **constants):
+    def compile_only(this, programs, tile, *args, **constants):
         if this is getattr(fox, f"{kernel}_kernel"):
             options = dict(num_warps=tile.warps, num_stages=tile.stages)
-            found.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
+            launches.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
 
     driver.set_active(Target(capability))
-    with mock.patch.object(fox, "launch", note), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
+    with mock.patch.object(fox, "launch", compile_only), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
         call_launcher(kernel, *case)
-    return found[0]
+    return launches[0]
 
 
 def cuobjdump(option: str, cubin: Path) -> str:
@@ -118,41 +126,38 @@ def cuobjdump(option: str, cubin: Path) -> str:
 
 
 def hot_loop(sass: str) -> dict[str, int]:
-    """Counts over the loop that does most of the work: the innermost one with the fewest instructions per logit."""
+    """Instruction counts of the loop that does most of the work: the innermost one with the fewest per logit."""
     code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
     jumps = [(int(m[1], 16), a) for a, text in code if (m := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text))]
     loops = [(lo, hi) for lo, hi in jumps if lo < hi]
     best = dict.fromkeys(("instructions", *COUNTED), 0)
     for lo, hi in loops:
         body = [text for a, text in code if lo <= a <= hi]
-        found = {what: sum(bool(re.search(pattern, text)) for text in body) for what, pattern in COUNTED.items()}
-        found["instructions"] = len(body)
-        inner = any(lo <= other[0] and other[1] <= hi for other in loops if other != (lo, hi))
-        if inner or not (found["products"] and found["exponentials"]):
+        counts = {what: sum(bool(re.search(pattern, text)) for text in body) for what, pattern in COUNTED.items()}
+        counts["instructions"] = len(body)
+        contains_a_loop = any(lo <= other[0] and other[1] <= hi for other in loops if other != (lo, hi))
+        if contains_a_loop or not (counts["products"] and counts["exponentials"]):
             continue
-        if (
-            found["instructions"] * best["exponentials"] < best["instructions"] * found["exponentials"]
-            or not best["products"]
-        ):
-            best = found
+        fewer = counts["instructions"] * best["exponentials"] < best["instructions"] * counts["exponentials"]
+        if fewer or not best["products"]:
+            best = counts
     return best
 
 
-def share_of_peak(
-    capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: int, loop: dict[str, int]
-) -> list[float]:
-    """What the hot loop leaves of the tensor cores' peak: if nothing overlaps their work, and if everything does.
+def share_of_peak(capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: int, loop: dict) -> list[float]:
+    """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything
+    does.
 
-    Cycles of a multiprocessor per turn of the loop: products; instructions, of which each of four schedulers issues one;
-    exponentials, 16 at a time. Memory, barriers and everything outside the loop are left out: an estimate, no promise.
+    Cycles of a multiprocessor per turn of the loop: products; instructions, one for each of four schedulers;
+    exponentials, 16 at a time. Memory, barriers and everything outside the loop are left out, so this is an estimate.
     """
-    tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[limits_of(capability)]
+    tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[nearest_limits(capability)]
     other = tile.warps * max(loop["instructions"] / 4, loop["exponentials"] * 32 / 16)
     return [tensor / (tensor + other), tensor / max(tensor, other)]
 
 
-def limits_of(capability: int) -> int:
-    """The key of `LIMITS` for a capability, or for the one whose tiles it takes."""
+def nearest_limits(capability: int) -> int:
+    """The key of `LIMITS` for a capability without a row of its own: that of the capability whose tiles it takes."""
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
@@ -167,9 +172,9 @@ def report(
     H: int = 8,
     Hkv: int = 2,
 ) -> dict:
-    """Compiles one specialisation, with another tile than the table's if one is given, and reads its resources.
+    """Compile one specialisation, with the table's tile or another one, and read its resources.
 
-    Triton specialises on sizes that are 1 or multiples of 16: those of the batch and the heads are B, H and Hkv.
+    Triton specialises on sizes that are 1 or multiples of 16, and so on the batch and the heads B, H and Hkv.
     """
     tiles = tiles_fox.TILES[tiles_fox.nearest_key(capability, DTYPES[dtype].itemsize)][tiles_fox.padded(head_dim)]
     if tile is not None:
@@ -181,7 +186,7 @@ def report(
         usage, sass = cuobjdump("--dump-resource-usage", cubin), cuobjdump("--dump-sass", cubin)
     registers, stack = (int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
     shared, loop = compiled.metadata.shared, hot_loop(sass)
-    per_sm, per_block, all_registers, all_warps, all_blocks = LIMITS[limits_of(capability)]
+    per_sm, per_block, all_registers, all_warps, all_blocks = LIMITS[nearest_limits(capability)]
     blocks = min(
         per_sm // (shared + 1024),  # the driver keeps 1 KiB per block
         all_registers // (-(-registers // 8) * 8 * 32 * tile.warps),
@@ -217,17 +222,17 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts at once
 
 
-def answer(pipe: Connection, case: dict) -> None:
+def send_report(pipe: Connection, case: dict) -> None:
     try:
         pipe.send(report(**case))
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"})
 
 
-def in_process(case: dict) -> dict:
-    """`case` and its report, or what went wrong; a compiler that crashes takes no other case with it."""
+def report_from_process(case: dict) -> dict:
+    """`case` and its report, or the error; a compiler that crashes takes no other case with it."""
     receiver, sender = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=answer, args=(sender, case))
+    process = FORKS.Process(target=send_report, args=(sender, case))
     process.start()
     sender.close()
     try:
@@ -239,56 +244,48 @@ def in_process(case: dict) -> dict:
 
 
 def reports(cases: Iterable[dict], jobs: int) -> Iterator[dict]:
-    """The reports of cases, each the arguments of `report`, `jobs` at a time and as they finish."""
+    """The reports of cases, each the arguments of `report`, in the order in which they finish, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as threads:
-        yield from (task.result() for task in as_completed([threads.submit(in_process, case) for case in cases]))
+        yield from (
+            task.result() for task in as_completed([threads.submit(report_from_process, case) for case in cases])
+        )
 
 
-def all_cores() -> int:
-    """Those that this process may use; a container may own fewer than it sees, and each takes memory."""
-    return min(32, len(os.sched_getaffinity(0)))
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    cases = [
+        dict(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim, bounded=bool(bounded))
+        for capability in args.capability
+        for dtype in args.dtype
+        for kernel in args.kernel
+        for head_dim in args.head_dim
+        for bounded in args.bounded
+    ]
+    yield from reports(cases, args.jobs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def table(result: dict) -> str:
+    def order(row):
+        return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), row["head_dim"], row["bounded"]
+
+    return common.markdown(sorted(result["rows"], key=order), TABLE)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.make_parser(__spec__.name, __doc__)
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[16, 32, 64, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--bounded", type=int, nargs="+", default=[0, 1], help="without and with padding or pruning")
-    parser.add_argument("--jobs", type=int, default=all_cores(), metavar="N", help="processes (default: all cores)")
-    parser.add_argument("--json", type=Path, help="where to write the report")
-    parser.add_argument(
-        "--cases", action="store_true", help="read what to compile as lines of JSON, and answer with such lines"
-    )
-    args = parser.parse_args()
+    cores = min(32, len(os.sched_getaffinity(0)))  # those that this process may use; each compiler takes memory
+    parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--cases", action="store_true", help="read cases as lines of JSON, and print such lines")
+    args = parser.parse_args(arguments)
     if args.cases:
         for row in reports(map(json.loads, sys.stdin), args.jobs):
             print(json.dumps(row), flush=True)
         return
-    cases = [
-        dict(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim, bounded=bool(bounded))
-        for capability in args.capability
-        for dtype in args.dtype
-        for head_dim in args.head_dim
-        for kernel in args.kernel
-        for bounded in args.bounded
-    ]
-    rows = []
-    for row in reports(cases, args.jobs):
-        rows.append(row)
-        name = "sm_{capability} {dtype} D={head_dim:<3} {kernel:<7} bounded={bounded:d}".format(**row)
-        found = (
-            "{tile} registers {registers} spills {spill_bytes} B, {hot_loop_spills} in the hot loop, shared {shared} of "
-            "{shared_limit}, {tensor_core}, {blocks_per_sm} blocks/SM, occupancy {occupancy:.0%}"
-        )
-        if row.get("share_of_peak"):
-            found += ", {instructions_per_logit:.1f} instructions a logit, {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} of peak"
-        if row.get("serialized"):
-            found += ", WAITS FOR EACH PRODUCT"
-        print(name, row["error"] if "error" in row else found.format(**row), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"triton": triton.__version__, "kernels": rows}, indent=1) + "\n")
+    rows = common.run(parser, measure, table, arguments)["rows"]
     if any("error" in row for row in rows):
         raise SystemExit("error: some kernels did not compile")
 

@@ -1,6 +1,5 @@
-"""scripts/evidence_curves.py, as far as a test can afford: every model trains, is measured and gets into the picture."""
+"""scripts/evidence_curves.py in a few steps: every model is trained, measured and drawn."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +11,16 @@ from hf_longctx.metrics import ForgettingCurve
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "evidence_curves.py", "--quick"]
+    command = [sys.executable, "-m", "scripts.evidence_curves", "--quick"]
     result = subprocess.run(
         [*command, "--work", tmp_path / "work", "--output", tmp_path / "out"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
