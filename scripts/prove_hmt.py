@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.utils import logging
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.hmt.plot_hmt import draw_recall_distance
-from hf_longctx.metrics.journal import Journal
+from hf_longctx.hmt.pictures import draw_recall_distance
+from hf_longctx.metrics import Journal
 from hf_longctx.training.recall_task import RecallTask
 
 

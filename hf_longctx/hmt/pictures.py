@@ -1,4 +1,4 @@
-"""Pictures of what HMT recalls. They need matplotlib, and no display."""
+"""Pictures of what HMT recalls. Drawing needs matplotlib, and no display."""
 
 import torch
 
@@ -10,8 +10,8 @@ def plot_recall_distance(distances, path, *, expected=None, title=None):
         distances: `HMTOutput.recall_distance`, long, of any shape, of one call or several joined; 1 is the previous
             segment, 0 (no recall) is left out.
         path: the file to write: PNG, SVG or PDF by its extension.
-        expected: where they should have looked, like `distances`: drawn beside them.
-        title: default none.
+        expected: the distances of the right memories, like `distances`; drawn beside them.
+        title: of the picture. Default: none.
 
     Raises:
         ValueError: there was no recall.
@@ -27,7 +27,7 @@ def plot_recall_distance(distances, path, *, expected=None, title=None):
 
 
 def draw_recall_distance(axes, distances, *, expected=None, title=None):
-    """The same on axes of a figure of one's own."""
+    """Draw the picture of `plot_recall_distance` on the axes of an existing figure."""
     groups = {"recalled": distances} if expected is None else {"expected": expected, "recalled": distances}
     shares = {name: recall_shares(values) for name, values in groups.items()}
     width = 0.8 / len(shares)
@@ -44,7 +44,10 @@ def recall_shares(distances):
     distances = torch.as_tensor(distances).flatten()
     counts = torch.bincount(distances[distances > 0] - 1)
     if not len(counts):
-        raise ValueError("there was no recall: a text of one segment, or a model without recall.")
+        raise ValueError(
+            "distances holds no recall, only zeros: a text of one segment, or a model without recall. Read a longer "
+            "text with recall=True."
+        )
     return (counts / counts.sum()).tolist()
 
 
