@@ -5,7 +5,7 @@
 The model is a FoX (Pro) as initialised, whose heads forget by a factor e in 2 to 2048 tokens. The context is not read but
 made up: normed random keys, random values, gates that scatter around their biases. Tolerance 0 drops nothing: it shows what
 comes from not copying the cache for every token, and gives the logits that the others are compared with (those of the full
-cache suffer from the float32 sum of log f, see cache_fox.py). Contenders take turns, token by token; figures are medians.
+cache suffer from the float32 sum of log f, see pruned_cache.py). Contenders take turns, token by token; figures are medians.
 """
 
 import argparse

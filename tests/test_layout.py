@@ -23,7 +23,7 @@ ALLOWED = {
 # Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
 BUNDLES = {
     "fox": [
-        *("configuration_fox", "modeling_fox", "attention_fox", "packing_fox", "paged_fox", "checks_fox"),
+        *("configuration_fox", "modeling_fox", "attention_fox", "inputs_fox", "state_fox", "paged_fox"),
         *("backend_fox", "triton_fox", "kernels_fox", "bounds_fox", "tiles_fox"),
     ],
     "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],

@@ -13,6 +13,32 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+from .backend_fox import MASKED, run_backend
+from .inputs_fox import split_heads
+
+
+def paged_attention(
+    attention, x, position_embeddings, attention_mask, cache, rows=None, past_key_values=None, **kwargs
+):
+    """The forward of `FoxAttention` with pages: write the new tokens of all requests, read back all their tokens, attend.
+
+    Args:
+        attention: the `FoxAttention`.
+        x: its input, (1, T, hidden): the new tokens of all requests one after another.
+        position_embeddings: cos and sin, or None.
+        attention_mask: (1, 1, T, all), additive, of all requests.
+        cache, kwargs: the pages, and where tokens lie in them, as transformers passes them to attention functions.
+
+    Returns:
+        (1, T, hidden), and attention weights or None.
+    """
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (split_heads(projection(x), attention.head_dim) for projection in projections)
+    q, k, v = through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs)
+    name = attention.config._attn_implementation.removeprefix("paged|")
+    # boolean, because a decay can exceed the minimum of float16
+    o, weights = run_backend(name, attention, q, k, v, attention_mask > MASKED, **kwargs)
+    return attention.output(x, o), weights
 
 
 def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):

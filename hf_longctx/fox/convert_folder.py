@@ -1,4 +1,4 @@
-"""Conversion of checkpoint folders, tensor by tensor, with the tables of `convert_fox.py`."""
+"""Conversion of checkpoint folders, tensor by tensor, with the tables of `convert.py`."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .configuration_fox import FoxConfig
-from .convert_fox import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
+from .convert import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
 from .modeling_fox import AUTO_MAP
 
 

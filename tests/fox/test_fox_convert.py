@@ -8,7 +8,7 @@ import transformers
 from golden_fox import load_cases, weights
 
 import hf_longctx.fox as fox
-from hf_longctx.fox.convert_fox import read_llama_config
+from hf_longctx.fox.convert import read_llama_config
 
 
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)

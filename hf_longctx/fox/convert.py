@@ -1,6 +1,6 @@
 """Converters between FoX and other layouts of the same mathematics: tables of names, and nothing lost on the way.
 
-A layout is described once, as data, and read in both directions. `convert_folder_fox.py` applies it to files.
+A layout is described once, as data, and read in both directions. `convert_folder.py` applies it to files.
 """
 
 import copy

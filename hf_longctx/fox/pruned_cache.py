@@ -35,11 +35,13 @@ import math
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
 
 from .attention_fox import fold_keys, folded_width, unfold_decay
-from .backend_fox import ROUNDING, logit_bound_of_norms
+from .backend_fox import ROUNDING, VisibleKeys, logit_bound_of_norms
+from .modeling_fox import FoxDecoderLayer
+from .state_fox import AttendingCache
 
 
 logger = logging.get_logger(__name__)
@@ -213,7 +215,7 @@ class PrunedLayer(DynamicLayer):
         return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
 
     def _check_mask(self, mask):
-        if mask is None or hasattr(mask, "last"):  # the latter is that of forgetting_triton
+        if mask is None or isinstance(mask, VisibleKeys):
             return
         if not isinstance(mask, torch.Tensor):
             raise NotImplementedError(
@@ -349,7 +351,7 @@ class PrunedHybridLayer(PrunedLayer, LinearAttentionAndFullAttentionLayer):
     """The same beside the state of a token shift."""
 
 
-class PrunedCache(Cache):
+class PrunedCache(AttendingCache):
     """A growing cache that drops what a FoX model has forgotten. See the top of this file for the theorem.
 
         cache = PrunedCache(model, tolerance=1e-4)
@@ -373,7 +375,7 @@ class PrunedCache(Cache):
     """
 
     def __init__(self, model, tolerance: float | None = None, logit_bound: str = "weights", prune_every: int = 256):
-        decoder_layers = [m for m in model.modules() if hasattr(getattr(m, "self_attn", None), "fold_forget_gate")]
+        decoder_layers = [module for module in model.modules() if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
                 f"{type(model).__name__} is not a FoX; a PrunedCache follows its forget gates. Use DynamicCache."
