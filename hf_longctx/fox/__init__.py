@@ -39,7 +39,7 @@ for auto_class, model_class in {
     AutoModelForSequenceClassification: FoxForSequenceClassification,
     AutoModelForTokenClassification: FoxForTokenClassification,
 }.items():
-    auto_class.register(FoxConfig, model_class, exist_ok=True)
+    auto_class.register(FoxConfig, model_class)
     model_class.register_for_auto_class(auto_class.__name__)
 
 __all__ = [

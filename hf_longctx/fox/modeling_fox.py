@@ -184,9 +184,7 @@ class FoxAttention(nn.Module):
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
-        tokens = [
-            torch.cat([y_before, y], dim=1) for y_before, y in zip(past.token_before(k), (k, v))
-        ]  # (B, 1 + T, Hkv, D)
+        tokens = [torch.cat(pair, dim=1) for pair in zip(past.token_before(k), (k, v))]  # (B, 1 + T, Hkv, D) each
         if rows.real is not None:  # a padded position repeats the last real one
             last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * rows.real
             last_real = F.pad(last_real.cummax(1).values, (1, 0))[..., None, None]  # (B, 1 + T, 1, 1)
@@ -419,19 +417,25 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         )
 
 
-# transformers builds the decoder of its task heads with AutoModel, which must know FoxModel where it is remote code too.
-AutoModel.register(FoxConfig, FoxModel, exist_ok=True)
+class FoxHead(FoxPreTrainedModel):
+    """Base of the task heads. transformers builds their decoder with AutoModel, which must know FoxModel as remote code too."""
+
+    def __init__(self, config):
+        # Not once for FoxConfig: transformers copies each file of remote code with its imports to a folder of its own, so the
+        # class of `config` is one of the same name from another module.
+        AutoModel.register(type(config), FoxModel, exist_ok=True)
+        super().__init__(config)
 
 
-class FoxForSequenceClassification(GenericForSequenceClassification, FoxPreTrainedModel):
+class FoxForSequenceClassification(GenericForSequenceClassification, FoxHead):
     """FoX with a linear head on the last real token of each row."""
 
 
-class FoxForTokenClassification(GenericForTokenClassification, FoxPreTrainedModel):
+class FoxForTokenClassification(GenericForTokenClassification, FoxHead):
     """FoX with a linear head on every token."""
 
 
-class FoxForQuestionAnswering(GenericForQuestionAnswering, FoxPreTrainedModel):
+class FoxForQuestionAnswering(GenericForQuestionAnswering, FoxHead):
     """FoX with heads for the start and the end of an answer."""
 
 

@@ -9,18 +9,21 @@ import types
 import pytest
 import torch
 import transformers
-from tiny_fox import ROPE, TINY, both_blocks, every_variant, logits, make, tokens, with_and_without_window
+from tiny_fox import ROPE, TINY, VARIANTS, both_blocks, every_variant, logits, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, decay_time_bias
 
 
-@every_variant
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("chunks", [[1, 1, 1, 1, 20], [13, 1, 3, 7], [23, 1]], ids=str)
+CHUNKS = [[13, 1, 3, 7], [1, 1, 1, 1, 20], [23, 1]]
+CHUNKED = [(variant, "sdpa", CHUNKS[0]) for variant in VARIANTS]
+CHUNKED += [(variant, "sdpa", chunks) for variant in ("llama", "pro") for chunks in CHUNKS[1:]]
+CHUNKED += [("llama", "eager", CHUNKS[1]), ("pro with grouped heads and rope", "eager", CHUNKS[0])]
+
+
+@pytest.mark.parametrize("variant, backend, chunks", CHUNKED, ids=str)
 def test_decoding_in_any_chunks_equals_one_forward(variant, backend, chunks):
     model, ids = make(variant, backend), tokens()
     cache, pieces = DynamicCache(config=model.config), []
@@ -77,15 +80,6 @@ def test_a_float16_mask_outweighs_any_decay():
     assert torch.equal(logits(model, first)[:, :-1], logits(model, second)[:, :-1])
 
 
-@with_and_without_window
-def test_a_static_cache_can_be_reset(variant):
-    model, ids = make(variant), tokens(2, 9)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    before = logits(model, ids, past_key_values=cache)
-    cache.reset()
-    torch.testing.assert_close(logits(model, ids, past_key_values=cache), before)
-
-
 GENERATION = {
     "greedy": dict(),
     "beams": dict(num_beams=3),
@@ -99,9 +93,15 @@ GENERATION = {
 }
 
 
-@with_and_without_window
-@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+# every way to generate with the variant that has everything, and each variant with caches of another kind
+GENERATED = [("pro with a window", name) for name in GENERATION]
+GENERATED += [("llama", "static cache"), ("llama", "prompt lookup"), ("window", "beams"), ("window", "static cache")]
+GENERATED += [("pro with grouped heads and rope", name) for name in ("greedy", "early exit", "chunked prefill")]
+
+
+@pytest.mark.parametrize("variant, options", GENERATED)
 def test_generation_with_a_cache_equals_generation_without(variant, options):
+    options = GENERATION[options]
     model = make(variant)
     batch = 1 if {"prompt_lookup_num_tokens", "assistant_early_exit"} & options.keys() else 3
     settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -369,15 +369,6 @@ def test_a_backend_that_would_ignore_the_gate_is_refused():
     model.config._attn_implementation = "some_engine"
     with pytest.raises(ValueError, match="not known to compute forgetting attention"):
         model(tokens())
-
-
-def test_a_quantized_cache_is_refused():
-    class Rounded(DynamicLayer):
-        def _quantize(self, tensor):
-            return tensor
-
-    with pytest.raises(NotImplementedError, match="quantized cache"):
-        make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
 
 
 def test_closed_gates_stay_within_float16():

@@ -1,5 +1,6 @@
 """Continuous batching gives the tokens and the log-probabilities of `generate`."""
 
+import gc
 import inspect
 
 import pytest
@@ -21,9 +22,16 @@ VARIANTS = [
     "window",
     "one gate per key head",
     "only v shift, shared norm, biases",
-    "bias only",
     "no gate",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """A manager collects all garbage twice when it stops, which takes most of its time among a test run's many objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def generate_batch(model, prompts, new=6, batching=None, keep=False, **settings):

@@ -123,7 +123,7 @@ def test_tensor_parallel(variant, backend, found):
 
 @both_backends
 @pytest.mark.parametrize(
-    "variant, message", [("fixed", "fixed gates not at all"), ("one key head", "has split a head")]
+    "variant, message", [("fixed", "leaves the 4 fixed gates"), ("one key head", "has split a head")]
 )
 def test_what_cannot_be_split_is_refused(variant, message, backend, found):
     assert message in found[backend][0][variant]
