@@ -45,7 +45,7 @@ def plain_curve(model, tokens, lengths, repeats):
     """The protocol as its definition; (copy counts, LM counts) per length."""
     import torch
 
-    from hf_longctx.metrics.curve import model_input, order_samples, scored_logits
+    from hf_longctx.metrics.curve.result import model_input, order_samples, scored_logits
 
     points = []
     with torch.no_grad():

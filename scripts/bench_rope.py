@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from hf_longctx.metrics.rope_bounds import rope_base_scan, rope_base_table, rope_decay, rope_inv_freq
+from hf_longctx.metrics.rope.bounds import rope_base_scan, rope_base_table, rope_decay, rope_inv_freq
 
 
 # The paper's 1k to 1M, with 1k read as 1000 and as 1024.

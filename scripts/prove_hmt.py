@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.hmt.plot_hmt import draw_recall_distance
-from hf_longctx.metrics.journal import Journal
+from hf_longctx.metrics.run.journal import Journal
 from hf_longctx.training.recall_task import RecallTask
 
 

@@ -29,8 +29,16 @@ BUNDLES = {
     "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}
-NUMPY_CORES = ["adaptive", "answers", "curve", "documents", "haystack", "intervals"]
-NUMPY_CORES += ["journal", "lines", "loss", "rope_bounds"]
+NUMPY_CORES = [
+    "curve/adaptive",
+    "curve/lengths",
+    "curve/result",
+    "loss/result",
+    "result",
+    "rope/bounds",
+    "run/journal",
+]
+NUMPY_CORES += ["retrieval/answers", "retrieval/haystack", "retrieval/lines"]
 
 
 def imports(path):

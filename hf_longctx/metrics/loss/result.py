@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .documents import read_document, save_document, write_document
+from ..result import read_document, save_document, write_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -152,6 +152,6 @@ class PositionLoss:
         Raises:
             ImportError: matplotlib is missing.
         """
-        from .plots_companions import plot_losses
+        from ..retrieval.plot import plot_losses
 
         plot_losses([self], path, train_length=train_length, title=title)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtr
 
-from .documents import save_document
-from .intervals import READINGS, LengthInterval, length_interval
+from ..result import save_document
+from .lengths import READINGS, LengthInterval, length_interval
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -528,6 +528,6 @@ class ForgettingCurve:
             ImportError: matplotlib is missing.
             ValueError: the curve has no point.
         """
-        from .plots import plot_curve
+        from .plot import plot_curve
 
         plot_curve(self, path, train_length=train_length, title=title)

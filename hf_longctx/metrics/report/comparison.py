@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from itertools import cycle
 
-from .curve import ForgettingCurve
-from .plots import INK, QUIET, Figure, Patch, PercentFormatter, StrMethodFormatter, written
+from ..curve.plot import INK, QUIET, Figure, Patch, PercentFormatter, StrMethodFormatter, written
+from ..curve.result import ForgettingCurve
 
 
 # colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker for those that do not suffice

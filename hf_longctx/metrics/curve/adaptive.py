@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .curve import CurvePoint, input_tokens
-from .intervals import READINGS, margins, verdict
+from .lengths import READINGS, margins, verdict
+from .result import CurvePoint, input_tokens
 
 
 LOOKS = (3, 5, 7, 10)  # repeats after which a point is tested

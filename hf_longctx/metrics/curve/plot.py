@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
 
-from .curve import ForgettingCurve
+from .result import ForgettingCurve
 
 
 COPY, LM, INK, QUIET = "#b8500a", "#1f5fa6", "#1f2933", "#5f6b76"

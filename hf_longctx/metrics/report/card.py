@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from .curve import ForgettingCurve
-from .haystack import NeedleGrid
-from .lines import LineRetrieval
-from .loss import PositionLoss
-from .results import Result
-from .rope_verdict import RopeReport
+from ..curve.result import ForgettingCurve
+from ..loss.result import PositionLoss
+from ..results import Result
+from ..retrieval.haystack import NeedleGrid
+from ..retrieval.lines import LineRetrieval
+from ..rope.verdict import RopeReport
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
+from ..result import read_document, save_document, write_document
 from .answers import Answers
-from .documents import read_document, save_document, write_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -171,6 +171,6 @@ class LineRetrieval:
             ImportError: matplotlib is missing.
             ValueError: nothing was measured.
         """
-        from .plots_companions import plot_lines
+        from .plot import plot_lines
 
         plot_lines(self, path, title=title)

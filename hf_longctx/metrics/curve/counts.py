@@ -12,9 +12,9 @@ from functools import cached_property
 import numpy as np
 from torch import nn
 
-from .curve import CurvePoint, Sample, input_tokens, model_input, scored_logits
-from .endpoint import EndpointModel
-from .engine import Engine, batches
+from ..run.engine import Engine, batches
+from ..run.served import EndpointModel
+from .result import CurvePoint, Sample, input_tokens, model_input, scored_logits
 
 
 KINDS = ("copy", "LM")

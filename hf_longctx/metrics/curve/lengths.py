@@ -15,7 +15,7 @@ from scipy.special import stdtr
 
 
 if TYPE_CHECKING:
-    from .curve import CurvePoint, ForgettingCurve
+    from .result import CurvePoint, ForgettingCurve
 
 
 READINGS = ("fine", "coarse")

@@ -14,10 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..curve.counts import engine_for
+from ..curve.measure import (
+    exchange,
+    identity,
+    model_settings,
+    on_cpu,
+    place_of,
+    position_limit,
+    progress_bar,
+    special_ids,
+    versions,
+    vocabulary_size,
+)
+from ..curve.result import check_ids, check_lengths
+from ..loss.result import PositionLoss, window_starts
+from ..run.engine import Engine, claimed_context, evaluating
+from ..run.journal import Journal, content_hash
+from ..run.served import EndpointModel
 from .answers import Answer, Answers, holds_number, holds_text
-from .curve import check_ids, check_lengths
-from .endpoint import EndpointModel
-from .engine import Engine, claimed_context, evaluating
 from .haystack import (
     ANSWER,
     DEPTHS,
@@ -31,22 +46,7 @@ from .haystack import (
     needle_pieces,
     split_encoding,
 )
-from .journal import Journal, content_hash
 from .lines import LineRetrieval, LinesPoint, draw_record
-from .loss import PositionLoss, window_starts
-from .measurement import engine_for
-from .runner import (
-    exchange,
-    identity,
-    model_settings,
-    on_cpu,
-    place_of,
-    position_limit,
-    progress_bar,
-    special_ids,
-    versions,
-    vocabulary_size,
-)
 
 
 MORE = 16  # tokens that a reply may have beyond the answer

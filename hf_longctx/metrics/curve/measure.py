@@ -17,9 +17,13 @@ import transformers
 from torch import nn
 from tqdm.auto import tqdm
 
-from .. import __version__
+from ... import __version__
+from ..run.engine import claimed_context, evaluating, first_parameter, text_config
+from ..run.journal import Journal, content_hash
+from ..run.served import LARGEST_VOCABULARY, EndpointModel
 from .adaptive import BUDGET, locate
-from .curve import (
+from .counts import Measurement, tally
+from .result import (
     DATA_TYPES,
     ForgettingCurve,
     check_ids,
@@ -31,10 +35,6 @@ from .curve import (
     order_samples,
     random_samples,
 )
-from .endpoint import LARGEST_VOCABULARY, EndpointModel
-from .engine import claimed_context, evaluating, first_parameter, text_config
-from .journal import Journal, content_hash
-from .measurement import Measurement, tally
 
 
 PROTOCOLS = ("reference", "nested", "adaptive")

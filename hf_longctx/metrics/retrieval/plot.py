@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..curve.plot import COPY, INK, LM, QUIET, Figure, PercentFormatter, StrMethodFormatter
+from ..loss.result import WINDOW, PositionLoss
 from .answers import check_score
 from .haystack import NeedleGrid
 from .lines import LineRetrieval
-from .loss import WINDOW, PositionLoss
-from .plots import COPY, INK, LM, QUIET, Figure, PercentFormatter, StrMethodFormatter
 
 
 COLOURS = (LM, COPY, "#2c7a4b", "#8a3ea8", "#9c7a00", "#4a5560")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .rope_bounds import (
+from .bounds import (
     rope_base_scan,
     rope_base_table,
     rope_context_bound,
@@ -24,7 +24,7 @@ from .rope_bounds import (
     rope_inv_freq,
     rope_variance_weights,
 )
-from .rope_measure import measure_qk_spread
+from .spread import measure_qk_spread
 
 
 __all__ = ["RopeLayers", "RopeReport", "rope_report"]

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..result import read_document, save_document, write_document
 from .answers import Answers, check_score
-from .documents import read_document, save_document, write_document
 
 
 FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
@@ -251,6 +251,6 @@ class NeedleGrid:
             ImportError: matplotlib is missing.
             ValueError: nothing was measured.
         """
-        from .plots_companions import plot_needle
+        from .plot import plot_needle
 
         plot_needle(self, path, score=score, train_length=train_length, title=title)

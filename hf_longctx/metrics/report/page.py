@@ -13,13 +13,13 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
-from .curve import ForgettingCurve
-from .haystack import NeedleGrid
-from .lines import LineRetrieval
-from .loss import PositionLoss
-from .plots_comparison import plot_comparison
-from .results import Result, model_name, named
-from .rope_verdict import RopeReport
+from ..curve.result import ForgettingCurve
+from ..loss.result import PositionLoss
+from ..results import Result, model_name, named
+from ..retrieval.haystack import NeedleGrid
+from ..retrieval.lines import LineRetrieval
+from ..rope.verdict import RopeReport
+from .comparison import plot_comparison
 
 
 TITLES = {
@@ -94,7 +94,7 @@ def write_report(
     parts += map(result_section, results)
     for metric, reason in (missing or {}).items():
         parts.append(section(metric, f'<p class="summary missing">Not measured: {escape(reason)}</p>'))
-    from .. import __version__
+    from ... import __version__
 
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     parts.append(f"<footer><p>Made by hf-longctx {escape(__version__)} on {now}.</p></footer>")
