@@ -1,7 +1,7 @@
 """The Forgetting Transformer (FoX). Importing this package registers it with transformers' Auto classes.
 
-`save_pretrained` copies the files `*_fox.py` next to the weights, so that `AutoModelForCausalLM.from_pretrained(folder,
-trust_remote_code=True)` works where hf-longctx is not installed.
+`save_pretrained` copies the files `*_fox.py` next to the weights. A folder can therefore be loaded without hf-longctx:
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
 from transformers import (

@@ -262,9 +262,10 @@ if triton is not None:
     AttentionMaskInterface.register(NAME, visible_keys)
 
 
-# The backends that compute exactly softmax(scaling * q.k + mask) v; another may drop an argument that it does not know.
+# Backends that compute softmax(scaling * q.k + mask) v exactly. Others may drop an argument that they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", NAME)
-# An additive mask below this hides the key, with float16's minimum of -65504 too, which the decay of a key can exceed.
+# An additive mask below -1e4 hides a key. It is applied again as a minimum of float32, because a decay can exceed the
+# minimum of float16, -65504.
 MASKED = -1e4
 
 
@@ -286,7 +287,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def fold_forget_gate(module, q, k, v, log_f, rows, past):
-    """Fold the decay into the keys, continuing the running sum of log f from the last cached key: (B, H, T, D') each."""
+    """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each."""
     if torch.is_autocast_enabled(q.device.type):
         # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -302,7 +303,7 @@ def fold_forget_gate(module, q, k, v, log_f, rows, past):
 def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
     """Forgetting attention of the new tokens to all cached and new ones, by the implementation that the config names.
 
-    Our kernels take new gates beside the keys; for every other backend they are folded into the keys, as a cache holds them.
+    Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
 
     Args:
         module: the `FoxAttention`.

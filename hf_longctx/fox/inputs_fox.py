@@ -1,7 +1,8 @@
-"""What a call of the model brings: which tokens are real, which documents share a row, who sees whom; and what is wrong with it.
+"""The arguments of a call: which tokens are real, which documents share a row, who sees whom, and mistakes in them.
 
-Each mistake raises one error that says how to mend it. Shapes, dtypes and types cost nothing to check. Values are checked only
-where they lie on the CPU, since reading a value from a GPU would stall every step. While compiling, values are not read at all.
+Each mistake raises one error that says how to mend it. Shapes, dtypes and types cost nothing to check. Values are
+checked only where they lie on the CPU, since reading a value from a GPU would stall every step. While compiling,
+values are not read at all.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,8 @@ class Rows(NamedTuple):
     """What the rows of one call hold, the same for every layer.
 
     real: (B, T) bool, False at padding. None: every token is real.
-    document_positions: (B, T), position of each token in its own document, where rows hold several. None: one document per row.
+    document_positions: (B, T), position of each token in its document, where rows hold several documents. None: each
+        row is one document.
     position_ids: (1 or B, T), positions for RoPE.
     """
 
@@ -47,14 +49,14 @@ def read_rows(
     Args:
         config: the `FoxConfig`.
         inputs_embeds: (B, T, hidden).
-        attention_mask: (B, past + T); what `create_masks_for_generate` returned; or a mask for the attention backend itself.
+        attention_mask: (B, past + T), the result of `create_masks_for_generate`, or a mask for the attention backend.
         position_ids: (1 or B, T) or None.
         past_key_values: a `Cache` or None.
         cu_seq_lens_q, seq_idx: borders of packed documents, (N + 1,) or (B, T), as transformers' collators give them.
         cache: the pages of continuous batching, for which transformers has prepared everything; else None.
 
     Raises:
-        ValueError: tokens, mask, positions and cache do not fit together; or packed documents come with padding or a cache.
+        ValueError: tokens, mask, positions and cache do not fit together, or packed documents have padding or a cache.
     """
     if cache is not None:
         return Rows(position_ids=position_ids)
@@ -79,10 +81,10 @@ def read_rows(
 
 
 def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Which of the last `length` tokens are real, (B, T) bool; None where all of them are, or the mask is not (B, past + T).
+    """Which of the last `length` tokens are real, (B, T) bool; None if all are, or if the mask is not (B, past + T).
 
-    Not transformers' `create_recurrent_attention_mask`: it takes a single token for a generated one, but a prompt may come
-    token by token.
+    Not transformers' `create_recurrent_attention_mask`: it takes a single token for a generated one, but a prompt may
+    come token by token.
     """
     if attention_mask is None or attention_mask.ndim != 2:
         return None
@@ -93,17 +95,18 @@ def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tenso
 def document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q=None, seq_idx=None) -> torch.Tensor | None:
     """Position of each token in its own document, (B, T), where rows hold several documents; None where no row does.
 
-    A document starts where `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position ids do not rise from
-    one token to the next. While compiling, when values cannot be read, position ids without a mask are taken for packed, as
-    transformers does.
+    A document starts where `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position ids do not rise
+    from one token to the next. While compiling, when values cannot be read, position ids without a mask are taken for
+    packed, as transformers does.
     """
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     compiling = torch.compiler.is_compiling()
     if cu_seq_lens_q is not None:
         if batch > 1 or (not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)):
             raise ValueError(
-                "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must run from "
-                f"0 to the length of the row; got an input of {(batch, length)} tokens and {cu_seq_lens_q.tolist()}."
+                "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must "
+                f"run from 0 to the length of the row; got an input of {(batch, length)} tokens and "
+                f"{cu_seq_lens_q.tolist()}."
             )
         starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
         starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
@@ -127,9 +130,9 @@ def document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q=None, se
         check_document_starts(position_ids, starts)
     if real is not None:
         raise ValueError(
-            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) and their "
-            "attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no mask, only labels "
-            "of -100; or give each document a row of its own."
+            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) "
+            "and their attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no "
+            "mask, only labels of -100; or give each document a row of its own."
         )
     index = torch.arange(length, device=device)
     return index - torch.where(starts, index, 0).cummax(1).values
@@ -153,8 +156,8 @@ def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values
 
 
 def read_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows: Rows):
-    """The mask for the layers: made of the caller's, or the caller's own if it is complete already. Arguments as in `read_rows`."""
-    if isinstance(attention_mask, dict):  # `generate` with a static cache has made the mask before
+    """The mask for the layers, from that of the caller; arguments as in `read_rows`."""
+    if isinstance(attention_mask, dict):  # `generate` with a static cache has called `create_masks_for_generate`
         return attention_mask["attention"]
     if rows.document_positions is not None:
         past_key_values = None  # an empty one at most
@@ -164,7 +167,7 @@ def read_attention_mask(config, inputs_embeds, attention_mask, past_key_values, 
 
 
 def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None, **kwargs) -> dict:
-    """The borders of packed documents as FlashAttention takes them, over all rows; {} for other backends or if given.
+    """The borders of packed documents as FlashAttention takes them, over all rows; {} if none or no other are needed.
 
     FlashAttention itself would look for them in the position ids, in each layer again and only in a batch of one.
     """
@@ -184,17 +187,17 @@ def split_heads(projected: torch.Tensor, head_dim: int) -> torch.Tensor:
     """
     if projected.shape[-1] % head_dim:
         raise ValueError(
-            f"tensor parallelism has split a head: a process has {projected.shape[-1]} columns of a projection, and a head "
-            f"has {head_dim}. Choose a tp_size that divides num_key_value_heads."
+            f"tensor parallelism has split a head: a process has {projected.shape[-1]} columns of a projection, and a "
+            f"head has {head_dim}. Choose a tp_size that divides num_key_value_heads."
         )
     return projected.unflatten(-1, (-1, head_dim))
 
 
 def check_gate_heads(log_f: torch.Tensor, gates_per_key: int, kv_heads: int) -> None:
-    """Raise ValueError unless log_f (B, H, T) has the gates of the key heads that tensor parallelism left this process."""
+    """Raise ValueError if tensor parallelism has split the key heads, but not their gates, log_f (B, H, T)."""
     if log_f.shape[1] != gates_per_key * kv_heads:
         raise ValueError(
-            f"tensor parallelism splits the key heads into parts of {kv_heads}, but leaves the {log_f.shape[1]} fixed gates "
+            f"tensor parallelism splits key heads into parts of {kv_heads}, but leaves the {log_f.shape[1]} fixed gates "
             'whole. Give the model gates that can be split: forget_gate="bias_only".'
         )
 
@@ -202,7 +205,7 @@ def check_gate_heads(log_f: torch.Tensor, gates_per_key: int, kv_heads: int) -> 
 def check_dtype(hidden_states: torch.Tensor, projection) -> None:
     """Raise ValueError if the input of the first layer has another dtype than its weights.
 
-    The model's own input says less: weights that are sharded have their dtype of computation only while a layer uses them.
+    Checked there because sharded weights have their dtype of computation only while a layer uses them.
     """
     if torch.compiler.is_compiling():
         return
@@ -228,14 +231,14 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. Within a "
-            "document they must rise, and the next document packed into the row must start with "
+            f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. "
+            "Within a document they must rise, and the next document packed into the row must start with "
             f"{position_ids[row, 0]} again, as the first did."
         )
 
 
 def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values) -> None:
-    """Raise ValueError if tokens, mask, positions and cache cannot be one call of the model. Arguments as in `read_rows`."""
+    """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_rows`."""
     if torch.compiler.is_compiling():
         return
     batch, length = inputs_embeds.shape[:2]
@@ -253,13 +256,13 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
     flat_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
     if flat_mask and cached is not None and attention_mask.shape != (batch, cached + length):
         raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}; it must be {(batch, cached + length)}: a column for each of "
-            f"{cached} cached and {length} new tokens, 1 for a token and 0 for padding."
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be {(batch, cached + length)}: a column for "
+            f"each of {cached} cached and {length} new tokens, 1 for a token and 0 for padding."
         )
 
 
 def check_room(past_key_values, length: int, depth: int) -> None:
-    """Raise ValueError unless a cache is one of transformers', for `depth` layers, with room for `length` more tokens."""
+    """Raise ValueError unless this is a cache for `depth` layers with room for `length` more tokens."""
     layers = getattr(past_key_values, "layers", None)
     if layers is None or len(layers) not in (0, depth):
         what = "no transformers Cache" if layers is None else f"for {len(layers)} layers"
@@ -272,8 +275,8 @@ def check_room(past_key_values, length: int, depth: int) -> None:
         room = getattr(layer, "max_cache_len", None)  # of a static cache; a sliding window makes room by itself
         if room is not None and not layer.is_sliding and needed > room:
             raise ValueError(
-                f"this {type(past_key_values).__name__} has room for {room} tokens and {needed} are needed; make it with a "
-                "larger max_cache_len."
+                f"this {type(past_key_values).__name__} has room for {room} tokens and {needed} are needed; make it "
+                "with a larger max_cache_len."
             )
 
 

@@ -1,9 +1,9 @@
 """The Forgetting Transformer, FoX (Lin et al. 2025, arXiv 2503.02130).
 
-A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and token;
-it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and norm, and a
-token shift on keys and values. The gate is folded into the keys (see attention_fox.py), so every attention backend, cache
-and generation method of transformers works unchanged.
+A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and
+token; it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and
+norm, and a token shift on keys and values. The gate is folded into the keys (see attention_fox.py), so every attention
+backend, cache and generation method of transformers works unchanged.
 """
 
 import math
@@ -71,7 +71,7 @@ class FoxRMSNorm(nn.Module):
 
 
 class FoxHeadRMSNorm(nn.Module):
-    """RMSNorm of each head by itself, with a weight of its own: (..., H, D) -> (..., H, D), weight (H * D)."""
+    """RMSNorm over each head, with one weight vector per head: (..., H, D) -> (..., H, D), weight (H * D)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -94,8 +94,7 @@ def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.T
 class FoxForgetGate(nn.Module):
     """log f_t = log sigmoid(w.x_t + b) for each gate: (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
-    Not an `nn.Linear`: quantizers and adapters that replace every linear layer must leave a gate alone, whose errors add
-    up over the whole context.
+    Not an `nn.Linear`, so that quantizers and adapters leave it alone: errors of a gate add up over the whole context.
     """
 
     def __init__(self, config: FoxConfig):
@@ -127,7 +126,7 @@ class FoxAttention(nn.Module):
         self.gates_per_key = 1 if one_gate else self.num_key_value_groups
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
-        self.rotary_gain = 1.0  # by how much RoPE lengthens q.k, which YaRN and LongRoPE do
+        self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
         self.is_causal = True
 
         q_size = config.num_attention_heads * self.head_dim
@@ -243,7 +242,7 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# The saved code is that of every head, so each can be made of a folder whatever it was saved from.
+# `save_pretrained` writes the code of every head, so a folder can be loaded with any of them.
 AUTO_MAP = {
     "AutoModel": "modeling_fox.FoxModel",
     "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
@@ -263,7 +262,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    # vLLM reads this flag as "attention is a function of q, k and v" and would drop the gate.
+    # vLLM reads True as "attention is a function of q, k and v" and would drop the gate.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
 
@@ -375,7 +374,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self):
-        """Key heads and width of a static cache that `generate` makes before the first token: room for the decay too."""
+        """Key heads and width, the decay included, of a static cache, which `generate` makes before the first token."""
         shape = super()._get_static_cache_init_shape()
         if shape is None or self.config.forget_gate == "none":
             return shape
@@ -418,11 +417,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """Base of the task heads. transformers builds their decoder with AutoModel, which must know FoxModel as remote code too."""
+    """Base of the task heads. transformers builds their decoder with AutoModel, which must know FoxModel."""
 
     def __init__(self, config):
-        # Not once for FoxConfig: transformers copies each file of remote code with its imports to a folder of its own, so the
-        # class of `config` is one of the same name from another module.
+        # At import, `FoxConfig` could be another class than that of `config`: transformers copies every file of remote
+        # code, with its imports, to a folder of its own and so loads configuration_fox.py twice.
         AutoModel.register(type(config), FoxModel, exist_ok=True)
         super().__init__(config)
 

@@ -1,6 +1,7 @@
-"""What the heads of a FoX forget and where they look: the matrices F and A of the paper's Figure 3, as arrays.
+"""What the heads of a FoX forget and where they look: the matrices F and A of Figure 3 of the paper, and pictures.
 
-`F_ij = exp(c_i - c_j)` is what is left of key j when query i comes, and `A = softmax(scale * q.k + log F)` the attention.
+`F_ij = exp(c_i - c_j)` is what is left of key j at query i, and `A = softmax(scale * q.k + log F)` the attention.
+Matplotlib is needed for pictures only.
 """
 
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from .state_fox import AttendingCache
 
 ELEMENTS_AT_A_TIME = 2**22  # of A: 16 MB
 INK, QUIET, UNSEEN = "#1f2933", "#5f6b76", "#f1f3f5"
-FAINTEST = 1e-3  # attention below is drawn like this
+FAINTEST = 1e-3  # the colour scale of A starts here
 COLUMNS = 6
-TYPICAL = 4
+TYPICAL = 4  # heads in a picture if none are chosen
 
 
 @dataclass
@@ -24,10 +25,11 @@ class HeadMap:
     """F and A of one query head, NaN where the query does not see the key.
 
     Args:
-        layer, head: which one; heads are query heads.
+        layer, head: index of the layer and of the query head.
         decay_time: tokens in which the head forgets by a factor e, the mean over the text.
-        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry stands
-            for block x block of the matrix: the mean of F, and the largest weight of A, which is sparse.
+        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is
+            of
+            block x block entries of the matrix: the mean of F, and the largest weight of A, which is sparse.
         tokens: T, the length of the text.
         block: 1, or as many tokens as one row and column stand for.
     """
@@ -42,7 +44,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Mean, or largest entry, of the visible ones in each block of (R, T): (ceil(R / block), ceil(T / block)), else NaN."""
+    """Mean or largest visible entry of each block of (R, T): (ceil(R / block), ceil(T / block)), NaN where none is."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -56,22 +58,22 @@ def reduce_blocks(x, visible, block, largest):
     return reduced.masked_fill(count == 0, torch.nan)
 
 
-class _Onlooker(AttendingCache, DynamicCache):
-    """A cache that computes the maps of some heads as their queries and keys go by."""
+class _MapRecorder(AttendingCache, DynamicCache):
+    """A cache that computes the maps of some heads, {layer: heads}, from the queries and keys of each call."""
 
-    def __init__(self, config, wanted, block):
+    def __init__(self, config, heads, block):
         super().__init__(config=config)
-        self.wanted, self.block, self.maps = wanted, block, {}
+        self.heads, self.block, self.maps = heads, block, {}
 
     def wrap_attention(self, attention_function):
         def attend(module, query, key, *args, **kwargs):
-            for head in self.wanted.get(module.layer_idx, []):
-                self.maps[module.layer_idx, head] = self.look(module, query, key, head)
+            for head in self.heads.get(module.layer_idx, []):
+                self.maps[module.layer_idx, head] = self.head_map(module, query, key, head)
             return attention_function(module, query, key, *args, **kwargs)
 
         return attend
 
-    def look(self, module, query, key, head):
+    def head_map(self, module, query, key, head):
         q, k = query[0, head].float(), key[0, head // module.num_key_value_groups].float()  # (T, D')
         c = unfold_decay(key, module.head_dim, module.gates_per_key, module.scaling)[0].double()  # (H or Hkv, T)
         c = c[head * len(c) // query.shape[1]]
@@ -128,20 +130,21 @@ def head_maps(model, input_ids, layers=None, heads=None, resolution=384) -> list
         if not chosen[name] or not set(chosen[name]) <= set(range(count)):
             raise ValueError(f"{name} is {chosen[name]}; this model has {count}, from 0 to {count - 1}.")
     block = -(-input_ids.shape[1] // resolution)
-    onlooker = _Onlooker(config, dict.fromkeys(chosen["layers"], chosen["heads"]), block)
-    base = getattr(model, model.base_model_prefix, model)  # the logits are of no interest
+    recorder = _MapRecorder(config, dict.fromkeys(chosen["layers"], chosen["heads"]), block)
+    base = getattr(model, model.base_model_prefix, model)  # without the logits
     training = model.training
-    base.eval()(input_ids, past_key_values=onlooker, use_cache=True)
+    base.eval()(input_ids, past_key_values=recorder, use_cache=True)
     model.train(training)
-    return [onlooker.maps[layer, head] for layer in chosen["layers"] for head in chosen["heads"]]
+    return [recorder.maps[layer, head] for layer in chosen["layers"] for head in chosen["heads"]]
 
 
 def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolution=384, title=None) -> None:
     """Draw the forget gate matrix F and the attention map A of some heads, F above A.
 
     Args:
-        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is some 400 pixels wide. Without `layers` and `heads`, four heads are
-            chosen that span from the one that forgets fastest to the slowest, over all layers.
+        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is some 400 pixels wide. Without
+            `layers` and `heads`, four heads are chosen that span from the one that forgets fastest to the slowest,
+            over all layers.
         path: the file to write: PNG, SVG or PDF by its extension.
         title: above all.
 

@@ -1,7 +1,7 @@
-"""What an attention layer reads back from a cache of transformers, and what it puts there.
+"""What an attention layer reads back from a cache of transformers, and what it stores there.
 
-A FoX carries two states from token to token, and both live in places that transformers' caches already have. The running sum
-of log f is part of the last cached key, into which it was folded (attention_fox.py). The last key and value before the token
+A FoX carries two states from token to token, and transformers' caches have a place for both. The running sum of log f
+is part of the last cached key, into which it was folded (attention_fox.py). The last key and value before the token
 shift are the state of a convolution that reaches back one token.
 """
 
@@ -61,18 +61,18 @@ class CachedLayer:
         return state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim)).chunk(2, dim=2)
 
     def keep_tokens(self, k, v):
-        """Keep keys and values before the token shift, (B, T, Hkv, D), of which the last one is `token_before` next time."""
+        """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
         if self.cache is not None:
             states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
             self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)
 
     def decay(self, c):
-        """c of the last cached token, (B, H, 1); 0 if there is none. `c` (B, H, T) of the new tokens gives shape and device."""
+        """c of the last cached token, (B, H, 1), 0 if there is none; `c` (B, H, T) gives heads and device."""
         layer = self.layer
         if hasattr(layer, "_quantize"):
             raise NotImplementedError(
-                "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be rounded "
-                "with them. Leave cache_implementation out, or use 'static' or 'offloaded'."
+                "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be "
+                "rounded with them. Leave cache_implementation out, or use 'static' or 'offloaded'."
             )
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
@@ -106,14 +106,14 @@ class CachedLayer:
         expected = (k.shape[0], k.shape[2], width, dtype)
         if cached != expected:
             raise ValueError(
-                f"this {type(self.cache).__name__} holds keys of (rows, heads, width, dtype) = {cached}; those of this model "
-                f"and input are {expected}. It was filled by another model, in another dtype or for another batch. Make one "
-                "for this model: DynamicCache(config=model.config)."
+                f"this {type(self.cache).__name__} holds keys of (rows, heads, width, dtype) = {cached}; those of "
+                f"this model and input are {expected}. It was filled by another model, in another dtype or for "
+                "another batch. Make one for this model: DynamicCache(config=model.config)."
             )
         readable = gated and attention.layer_idx == 0 and keys.device.type == "cpu" and keys.shape[2] > 0
         marker = attention.head_dim + GATE_PARTS * attention.gates_per_key  # of a key into which the decay was folded
         if readable and layer.get_seq_length() > 0 and keys[0, 0, 0, marker] != GATE_QUERY:
             raise ValueError(
-                f"the keys in this {type(self.cache).__name__} carry no decay, so another model has filled it. Make one "
-                "for this model: DynamicCache(config=model.config)."
+                f"the keys in this {type(self.cache).__name__} carry no decay, so another model has filled it. Make "
+                "one for this model: DynamicCache(config=model.config)."
             )

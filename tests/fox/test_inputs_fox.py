@@ -1,4 +1,4 @@
-"""Documents packed into one row equal documents in rows of their own, however the borders are told; bad calls are refused."""
+"""Packed documents equal documents in rows of their own, however their borders are given; bad calls are refused."""
 
 import pytest
 import torch

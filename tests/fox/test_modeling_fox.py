@@ -185,7 +185,7 @@ def test_every_parameter_learns_and_checkpointing_changes_no_gradient(variant):
 
 @both_blocks
 def test_layers_may_be_checkpointed_by_others(variant):
-    """As FSDP does, without telling the model: nothing may be left in a cache for the second run of a layer to find."""
+    """As FSDP does, without telling the model: the second run of a layer must not find its tokens in a cache."""
     gradients, ids = [], tokens()
     for wrap in (lambda layer: layer, checkpoint_wrapper):
         model = make(variant).train()

@@ -28,7 +28,7 @@ VARIANTS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections():
-    """A manager collects all garbage twice when it stops, which takes most of its time among a test run's many objects."""
+    """Without the objects of the test run: a manager collects garbage twice when it stops."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -36,7 +36,8 @@ def quick_collections():
 
 def generate_batch(model, prompts, new=6, batching=None, keep=False, **settings):
     settings = dict(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0) | settings
-    # Small pages and batches: prompts span several of both, and the common beginning is a page that two requests share.
+    # Small pages and batches: prompts span several of both, and the common beginning is a page that two requests
+    # share.
     options = dict(num_blocks=64, page_size=4, max_batch_tokens=24, return_logprobs=True) | (batching or {})
     results = model.generate_batch(
         prompts,
@@ -111,8 +112,8 @@ def test_the_model_is_as_before():
 @pytest.mark.parametrize(
     "variant, backend, message",
     [
-        ("pro with grouped heads and rope", "sdpa", "needs a model without both"),
-        ("pro with a window", "sdpa", "needs a model without both"),
+        ("pro with grouped heads and rope", "sdpa", "must have neither"),
+        ("pro with a window", "sdpa", "must have neither"),
         ("llama", "flash_attention_2", r"does not run with 'flash_attention_2'.*set_attn_implementation\('sdpa'\)"),
     ],
 )

@@ -396,7 +396,7 @@ def test_dropped_tokens_have_no_weight():
 
 
 def test_queries_beyond_the_observed_bound_are_reported(caplog):
-    """Dropped under small queries, missed under large ones: the loss is then above the tolerance, and its bound says so."""
+    """Keys dropped under small queries are missed by large ones: the bound of the loss then exceeds the tolerance."""
     model, ids = make("llama"), tokens(1, 120)
     cache = pruned(model, tolerance=1e-4)
     in_chunks(model, ids[:, :100], cache, 25)

@@ -55,7 +55,7 @@ def words(ids):
 
 @pytest.mark.slow  # two processes import transformers
 def test_every_head_is_loaded_by_remote_code(tmp_path):
-    """From its own folder, from the folder that remote code saves, and the decoder from the folder of another model."""
+    """Each head from its folder and from the folder that remote code saves; the decoder from that of another model."""
     torch.manual_seed(0)
     config = VARIANTS["pro with grouped heads and rope"]()
     first, second, want = [], [], {}
