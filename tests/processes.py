@@ -1,4 +1,4 @@
-"""Two processes that run the same function at the same time and talk over gloo. They start once, as imports are slow."""
+"""Two processes that run the same function at the same time, over gloo. They start once, because imports are slow."""
 
 import gc
 import os

@@ -369,25 +369,27 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
     if model_type not in layouts:
         raise ValueError(f"model_type is {model_type!r}; a checkpoint of this kind has one of {tuple(layouts)}.")
     layout = layouts[model_type]
-    given = layout.defaults | {name: value for name, value in config_dict.items() if name in layout.defaults}
+    theirs = layout.defaults | {name: value for name, value in config_dict.items() if name in layout.defaults}
     for name, why in layout.refused.items():
-        if given[name] is not None:
-            raise ValueError(f"{name}={given[name]!r} cannot be converted from or to {layout.title}: {why}.")
-    if given["hidden_act"] not in layout.activations:
-        raise ValueError(f"hidden_act={given['hidden_act']!r}: {layout.title} knows {layout.activations} only.")
-    if given["intermediate_size"] is None:
-        width = int(given["hidden_size"] * (given["hidden_ratio"] or 4) * 2 / 3)
-        given["intermediate_size"] = -(-width // 256) * 256
-    fields = {ours: given[theirs] for theirs, ours in FIELDS.items() if theirs in given}
-    if given.get("max_position_embeddings"):
-        fields["max_position_embeddings"] = given["max_position_embeddings"]
+        if theirs[name] is not None:
+            raise ValueError(f"{name}={theirs[name]!r} cannot be converted from or to {layout.title}: {why}.")
+    if theirs["hidden_act"] not in layout.activations:
+        raise ValueError(f"hidden_act={theirs['hidden_act']!r}: {layout.title} has {layout.activations} only.")
+    if theirs["intermediate_size"] is None:
+        width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
+        theirs["intermediate_size"] = -(-width // 256) * 256
+    fields = {our_name: theirs[name] for name, our_name in FIELDS.items() if name in theirs}
+    if theirs.get("max_position_embeddings"):
+        fields["max_position_embeddings"] = theirs["max_position_embeddings"]
     return FoxConfig(
         **fields,
         **layout.constants,
-        intermediate_size=given["intermediate_size"],
-        hidden_act={"swish": "silu"}.get(given["hidden_act"], given["hidden_act"]),
-        rope_parameters={"rope_type": "default", "rope_theta": given["rope_base"]} if given.get("use_rope") else None,
-        output_gate=given.get("ogate_act", "sigmoid") if given.get("use_output_gate") else None,
+        intermediate_size=theirs["intermediate_size"],
+        hidden_act={"swish": "silu"}.get(theirs["hidden_act"], theirs["hidden_act"]),
+        rope_parameters={"rope_type": "default", "rope_theta": theirs["rope_base"]}
+        if theirs.get("use_rope")
+        else None,
+        output_gate=theirs.get("ogate_act", "sigmoid") if theirs.get("use_output_gate") else None,
     )
 
 

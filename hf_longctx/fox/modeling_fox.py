@@ -374,7 +374,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self):
-        """Key heads and width, the decay included, of a static cache, which `generate` makes before the first token."""
+        """Key heads and width, with the decay, of a static cache, which `generate` makes before the first token."""
         shape = super()._get_static_cache_init_shape()
         if shape is None or self.config.forget_gate == "none":
             return shape

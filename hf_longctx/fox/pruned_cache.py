@@ -133,7 +133,7 @@ def group_heads(available, needed, short):
 
 
 class PrunedLayer(DynamicLayer):
-    """One layer of a `PrunedCache`: `groups` hold the tokens; `keys` and `values` only the last one, whose key carries c.
+    """One layer of a `PrunedCache`: `groups` hold all tokens, `keys` and `values` the last one, whose key carries c.
 
     The layer is pruned at the beginning of a call, once `prune_every` tokens have been added since the last pruning.
     The c of the last cached token then bounds c of every later query, however many tokens the call has.

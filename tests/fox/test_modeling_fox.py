@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 import types
 
 import pytest
@@ -254,63 +252,6 @@ def test_save_and_load(variant, tmp_path):
     assert (loaded.config.rope_parameters is None) == (model.config.rope_parameters is None)
     base = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
-
-
-REMOTE = """
-import importlib.abc, json, sys
-
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hf_longctx", "triton"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
-
-folder, again = sys.argv[1:]
-config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-ids = torch.arange(3, 20)[None]
-with torch.no_grad():
-    logits = model(ids).logits
-model.save_pretrained(again)
-new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-try:
-    model.set_attn_implementation("forgetting_triton")
-except ImportError as error:
-    reason = str(error)
-print(json.dumps({"reason": reason, "type": config.model_type, "logits": logits[0, -1].tolist(), "new": new[0].tolist()}))
-"""
-
-
-@pytest.mark.slow
-@both_blocks
-def test_remote_code_without_the_package_and_without_triton(variant, tmp_path):
-    model = make(variant)
-    first, second = tmp_path / "first", tmp_path / "second"
-    model.save_pretrained(first)
-    for source, target in ((first, second), (second, tmp_path / "third")):  # what it saves can be loaded like it
-        run = subprocess.run(
-            [sys.executable, "-c", REMOTE, str(source), str(target)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={
-                "HF_MODULES_CACHE": str(tmp_path / "modules"),
-                "HF_HUB_OFFLINE": "1",
-                "PATH": "",
-                "HOME": str(tmp_path),
-            },
-        )
-        assert run.returncode == 0, run.stderr
-        got = json.loads(run.stdout.splitlines()[-1])
-        ids = torch.arange(3, 20)[None]
-        assert got["type"] == "fox"
-        assert "needs triton: pip install" in got["reason"]
-        assert got["logits"] == logits(model, ids)[0, -1].tolist()
-        assert got["new"] == model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)[0].tolist()
 
 
 BAD_CONFIGS = {
