@@ -34,9 +34,6 @@ VARIANTS = {
 NO_TRITON = why_not(8, device=torch.device("cpu"))
 BACKENDS = ["sdpa"] if NO_TRITON else ["sdpa", "forgetting_triton"]
 skip_without_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
-both_backends = pytest.mark.parametrize(
-    "backend", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)]
-)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
 with_and_without_window = pytest.mark.parametrize(
