@@ -345,7 +345,7 @@ class FoxModel(FoxPreTrainedModel):
         kwargs |= flash_borders(self.config, rows, **kwargs)
 
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb(hidden_states, rows.position_ids) if self.rotary_emb is not None else None
+        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, rows.position_ids)
         for layer in self.layers[: self.config.num_hidden_layers]:  # an early exit lowers the number
             hidden_states = layer(
                 hidden_states,
