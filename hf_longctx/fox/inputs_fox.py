@@ -35,12 +35,12 @@ PLAIN_ROWS = Rows()  # real tokens of one document per row
 
 def read_rows(
     config,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | dict | None,
-    position_ids: torch.Tensor | None,
+    inputs_embeds,
+    attention_mask,
+    position_ids,
     past_key_values,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
+    cu_seq_lens_q=None,
+    seq_idx=None,
     cache=None,
     **kwargs,
 ) -> Rows:
@@ -49,7 +49,8 @@ def read_rows(
     Args:
         config: the `FoxConfig`.
         inputs_embeds: (B, T, hidden).
-        attention_mask: (B, past + T), the result of `create_masks_for_generate`, or a mask for the attention backend.
+        attention_mask: (B, past + T), the result of `create_masks_for_generate`, a mask for the attention backend, or
+            None.
         position_ids: (1 or B, T) or None.
         past_key_values: a `Cache` or None.
         cu_seq_lens_q, seq_idx: borders of packed documents, (N + 1,) or (B, T), as transformers' collators give them.
@@ -61,10 +62,11 @@ def read_rows(
     if cache is not None:
         return Rows(position_ids=position_ids)
     check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values)
+    documents = None
     if isinstance(attention_mask, dict):
-        real, documents = attention_mask["real"], None
+        real = attention_mask["real"]
     else:
-        real, documents = real_tokens(attention_mask, inputs_embeds.shape[1]), None
+        real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if past_key_values is None or not torch.compiler.is_compiling():
             documents = document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q, seq_idx)
     if documents is not None and past_key_values is not None:
@@ -180,11 +182,7 @@ def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None,
 
 
 def split_heads(projected: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """(B, T, H * D) -> (B, T, H, D).
-
-    Raises:
-        ValueError: tensor parallelism left this process a part of a head.
-    """
+    """(B, T, H * D) -> (B, T, H, D); ValueError if tensor parallelism has split a head."""
     if projected.shape[-1] % head_dim:
         raise ValueError(
             f"tensor parallelism has split a head: a process has {projected.shape[-1]} columns of a projection, and a "
@@ -219,12 +217,7 @@ def check_dtype(hidden_states: torch.Tensor, projection) -> None:
 
 
 def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids fall where no document can start.
-
-    Args:
-        position_ids: (B, T).
-        starts: (B, T) bool, where position ids do not rise; each is taken for the start of a document.
-    """
+    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start."""
     if torch.compiler.is_compiling():
         return
     wrong = starts & (position_ids != position_ids[:, :1])

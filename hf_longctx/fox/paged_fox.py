@@ -45,11 +45,8 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     """Write the new tokens of all requests into their pages, and read back the tokens that attention needs.
 
     Args:
-        attention: the `FoxAttention`.
-        x: its input, (1, T, hidden): the new tokens of all requests, one request after another.
         q, k, v: projections of x, (1, T, H or Hkv, D).
-        position_embeddings: cos and sin, or None.
-        cache, kwargs: what transformers passes to attention functions: the pages, and where tokens lie in them.
+        others: as in `paged_attention`.
 
     Returns:
         folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.

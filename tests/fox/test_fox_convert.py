@@ -6,28 +6,12 @@ import pytest
 import torch
 import transformers
 from golden_fox import load_cases, weights
+from tiny_fox import ROPE, logits
+from tiny_fox import SIZES as TINY
+from tiny_fox import make_from as make
 
 import hf_longctx.fox as fox
 from hf_longctx.fox.convert import read_llama_config
-
-
-TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def make(config, dtype=torch.float32):
-    """A model whose every parameter is far from its initial value."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(ids, use_cache=False).logits
 
 
 def same_tensors(a, b):

@@ -1,32 +1,20 @@
 """The maps of F and A are those of the definition, whole and reduced; pictures of them are written."""
 
 import pytest
+import tiny_fox
 import torch
+from tiny_fox import TINY, make
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.pictures import head_maps, heading, plot_forget_gates, reduce_blocks, spread
 
 
-TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
-VARIANTS = {
-    "llama": lambda: FoxConfig(**TINY),
-    "pro, grouped heads": lambda: FoxConfig.pro(**TINY, num_key_value_heads=2),
-    "one gate per key head": lambda: FoxConfig(**TINY, num_key_value_heads=2, forget_gate_per_kv_head=True),
-    "window": lambda: FoxConfig(**TINY, sliding_window=7),
-}
-
-
-def make(variant):
-    torch.manual_seed(0)
-    model = FoxForCausalLM(VARIANTS[variant]()).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
-    return model
+VARIANTS = ["llama", "pro with grouped heads and rope", "one gate per key head", "window"]
 
 
 def tokens(length):
-    return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(1))
+    return tiny_fox.tokens(1, length)[0]
 
 
 @torch.no_grad()
