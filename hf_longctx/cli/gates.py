@@ -21,7 +21,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..fox.plot_fox import plot_forget_gates
+    from ..fox.pictures import plot_forget_gates
 
     model, tokenizer = shared.load_model(args)
     tokens = shared.load_tokens(args, tokenizer, longest=args.tokens)[: args.tokens]

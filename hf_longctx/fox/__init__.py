@@ -1,7 +1,7 @@
 """The Forgetting Transformer (FoX). Importing this package registers it with transformers' Auto classes.
 
-`modeling_fox` and all that it imports travel with the weights: `save_pretrained` copies them, so that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where
-hf-longctx is not installed.
+`save_pretrained` copies the files `*_fox.py` next to the weights. A folder can therefore be loaded without hf-longctx:
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
 from transformers import (
@@ -15,11 +15,9 @@ from transformers import (
 
 from .attention_fox import forgetting_attention, forgetting_attention_ref
 from .bidirectional_fox import bidirectional_forgetting_attention
-from .cache_fox import PrunedCache
 from .configuration_fox import FoxConfig
-from .convert_folder_fox import convert_folder
-from .convert_fox import from_fla, from_llama, from_official, to_fla, to_official
-from .maps_fox import HeadMap, head_maps
+from .convert import from_fla, from_llama, from_official, to_fla, to_official
+from .convert_folder import convert_folder
 from .modeling_fox import (
     FoxForCausalLM,
     FoxForQuestionAnswering,
@@ -28,6 +26,8 @@ from .modeling_fox import (
     FoxModel,
     FoxPreTrainedModel,
 )
+from .pictures import HeadMap, head_maps
+from .pruned_cache import PrunedCache
 
 
 AutoConfig.register("fox", FoxConfig)

@@ -13,18 +13,21 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_fox import GATE_PARTS, GATE_QUERY
+from .attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, fold_queries, running_sum
 from .bounds_fox import stop_query
+from .inputs_fox import check_gate_heads
 from .kernels_fox import triton
+from .state_fox import AttendingCache
 from .triton_fox import (
     DECODE_ROWS,
-    attend,
     attend_few,
     forgetting_attention_triton,
     is_decoding,
     why_not,
 )
+from .triton_fox import attend as attend_many
 
 
 NAME = "forgetting_triton"
@@ -248,7 +251,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
         bound = None if largest is None else unit * largest
-        o, _ = attend(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
+        o, _ = attend_many(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
     if visible.order is not None:
         o = take(o, visible.query_order.argsort(dim=-1))
     return o.transpose(1, 2), None
@@ -257,3 +260,87 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
 if triton is not None:
     AttentionInterface.register(NAME, forgetting_triton_attention)
     AttentionMaskInterface.register(NAME, visible_keys)
+
+
+# Backends that compute softmax(scaling * q.k + mask) v exactly. Others may drop an argument that they do not know.
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", NAME)
+# An additive mask below -1e4 hides a key. It is applied again as a minimum of float32, because a decay can exceed the
+# minimum of float16, -65504.
+MASKED = -1e4
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns the attention weights.
+
+    The logits are float32 whatever the model's dtype: a folded key adds the decay to them, which reaches thousands.
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    with torch.autocast(query.device.type, enabled=False):
+        logits = query.float() @ key.float().mT * scaling  # (B, H, Tq, Tk)
+    if attention_mask is not None:
+        hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < MASKED
+        logits = (logits + attention_mask.float()).masked_fill(hidden, torch.finfo(torch.float32).min)
+    weights = logits.softmax(-1).to(value.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def fold_forget_gate(module, q, k, v, log_f, rows, past):
+    """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each."""
+    if torch.is_autocast_enabled(q.device.type):
+        # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    c = running_sum(log_f, rows.document_positions)
+    if past.cache is not None:
+        c = c + past.decay(c)
+    if module.config._attn_implementation != NAME:  # which reads the decay from the keys by itself
+        q = fold_queries(q, c, module.scaling, module.gates_per_key)
+    k = fold_keys(k, c, module.scaling)
+    return q, k, F.pad(v, (0, k.shape[-1] - module.head_dim))
+
+
+def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
+    """Forgetting attention of the new tokens to all cached and new ones, by the implementation that the config names.
+
+    Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
+
+    Args:
+        module: the `FoxAttention`.
+        q, k, v: of the new tokens, (B, H or Hkv, T, D).
+        log_f: log gates of the new tokens, (B, H or Hkv, T), 0 at padding; None for a layer without gates.
+        attention_mask: in the form of the implementation.
+        rows, past: the `Rows` of the call and the `CachedLayer`.
+
+    Returns:
+        (B, T, H, D) or wider, and attention weights or None.
+    """
+    name = module.config._attn_implementation
+    if log_f is not None:
+        check_gate_heads(log_f, module.gates_per_key, k.shape[1])
+        if name != NAME or past.cache is not None:
+            q, k, v = fold_forget_gate(module, q, k, v, log_f, rows, past)
+    k, v = past.append(k, v)
+    if name == NAME:
+        kwargs["log_f"] = log_f
+    # FlashAttention finds packed documents in the position ids
+    return run_backend(name, module, q, k, v, attention_mask, past.cache, position_ids=rows.position_ids, **kwargs)
+
+
+def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
+    """Softmax attention over all keys by the implementation `name`.
+
+    Raises:
+        ValueError: the implementation may not compute forgetting attention exactly.
+    """
+    if name not in ATTENTION_BACKENDS:
+        raise ValueError(
+            f"attention implementation {name!r} is not known to compute forgetting attention exactly; choose one of "
+            f"{ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
+        )
+    attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    if isinstance(cache, AttendingCache):
+        attention_function = cache.wrap_attention(attention_function)
+    dropout = module.config.attention_dropout if module.training else 0.0
+    options = dict(scaling=module.scaling, dropout=dropout, sliding_window=module.sliding_window)
+    return attention_function(module, q, k, v, attention_mask, **options, **kwargs)

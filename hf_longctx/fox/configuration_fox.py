@@ -14,8 +14,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding"
 class FoxConfig(PreTrainedConfig):
     """Configuration of a Forgetting Transformer (Lin et al. 2025, arXiv 2503.02130).
 
-    The defaults are FoX (LLaMA): a LLaMA block whose positional encoding is a forget gate. `FoxConfig.pro(...)` turns on
-    everything of FoX (Pro). Every switch of the paper's ablation is a field of its own.
+    The defaults are FoX (LLaMA): a LLaMA block whose positional encoding is a forget gate. `FoxConfig.pro(...)` turns
+    on everything of FoX (Pro). Every switch of the paper's ablation is a field of its own.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, hidden_act, max_position_embeddings,
@@ -23,44 +23,45 @@ class FoxConfig(PreTrainedConfig):
         eos_token_id: as in `LlamaConfig`. `max_position_embeddings` is the training context; without RoPE it limits
             nothing.
         intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
-        num_key_value_heads: key and value heads; each serves num_attention_heads / num_key_value_heads query heads, each
-            of which has a forget gate of its own, unless `forget_gate_per_kv_head`. Default num_attention_heads.
+        num_key_value_heads: key and value heads; each serves num_attention_heads / num_key_value_heads query heads,
+            each of which has a forget gate of its own, unless `forget_gate_per_kv_head`. Default num_attention_heads.
         head_dim: default hidden_size / num_attention_heads.
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
-        decay_time_min, decay_time_max: initial decay times in tokens, log-spaced over the heads, so that head h forgets
-            by a factor e in T_h tokens (Appendix D). Required for "fixed". Without them a learned gate starts half
-            open, forgetting that much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
+        decay_time_min, decay_time_max: initial decay times in tokens, log-spaced over the heads, so that head h
+            forgets by a factor e in T_h tokens (Appendix D). Required for "fixed". Without them a learned gate starts
+            half open, forgetting that much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as Qwen2 has.
-        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as the
-            released checkpoints do. `qk_norm_eps` is its epsilon.
+        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as
+            the released checkpoints do. `qk_norm_eps` is its epsilon.
         output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift, v_shift: data-dependent token shift on keys and values (eq. 14).
         sliding_window: a token attends to the last `sliding_window` tokens, itself included. Default None: to all.
-        log_pruning_tolerance: `attn_implementation="forgetting_triton"` leaves out what the gates have faded so far that
-            all of it together weighs at most e^log_pruning_tolerance of a row (arXiv 2504.06949; -10 there). At most 0;
-            None computes everything, as the other implementations do.
+        log_pruning_tolerance: `attn_implementation="forgetting_triton"` skips keys that the gates have faded, as long
+            as the skipped keys of a row weigh at most e^log_pruning_tolerance together (arXiv 2504.06949; -10 there).
+            At most 0; None skips nothing, as the other implementations do.
         format_version: layout of the saved folder.
 
     Raises:
-        ValueError: a size does not divide, a gate is unknown, decay times contradict the gate, or the folder was saved by
-            a newer hf-longctx.
+        ValueError: a size does not divide, a gate is unknown, decay times contradict the gate, or the folder was saved
+            by a newer hf-longctx.
     """
 
     model_type = "fox"
     keys_to_ignore_at_inference = ("past_key_values",)
     default_theta = 500_000.0
-    # Tensor parallelism splits every layer by heads. Rules of modules that a configuration leaves out are dropped.
+    # Tensor parallelism splits every layer by heads. `_tp_plan` drops the rules of modules that a model does not have.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
         "layers.*.self_attn.k_shift_proj": "colwise",
         "layers.*.self_attn.v_shift_proj": "colwise",
-        # The gate is no nn.Linear: "packed_colwise" runs it on this rank's heads and sums the gradients of its input.
+        # The gate is no nn.Linear: "packed_colwise" runs it on the heads of a rank and sums the gradients of its
+        # input.
         "layers.*.self_attn.f_proj": "packed_colwise",
         "layers.*.self_attn.f_proj.weight": "colwise",
         "layers.*.self_attn.f_proj.bias": "colwise",
@@ -119,8 +120,8 @@ class FoxConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
-                f"this folder has FoX format version {self.format_version}, but the installed code reads up to version "
-                f"{FORMAT_VERSION}. Upgrade it: pip install -U hf-longctx (or load with trust_remote_code=True)."
+                f"this folder has FoX format version {self.format_version}, but the installed code reads up to "
+                f"version {FORMAT_VERSION}. Upgrade: pip install -U hf-longctx (or use trust_remote_code=True)."
             )
         self._check_heads()
         self._check_gates()
@@ -134,8 +135,8 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def layer_types(self):
-        """What transformers makes a cache by; it follows from the other fields, so a change of theirs changes it."""
-        # The token shift is a one-token convolution beside the attention: transformers caches both in a "hybrid" layer.
+        """The layer types by which transformers makes a cache. They follow from the other fields."""
+        # The token shift is a one-token convolution: transformers caches it beside the attention in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
         else:
@@ -152,7 +153,7 @@ class FoxConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        # The layer types in a folder are of before `kwargs`, which may set another depth or window.
+        # `kwargs` may change depth or window, and with them the layer types that were saved.
         layer_types = config_dict.get("layer_types") or []
         if len(set(layer_types)) == 1 and layer_types[0] in LAYER_TYPES:
             config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
@@ -192,7 +193,7 @@ class FoxConfig(PreTrainedConfig):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                    f"{self.num_attention_heads}, so the head dimension is not an integer. Change one, or give head_dim."
+                    f"{self.num_attention_heads}, so the head size is no integer. Change one, or give head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is not None and self.sliding_window < 2:
@@ -219,12 +220,12 @@ class FoxConfig(PreTrainedConfig):
             return
         if self.forget_gate == "none":
             raise ValueError(
-                f"decay_time_min={times[0]} and decay_time_max={times[1]} set the initial bias of the forget gate, but "
+                f"decay_time_min={times[0]} and decay_time_max={times[1]} set the initial bias of forget gates, but "
                 'forget_gate is "none". Leave them out.'
             )
         if None in times or not 0 < times[0] <= times[1]:
             raise ValueError(
-                f"decay_time_min={times[0]} and decay_time_max={times[1]} must be two times in tokens with 0 < min <= max."
+                f"decay_time_min={times[0]} and decay_time_max={times[1]} must be tokens with 0 < min <= max."
             )
 
     @classmethod

@@ -1,9 +1,9 @@
 """The Forgetting Transformer, FoX (Lin et al. 2025, arXiv 2503.02130).
 
-A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and token;
-it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and norm, and a
-token shift on keys and values. The gate is folded into the keys (see attention_fox.py), so every attention backend, cache
-and generation method of transformers works unchanged.
+A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and
+token; it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and
+norm, and a token shift on keys and values. The gate is folded into the keys (see attention_fox.py), so every attention
+backend, cache and generation method of transformers works unchanged.
 """
 
 import math
@@ -16,10 +16,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations import use_kernel_forward_from_hub
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -27,32 +23,36 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import AutoModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
-from .attention_fox import CLOSED_GATE, fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+from .attention_fox import CLOSED_GATE, folded_width
 from .backend_fox import NAME as FORGETTING_TRITON
-from .backend_fox import why_not
-from .checks_fox import check_cache, check_call, check_dtype
+from .backend_fox import attend, why_not
 from .configuration_fox import FoxConfig
-from .packing_fox import flash_borders, packed_places, padding_mask
-from .paged_fox import ContinuousBatching, through_pages
+from .inputs_fox import (
+    PLAIN_ROWS,
+    Rows,
+    can_be_cached,
+    check_dtype,
+    create_attention_mask,
+    flash_borders,
+    read_attention_mask,
+    read_rows,
+    real_tokens,
+    split_heads,
+)
+from .paged_fox import ContinuousBatching, paged_attention
+from .state_fox import CachedLayer
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
-
-logger = logging.get_logger(__name__)
-
-# Backends that compute exactly softmax(scaling * q.k + mask) v. Others may drop what they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", FORGETTING_TRITON)
-# Below this an additive mask hides a key. It may be the minimum of float16, which the decay of a key can outweigh.
-MASKED = -1e4
 
 
 @use_kernel_forward_from_hub("RMSNorm")
@@ -71,7 +71,7 @@ class FoxRMSNorm(nn.Module):
 
 
 class FoxHeadRMSNorm(nn.Module):
-    """RMSNorm of each head by itself, with a weight of its own: (..., H, D) -> (..., H, D), weight (H * D)."""
+    """RMSNorm over each head, with one weight vector per head: (..., H, D) -> (..., H, D), weight (H * D)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -94,8 +94,7 @@ def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.T
 class FoxForgetGate(nn.Module):
     """log f_t = log sigmoid(w.x_t + b) for each gate: (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
-    Not an `nn.Linear`: quantizers and adapters that replace every linear layer must leave a gate alone, whose errors add
-    up over the whole context.
+    Not an `nn.Linear`, so that quantizers and adapters leave it alone: errors of a gate add up over the whole context.
     """
 
     def __init__(self, config: FoxConfig):
@@ -114,23 +113,6 @@ class FoxForgetGate(nn.Module):
         return F.logsigmoid(logits.float()).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns the attention weights.
-
-    The logits are float32 whatever the model's dtype: a folded key adds the decay to them, which reaches thousands.
-    """
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    with torch.autocast(query.device.type, enabled=False):
-        logits = query.float() @ key.float().mT * scaling  # (B, H, Tq, Tk)
-    if attention_mask is not None:
-        hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < MASKED
-        logits = (logits + attention_mask.float()).masked_fill(hidden, torch.finfo(torch.float32).min)
-    weights = logits.softmax(-1).to(value.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
 class FoxAttention(nn.Module):
     """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
 
@@ -144,7 +126,7 @@ class FoxAttention(nn.Module):
         self.gates_per_key = 1 if one_gate else self.num_key_value_groups
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
-        self.rotary_gain = 1.0  # by how much RoPE lengthens q.k, which YaRN and LongRoPE do
+        self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
         self.is_causal = True
 
         q_size = config.num_attention_heads * self.head_dim
@@ -176,95 +158,40 @@ class FoxAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        padding_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        places: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        cache=None,
+        rows: Rows = PLAIN_ROWS,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if "cache" in kwargs:  # continuous batching, which keeps its keys in pages
+            return paged_attention(self, hidden_states, position_embeddings, attention_mask, **kwargs)
         x = hidden_states
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if k.shape[-1] % self.head_dim:
-            raise ValueError(
-                f"tensor parallelism has split a head: {self.config.num_key_value_heads} key heads cannot be shared out "
-                "evenly. Choose a tp_size that divides num_key_value_heads."
-            )
-        q, k, v = (y.view(heads) for y in (q, k, v))  # (B, T, H, D)
-        takes_gates = self.config._attn_implementation == FORGETTING_TRITON
-        if cache is not None:  # the pages of continuous batching
-            q, k, v = through_pages(self, x, q, k, v, position_embeddings, cache, kwargs)
-            attention_mask = attention_mask > MASKED  # in float16, a decay can outweigh it
-        else:
-            if getattr(past_key_values, "offloading", False) and self.layer_idx < len(past_key_values.layers):
-                # `update` waits for the layer to come back from the CPU, but its last token is read before that.
-                torch.cuda.current_stream(x.device).wait_stream(past_key_values.prefetch_stream)
-                past_key_values.layers[self.layer_idx].prefetch()
-            if past_key_values is not None and not torch.compiler.is_compiling():
-                check_cache(self, past_key_values, k)
-            k, v = self.token_shift(x, k, v, padding_mask, places, past_key_values)
-            q, k = self.q_norm(q), self.k_norm(k)
-            q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
-            if position_embeddings is not None:
-                q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-            log_f = self.log_forget_gate(x, k.shape[1], padding_mask)  # (B, H, T), or (B, Hkv, T)
-            if log_f is not None and not (takes_gates and past_key_values is None):
-                q, k, v = self.fold_forget_gate(log_f, q, k, v, places, past_key_values)  # (B, H, T, D')
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
-            if takes_gates:
-                kwargs["log_f"] = log_f
+        q, k, v = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        past = CachedLayer(self, past_key_values, k)
+        k, v = self.token_shift(x, k, v, rows, past)  # (B, T, Hkv, D)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        if position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        log_f = self.log_forget_gate(x, rows)  # (B, H or Hkv, T)
+        o, weights = attend(self, q, k, v, log_f, attention_mask, rows, past, **kwargs)  # (B, T, H, D)
+        return self.output(x, o), weights
 
-        backend = self.config._attn_implementation
-        if cache is not None:
-            backend = backend.removeprefix("paged|")
-        if backend not in ATTENTION_BACKENDS:
-            raise ValueError(
-                f"attention implementation {self.config._attn_implementation!r} is not known to compute forgetting "
-                f"attention exactly; choose one of {ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
-            )
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-        if hasattr(past_key_values, "wrap_attention"):  # a PrunedCache, whose heads differ in length
-            attend = past_key_values.wrap_attention(attend)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        o, weights = attend(
-            self,
-            q,
-            k,
-            v,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=dropout,
-            sliding_window=self.sliding_window,
-            position_ids=position_ids,  # from which FlashAttention tells packed documents
-            **kwargs,
-        )
-
-        o = self.o_norm(o[..., : self.head_dim]).flatten(2)  # (B, T, H * D)
-        if self.g_proj is not None:
-            o = o * self.g_act(self.g_proj(x))
-        return self.o_proj(o), weights
-
-    def token_shift(self, x, k, v, padding_mask, places, past_key_values):
+    def token_shift(self, x, k, v, rows, past):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
 
-        The predecessor is the last real token, in the cache or in this call; a document's first token has 0.
+        The predecessor is the last real token, in the cache or in this call; the first token of a document has 0.
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
-        before = self.token_before(past_key_values, k)
-        seen = [torch.cat([y_before, y], dim=1) for y_before, y in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
-        if padding_mask is not None:  # a padded position repeats the last real one
-            last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * padding_mask.bool()
+        tokens = [torch.cat(pair, dim=1) for pair in zip(past.token_before(k), (k, v))]  # (B, 1 + T, Hkv, D) each
+        if rows.real is not None:  # a padded position repeats the last real one
+            last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * rows.real
             last_real = F.pad(last_real.cummax(1).values, (1, 0))[..., None, None]  # (B, 1 + T, 1, 1)
-            seen = [y.gather(1, last_real.expand_as(y)) for y in seen]
-        if past_key_values is not None:  # kept as the state of a convolution that reaches back one token
-            states = torch.cat([y[:, 1:] for y in seen], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
-            past_key_values.update_conv_state(states, self.layer_idx, conv_kernel_size=1)
-        k_previous, v_previous = (y[:, :-1] for y in seen)
-        if places is not None:
-            first = (places == 0)[..., None, None]
+            tokens = [y.gather(1, last_real.expand_as(y)) for y in tokens]
+        past.keep_tokens(*(y[:, 1:] for y in tokens))
+        k_previous, v_previous = (y[:, :-1] for y in tokens)
+        if rows.document_positions is not None:
+            first = (rows.document_positions == 0)[..., None, None]
             k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
@@ -272,69 +199,19 @@ class FoxAttention(nn.Module):
             v = torch.lerp(v, v_previous, self.v_shift_proj(x).float().sigmoid()[..., None].to(v.dtype))
         return k, v
 
-    def token_before(self, past_key_values, k):
-        """Key and value of the last token of the cache before mixing, (B, 1, Hkv, D) each; 0 if it is empty."""
-        nothing = torch.zeros_like(k[:, :1])
-        if past_key_values is None:
-            return nothing, nothing
-        layers = past_key_values.layers
-        if self.layer_idx >= len(layers) or not hasattr(layers[self.layer_idx], "conv_states"):
-            raise ValueError(
-                f"this {type(past_key_values).__name__} has no place for the token shift; make it for this model: "
-                "DynamicCache(config=model.config)."
-            )
-        if not past_key_values.has_previous_state(self.layer_idx):
-            return nothing, nothing
-        state = layers[self.layer_idx].conv_states[0]  # (B, 2 Hkv D, 1 or more if the cache records the past)
-        if state.shape[-1] == 0:  # the cache was cropped to nothing
-            return nothing, nothing
-        return state[..., -1:].mT.to(k).unflatten(2, (-1, self.head_dim)).chunk(2, dim=2)
-
-    def log_forget_gate(self, x, kv_heads, padding_mask):
+    def log_forget_gate(self, x, rows):
         """log f of the new tokens, (B, H or Hkv, T) fp32, 0 at padding, which does not decay; None without a gate."""
         if self.f_proj is None:
             return None
         log_f = self.f_proj(x)
-        if log_f.shape[1] != self.gates_per_key * kv_heads:
-            raise ValueError(
-                f"tensor parallelism splits {log_f.shape[1]} fixed gates not at all, and the key heads into parts of "
-                f'{kv_heads}. Give the model gates that can be split: forget_gate="bias_only".'
-            )
-        return log_f if padding_mask is None else log_f * padding_mask[:, None].to(log_f.dtype)
+        return log_f if rows.real is None else log_f * rows.real[:, None].to(log_f.dtype)
 
-    def fold_forget_gate(self, log_f, q, k, v, places, past_key_values):
-        """Move the decay into the keys, continuing the running sum of log f where the cache left it."""
-        if torch.is_autocast_enabled(q.device.type):
-            # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
-            q, k, v = (y.to(torch.get_autocast_dtype(q.device.type)) for y in (q, k, v))
-        c = running_sum(log_f, places)
-        if past_key_values is not None:
-            c = c + self.decay_so_far(past_key_values, c)
-        if self.config._attn_implementation != FORGETTING_TRITON:  # which reads the decay beside the keys
-            q = fold_queries(q, c, self.scaling, self.gates_per_key)
-        k = fold_keys(k, c, self.scaling)
-        return q, k, F.pad(v, (0, k.shape[-1] - self.head_dim))
-
-    def decay_so_far(self, past_key_values, c):
-        """c of the last cached token, (B, H, 1), read back from its key; 0 if the cache is empty."""
-        layer = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
-        if hasattr(layer, "_quantize"):
-            raise NotImplementedError(
-                "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be rounded "
-                "with them. Leave cache_implementation out, or use 'static' or 'offloaded'."
-            )
-        if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
-            return torch.zeros_like(c[..., :1])
-        if not hasattr(layer, "max_cache_len"):  # a growing cache ends with its last token
-            last = layer.keys[:, :, -1:]
-        elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # a free slot is 0, and so is its decay
-            last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
-        elif length == 0:
-            return torch.zeros_like(c[..., :1])
-        else:  # a static window
-            length = min(length, layer.max_cache_len)
-            last = layer.keys[:, :, length - 1 : length]
-        return unfold_decay(last.to(c.device), self.head_dim, self.gates_per_key, self.scaling)
+    def output(self, x, o):
+        """Norm, gate and projection of what attention returned, (B, T, H, D) or wider: (B, T, hidden)."""
+        o = self.o_norm(o[..., : self.head_dim]).flatten(2)  # (B, T, H * D)
+        if self.g_proj is not None:
+            o = o * self.g_act(self.g_proj(x))
+        return self.o_proj(o)
 
 
 class FoxMLP(nn.Module):
@@ -358,14 +235,14 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
-        if self.self_attn.layer_idx == 0 and not torch.compiler.is_compiling():
+        if self.self_attn.layer_idx == 0:
             check_dtype(hidden_states, self.self_attn.q_proj)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# The saved code is that of every head, so each can be made of a folder whatever it was saved from.
+# `save_pretrained` writes the code of every head, so a folder can be loaded with any of them.
 AUTO_MAP = {
     "AutoModel": "modeling_fox.FoxModel",
     "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
@@ -385,24 +262,28 @@ class FoxPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    # Serving engines take this as leave to replace the attention by a function of q, k and v of their own.
+    # vLLM reads True as "attention is a function of q, k and v" and would drop the gate.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
 
+    @classmethod
+    def _can_set_attn_implementation(cls):
+        return (
+            True  # transformers would search this file for the choice of the attention function, which `attend` makes
+        )
+
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Asked for by name, the kernels must be there: no other implementation stands in for them unnoticed."""
+        """Raise if Triton was requested but cannot run: no silent fallback."""
         if requested_attention == FORGETTING_TRITON and (reason := why_not(self.config.head_dim)) is not None:
             raise reason
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
-        """What every layer needs of a (B, past + T) mask: who sees whom, and which of the T tokens are padding."""
-        shared = dict(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
-        create_mask = create_sliding_window_causal_mask if config.sliding_window else create_causal_mask
+        """All that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real."""
         return {
-            "attention": create_mask(**shared, past_key_values=past_key_values, position_ids=position_ids),
-            "padding": padding_mask(attention_mask, inputs_embeds.shape[1]),
+            "attention": create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids),
+            "real": real_tokens(attention_mask, inputs_embeds.shape[1]),
         }
 
     def save_pretrained(self, *args, **kwargs):
@@ -431,8 +312,9 @@ class FoxModel(FoxPreTrainedModel):
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.rope_parameters else None
-        for layer in self.layers if self.rotary_emb is not None else ():
-            layer.self_attn.rotary_gain = self.rotary_emb.attention_scaling**2
+        if self.rotary_emb is not None:
+            for layer in self.layers:
+                layer.self_attn.rotary_gain = self.rotary_emb.attention_scaling**2
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -454,57 +336,23 @@ class FoxModel(FoxPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         if self.training and torch.is_grad_enabled():
-            use_cache = False  # a checkpointed layer runs twice, and would find its own tokens in the cache
-        places = None
-        compiling = torch.compiler.is_compiling()
-        paged = "cache" in kwargs  # continuous batching: transformers has prepared the mask
-        if not (paged or compiling):
-            check_call(self, inputs_embeds, attention_mask, position_ids, past_key_values)
-        if not (paged or isinstance(attention_mask, dict) or (compiling and past_key_values is not None)):
-            borders = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx")}
-            places = packed_places(inputs_embeds, attention_mask, position_ids, **borders)
-        if places is not None:
-            if past_key_values is not None:
-                raise ValueError(
-                    "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so), "
-                    "which a cache cannot tell apart. Leave past_key_values out, or run each document as a row of its own."
-                )
-            if use_cache and not compiling:
-                logger.warning_once("Packed documents cannot be continued from a cache: none is returned for them.")
-                use_cache = False
-            if attention_mask is not None and attention_mask.ndim == 2:
-                attention_mask = None  # nothing but ones
-            if position_ids is None:
-                position_ids = places
-            if self.config._attn_implementation.startswith("flash_attention") and "cu_seq_lens_q" not in kwargs:
-                kwargs |= flash_borders(places)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
+            use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
-        masks = attention_mask
-        if not isinstance(masks, dict):  # `generate` with a static cache has made them already
-            masks = self.create_masks_for_generate(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values if places is None else None,
-                position_ids=places,
-            )
+        rows = read_rows(self.config, inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
+        if use_cache and past_key_values is None and can_be_cached(rows):
+            past_key_values = DynamicCache(config=self.config)
+        mask = read_attention_mask(self.config, inputs_embeds, attention_mask, past_key_values, rows)
+        kwargs |= flash_borders(self.config, rows, **kwargs)
 
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb(hidden_states, position_ids) if self.rotary_emb is not None else None
-        for layer in self.layers[: self.config.num_hidden_layers]:  # which an early exit sets lower
+        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, rows.position_ids)
+        for layer in self.layers[: self.config.num_hidden_layers]:  # an early exit lowers the number
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=masks["attention"],
-                padding_mask=masks["padding"],
-                position_ids=position_ids,
-                places=places,
+                attention_mask=mask,
                 past_key_values=past_key_values,
+                rows=rows,
                 use_cache=use_cache,
                 **kwargs,
             )
@@ -526,7 +374,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self):
-        """Key heads and width of a static cache that `generate` makes before the first token: room for the decay too."""
+        """Key heads and width, with the decay, of a static cache, which `generate` makes before the first token."""
         shape = super()._get_static_cache_init_shape()
         if shape is None or self.config.forget_gate == "none":
             return shape
@@ -569,9 +417,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """What transformers' generic heads stand on: they ask `AutoModel` for a decoder, which knows no remote code."""
+    """Base of the task heads. transformers builds their decoder with AutoModel, which must know FoxModel."""
 
     def __init__(self, config):
+        # At import, `FoxConfig` could be another class than that of `config`: transformers copies every file of remote
+        # code, with its imports, to a folder of its own and so loads configuration_fox.py twice.
         AutoModel.register(type(config), FoxModel, exist_ok=True)
         super().__init__(config)
 

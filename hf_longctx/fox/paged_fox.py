@@ -1,8 +1,8 @@
 """Continuous batching: `generate_batch` and `transformers serve`, whose cache is made of pages.
 
-A page has no place for a running state, and requests may share it. So it holds a token as it is by itself: its key and
-value and, in the columns that folding adds, log f and the weights of the token shift. What depends on the tokens before
-it is made after reading.
+A page has no room for a running state, and requests may share it. A page therefore holds each token by itself: its key
+and value and, in the columns that folding adds, log f and the weights of the token shift. All that depends on earlier
+tokens is computed after the pages have been read.
 """
 
 import copy
@@ -13,17 +13,40 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+from .backend_fox import MASKED, run_backend
+from .inputs_fox import split_heads
 
 
-def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
-    """Write the new tokens of all requests into their pages, and read back what attention needs.
+def paged_attention(
+    attention, x, position_embeddings, attention_mask, cache, rows=None, past_key_values=None, **kwargs
+):
+    """The forward of `FoxAttention` for continuous batching.
 
     Args:
         attention: the `FoxAttention`.
-        x: its input, (1, T, hidden): the new tokens of all requests one after another.
-        q, k, v: projections of x, (1, T, H or Hkv, D).
+        x: its input, (1, T, hidden): the new tokens of all requests, one request after another.
         position_embeddings: cos and sin, or None.
-        cache, kwargs: what transformers passes to attention functions: the pages, and where tokens lie in them.
+        attention_mask: (1, 1, T, all), additive, of all requests.
+        cache, kwargs: the pages, and where tokens lie in them, as transformers passes them to attention functions.
+
+    Returns:
+        (1, T, hidden), and attention weights or None.
+    """
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (split_heads(projection(x), attention.head_dim) for projection in projections)
+    q, k, v = through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs)
+    name = attention.config._attn_implementation.removeprefix("paged|")
+    # boolean, because a decay can exceed the minimum of float16
+    o, weights = run_backend(name, attention, q, k, v, attention_mask > MASKED, **kwargs)
+    return attention.output(x, o), weights
+
+
+def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
+    """Write the new tokens of all requests into their pages, and read back the tokens that attention needs.
+
+    Args:
+        q, k, v: projections of x, (1, T, H or Hkv, D).
+        others: as in `paged_attention`.
 
     Returns:
         folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.
@@ -49,12 +72,12 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
 
     borders = kwargs["cu_seq_lens_k"]  # of the requests
     index = torch.arange(k.shape[2], device=k.device)
-    places = (index - borders[torch.bucketize(index, borders, right=True) - 1])[None]
-    c = running_sum(unfold_decay(k, attention.head_dim, attention.gates_per_key, attention.scaling), places)
+    positions = (index - borders[torch.bucketize(index, borders, right=True) - 1])[None]  # within the request
+    c = running_sum(unfold_decay(k, attention.head_dim, attention.gates_per_key, attention.scaling), positions)
     k = k[..., : attention.head_dim]
     v, weights = v[..., : attention.head_dim + 2].tensor_split([attention.head_dim], dim=-1)
     if shifted:
-        first = (places == 0)[:, None, :, None]
+        first = (positions == 0)[:, None, :, None]
         k_previous, v_previous = (F.pad(y, (0, 0, 1, -1)).masked_fill(first, 0.0) for y in (k, v))
         k = torch.lerp(k, k_previous, weights[..., :1])
         v = torch.lerp(v, v_previous, weights[..., 1:])
@@ -64,17 +87,17 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
 
 
 class ContinuousBatching:
-    """What a causal language model needs for it; comes before `GenerationMixin`."""
+    """Continuous batching for a causal language model; a base class that comes before `GenerationMixin`."""
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """As transformers', with pages that have room for what a token of FoX keeps; see `through_pages`.
+        """As in transformers, with pages that have room for log f and shift weights of a token; see `through_pages`.
 
         Raises:
-            NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE or a
-                sliding window.
+            NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE
+                or a sliding window.
         """
-        # imported late: it takes as long as all of FoX
+        # imported here because it takes as long as importing all of FoX
         from transformers.generation import ContinuousBatchingConfig
         from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -82,13 +105,13 @@ class ContinuousBatching:
         shifted = config.k_shift or config.v_shift
         if shifted and (config.rope_parameters or config.sliding_window):
             raise NotImplementedError(
-                "continuous batching keeps keys as they are before the token shift, and so neither turned by RoPE nor with "
-                "the one before the sliding window: with k_shift or v_shift it needs a model without both. Use `generate`."
+                "continuous batching stores keys before the token shift, so neither rotated by RoPE nor with the key before "
+                "the sliding window: a model with k_shift or v_shift must have neither. Use `generate`."
             )
         if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa"):
             raise NotImplementedError(
-                f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write the "
-                "pages themselves: model.set_attn_implementation('sdpa')."
+                f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write "
+                "the pages themselves: model.set_attn_implementation('sdpa')."
             )
         if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
             raise NotImplementedError(
@@ -98,10 +121,12 @@ class ContinuousBatching:
         batching.auto_switch_to_flash = False
 
         attention = self.model.layers[0].self_attn
-        pages = copy.copy(config)
-        pages.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
-        pages.k_shift = pages.v_shift = False  # so that its layers are of plain attention
-        self.config = pages  # where the manager looks
+        page_config = copy.copy(config)
+        page_config.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
+        page_config.k_shift = page_config.v_shift = False  # layers of plain attention, without a convolution
+        # The manager reads the sizes of pages from `model.config` and takes no other configuration (transformers
+        # 5.23).
+        self.config = page_config
         try:
             manager = super().init_continuous_batching(generation_config, batching, **kwargs)
             manager.batch_processor = manager._create_batch_processor()

@@ -6,7 +6,7 @@ from processes import TwoProcesses
 
 @pytest.fixture(scope="session")
 def two_processes():
-    """Runs a function in two processes at once, see processes.py."""
+    """Runs a function in two processes at once, see tests/processes.py."""
     processes = TwoProcesses()
     yield processes
     processes.stop()

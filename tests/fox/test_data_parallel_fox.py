@@ -8,7 +8,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from processes import WORLD
-from tiny_fox import BACKENDS, both_backends, logits, make, tokens
+from tiny_fox import BACKENDS, logits, make, skip_without_triton, tokens
 from transformers import Trainer, TrainingArguments
 
 from hf_longctx.fox import FoxForCausalLM
@@ -83,8 +83,8 @@ def sharded_step(model):
     """
     rows = documents()
     count = sum((row["labels"][1:] != -100).sum() for row in rows)
-    own = {name: torch.stack([row[name] for row in rows[dist.get_rank() :: WORLD]]) for name in rows[0]}
-    loss = model.train()(**own, num_items_in_batch=count).loss
+    half = {name: torch.stack([row[name] for row in rows[dist.get_rank() :: WORLD]]) for name in rows[0]}
+    loss = model.train()(**half, num_items_in_batch=count).loss
     (loss * WORLD).backward()  # FSDP takes the mean over the processes
     total = loss.detach().clone()
     dist.all_reduce(total)
@@ -95,47 +95,54 @@ def sharded_step(model):
     return total, gradients, largest, logits(model.eval(), tokens(8, 12))
 
 
+# Our kernels, interpreted on a CPU, run in one of the three ways: with weights that are gathered anew for every layer.
+WAYS = {"sdpa": ["replicas", "accelerate"], "forgetting_triton": ["accelerate"]}
+if PLANS:
+    WAYS["sdpa"].append("transformers")
+
+
 def learn(folder, backend):
-    return {
-        "transformers": sharded_step(sharded_by_transformers(folder, backend)) if PLANS else None,
-        "accelerate": sharded_step(sharded_by_accelerate(folder, backend)),
-        "replicas": train(folder, WORLD, backend),
+    """Result of each way of the backend, by name."""
+    learners = {
+        "replicas": lambda: train(folder, WORLD, backend),
+        "accelerate": lambda: sharded_step(sharded_by_accelerate(folder, backend)),
+        "transformers": lambda: sharded_step(sharded_by_transformers(folder, backend)),
     }
+    return {way: learners[way]() for way in WAYS[backend]}
 
 
 @pytest.fixture(scope="module")
-def found(two_processes, tmp_path_factory):
+def results(two_processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data parallel")
     make(VARIANT).save_pretrained(folder / "model")
     return {backend: two_processes(learn, folder, backend) for backend in BACKENDS}, folder
 
 
-@both_backends
-def test_replicas(backend, found):
-    results, folder = found
-    losses, weights = results[backend]["replicas"]
-    want_losses, want_weights = train(folder, 1, "eager")
+def test_replicas(results):
+    learnt, folder = results
+    losses, weights = learnt["sdpa"]["replicas"]
+    expected_losses, expected_weights = train(folder, 1, "eager")
     assert len(losses) == 2
-    assert losses == pytest.approx(want_losses, rel=1e-5)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
     before = make(VARIANT).state_dict()
-    assert all((x - before[name]).abs().max() > 1e-4 for name, x in want_weights.items())
-    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+    assert all((x - before[name]).abs().max() > 1e-4 for name, x in expected_weights.items())
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
-@both_backends
 @pytest.mark.parametrize(
-    "shards",
+    "shards, backend",
     [
-        "accelerate",
-        pytest.param("transformers", marks=pytest.mark.skipif(not PLANS, reason="needs transformers 5.23")),
+        ("accelerate", "sdpa"),
+        pytest.param("accelerate", "forgetting_triton", marks=skip_without_triton),
+        pytest.param("transformers", "sdpa", marks=pytest.mark.skipif(not PLANS, reason="needs transformers 5.23")),
     ],
 )
-def test_shards(shards, backend, found):
-    loss, gradients, largest, after = found[0][backend][shards]
+def test_shards(shards, backend, results):
+    loss, gradients, largest, after = results[0][backend][shards]
     model, rows = make(VARIANT), documents()
-    want = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
-    want.backward()
-    torch.testing.assert_close(loss, want.detach())
+    expected = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
     assert largest < 0.6
     torch.testing.assert_close(gradients, {name: p.grad for name, p in model.named_parameters()}, atol=1e-6, rtol=1e-4)
     before = logits(model, tokens(8, 12))

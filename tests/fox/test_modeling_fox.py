@@ -2,25 +2,26 @@
 
 import copy
 import json
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
 import transformers
-from tiny_fox import ROPE, TINY, both_blocks, every_variant, logits, make, tokens, with_and_without_window
+from tiny_fox import ROPE, TINY, VARIANTS, both_blocks, every_variant, logits, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, decay_time_bias
 
 
-@every_variant
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("chunks", [[1, 1, 1, 1, 20], [13, 1, 3, 7], [23, 1]], ids=str)
+CHUNKS = [[13, 1, 3, 7], [1, 1, 1, 1, 20], [23, 1]]
+CHUNKED = [(variant, "sdpa", CHUNKS[0]) for variant in VARIANTS]
+CHUNKED += [(variant, "sdpa", chunks) for variant in ("llama", "pro") for chunks in CHUNKS[1:]]
+CHUNKED += [("llama", "eager", CHUNKS[1]), ("pro with grouped heads and rope", "eager", CHUNKS[0])]
+
+
+@pytest.mark.parametrize("variant, backend, chunks", CHUNKED, ids=str)
 def test_decoding_in_any_chunks_equals_one_forward(variant, backend, chunks):
     model, ids = make(variant, backend), tokens()
     cache, pieces = DynamicCache(config=model.config), []
@@ -77,15 +78,6 @@ def test_a_float16_mask_outweighs_any_decay():
     assert torch.equal(logits(model, first)[:, :-1], logits(model, second)[:, :-1])
 
 
-@with_and_without_window
-def test_a_static_cache_can_be_reset(variant):
-    model, ids = make(variant), tokens(2, 9)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    before = logits(model, ids, past_key_values=cache)
-    cache.reset()
-    torch.testing.assert_close(logits(model, ids, past_key_values=cache), before)
-
-
 GENERATION = {
     "greedy": dict(),
     "beams": dict(num_beams=3),
@@ -99,9 +91,15 @@ GENERATION = {
 }
 
 
-@with_and_without_window
-@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+# every way to generate with the variant that has everything, and each variant with caches of another kind
+GENERATED = [("pro with a window", name) for name in GENERATION]
+GENERATED += [("llama", "static cache"), ("llama", "prompt lookup"), ("window", "beams"), ("window", "static cache")]
+GENERATED += [("pro with grouped heads and rope", name) for name in ("greedy", "early exit", "chunked prefill")]
+
+
+@pytest.mark.parametrize("variant, options", GENERATED)
 def test_generation_with_a_cache_equals_generation_without(variant, options):
+    options = GENERATION[options]
     model = make(variant)
     batch = 1 if {"prompt_lookup_num_tokens", "assistant_early_exit"} & options.keys() else 3
     settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -185,7 +183,7 @@ def test_every_parameter_learns_and_checkpointing_changes_no_gradient(variant):
 
 @both_blocks
 def test_layers_may_be_checkpointed_by_others(variant):
-    """As FSDP does, without telling the model: nothing may be left in a cache for the second run of a layer to find."""
+    """As FSDP does, without telling the model: the second run of a layer must not find its tokens in a cache."""
     gradients, ids = [], tokens()
     for wrap in (lambda layer: layer, checkpoint_wrapper):
         model = make(variant).train()
@@ -256,63 +254,6 @@ def test_save_and_load(variant, tmp_path):
     assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-REMOTE = """
-import importlib.abc, json, sys
-
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hf_longctx", "triton"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
-
-folder, again = sys.argv[1:]
-config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-ids = torch.arange(3, 20)[None]
-with torch.no_grad():
-    logits = model(ids).logits
-model.save_pretrained(again)
-new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-try:
-    model.set_attn_implementation("forgetting_triton")
-except ImportError as error:
-    reason = str(error)
-print(json.dumps({"reason": reason, "type": config.model_type, "logits": logits[0, -1].tolist(), "new": new[0].tolist()}))
-"""
-
-
-@pytest.mark.slow
-@both_blocks
-def test_remote_code_without_the_package_and_without_triton(variant, tmp_path):
-    model = make(variant)
-    first, second = tmp_path / "first", tmp_path / "second"
-    model.save_pretrained(first)
-    for source, target in ((first, second), (second, tmp_path / "third")):  # what it saves can be loaded like it
-        run = subprocess.run(
-            [sys.executable, "-c", REMOTE, str(source), str(target)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={
-                "HF_MODULES_CACHE": str(tmp_path / "modules"),
-                "HF_HUB_OFFLINE": "1",
-                "PATH": "",
-                "HOME": str(tmp_path),
-            },
-        )
-        assert run.returncode == 0, run.stderr
-        got = json.loads(run.stdout.splitlines()[-1])
-        ids = torch.arange(3, 20)[None]
-        assert got["type"] == "fox"
-        assert "needs triton: pip install" in got["reason"]
-        assert got["logits"] == logits(model, ids)[0, -1].tolist()
-        assert got["new"] == model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)[0].tolist()
-
-
 BAD_CONFIGS = {
     "hidden size and heads": (dict(hidden_size=30), "not a multiple of num_attention_heads"),
     "heads and key heads": (dict(num_key_value_heads=3), "not a multiple of num_key_value_heads"),
@@ -369,15 +310,6 @@ def test_a_backend_that_would_ignore_the_gate_is_refused():
     model.config._attn_implementation = "some_engine"
     with pytest.raises(ValueError, match="not known to compute forgetting attention"):
         model(tokens())
-
-
-def test_a_quantized_cache_is_refused():
-    class Rounded(DynamicLayer):
-        def _quantize(self, tensor):
-            return tensor
-
-    with pytest.raises(NotImplementedError, match="quantized cache"):
-        make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
 
 
 def test_closed_gates_stay_within_float16():

@@ -1,7 +1,7 @@
 """transformers' own common tests, run on FoX (LLaMA) and FoX (Pro).
 
-Its source distribution carries those of models, configurations and training. Those of generation and export come with a
-clone only (transformers_sdist.py); those of pipelines need its hub; those of models split over processes are in
+Its source distribution carries those of models, configurations and training. Those of generation and export come with
+a clone only (transformers_sdist.py); those of pipelines need its hub; those of models split over processes are in
 test_transformers_parallel.py.
 """
 
@@ -24,6 +24,7 @@ from hf_longctx.fox import (
 from hf_longctx.fox.attention_fox import folded_width
 
 
+pytestmark = pytest.mark.upstream
 common = load("test_modeling_common")
 ConfigTester = load("test_configuration_common").ConfigTester
 TrainingTesterMixin = load("test_training_mixin").TrainingTesterMixin

@@ -2,19 +2,14 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox import FoxConfig
 from hf_longctx.fox.triton_fox import why_not
 
 
-TINY = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    pad_token_id=0,
-)
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+TINY = dict(**SIZES, pad_token_id=0)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VARIANTS = {
     "llama": lambda: FoxConfig(**TINY),
@@ -34,9 +29,6 @@ VARIANTS = {
 NO_TRITON = why_not(8, device=torch.device("cpu"))
 BACKENDS = ["sdpa"] if NO_TRITON else ["sdpa", "forgetting_triton"]
 skip_without_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
-both_backends = pytest.mark.parametrize(
-    "backend", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)]
-)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
 with_and_without_window = pytest.mark.parametrize(
@@ -44,13 +36,19 @@ with_and_without_window = pytest.mark.parametrize(
 )
 
 
-def make(variant, backend="sdpa", seed=0):
-    """A small model whose every parameter is far from its initial value."""
+def make_from(config, dtype=torch.float32, seed=0):
+    """A causal language model of a configuration whose every parameter is far from its initial value."""
     torch.manual_seed(seed)
-    model = FoxForCausalLM(VARIANTS[variant]()).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def make(variant, backend="sdpa", seed=0):
+    """A small FoX, as `make_from`."""
+    model = make_from(VARIANTS[variant](), seed=seed)
     model.set_attn_implementation(backend)
     return model
 

@@ -1,11 +1,12 @@
-"""What does not fit together is refused with one error that says what to do; what only looks odd is not."""
+"""The states of a FoX survive what caches do; a cache that this model cannot have filled is refused."""
 
 import copy
 
 import pytest
 import torch
-from tiny_fox import TINY, both_blocks, every_variant, logits, make, tokens
+from tiny_fox import TINY, both_blocks, every_variant, logits, make, tokens, with_and_without_window
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 
@@ -38,7 +39,7 @@ def cache(make_cache):
     return lambda model: {"past_key_values": make_cache(model)}
 
 
-BAD_CALLS = {
+BAD_CACHES = {
     "cache of a Llama": (cache(lambda model: filled(llama())), "filled by another model"),
     "cache of a Llama as wide as folded keys": (cache(lambda model: filled(llama(head_dim=12))), "carry no decay"),
     "cache of a deeper Llama": (
@@ -54,43 +55,15 @@ BAD_CALLS = {
         cache(lambda model: StaticCache(config=model.config, max_cache_len=8)),
         "room for 8 tokens and 9 are needed",
     ),
-    "mask too short": (lambda model: {"attention_mask": torch.ones(2, 7)}, r"it must be \(2, 9\)"),
-    "mask too long": (lambda model: {"attention_mask": torch.ones(2, 12)}, r"it must be \(2, 9\)"),
-    "mask of one row": (lambda model: {"attention_mask": torch.ones(1, 9)}, r"it must be \(2, 9\)"),
-    "mask of the new tokens only": (
-        lambda model: {"attention_mask": torch.ones(2, 9), "past_key_values": filled(model)},
-        r"it must be \(2, 18\): a column for each of 9 cached and 9 new tokens",
-    ),
-    "positions that fall": (
-        lambda model: {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 1, 2]])},
-        "go from 2 to 1 at token 7 of row 0",
-    ),
-    "positions of other tokens": (
-        lambda model: {"position_ids": torch.arange(7)[None]},
-        r"must be \(2, 9\) or \(1, 9\)",
-    ),
-    "no tokens": (lambda model: {"input_ids": IDS[:, :0]}, "the input is empty: 2 rows of 0 tokens"),
-    "no rows": (lambda model: {"input_ids": IDS[:0]}, "the input is empty: 0 rows of 9 tokens"),
-    "embeddings in half precision": (
-        lambda model: {"input_ids": None, "inputs_embeds": torch.randn(2, 9, 32).bfloat16()},
-        "inputs_embeds is torch.bfloat16 but the weights are torch.float32",
-    ),
-    "ids and embeddings": (lambda model: {"inputs_embeds": torch.randn(2, 9, 32)}, "exactly one of"),
 }
 
 
 @pytest.mark.parametrize("variant", ["llama", "pro"])
-@pytest.mark.parametrize("arguments, message", BAD_CALLS.values(), ids=BAD_CALLS)
-def test_bad_calls(variant, arguments, message):
+@pytest.mark.parametrize("arguments, message", BAD_CACHES.values(), ids=BAD_CACHES)
+def test_bad_caches(variant, arguments, message):
     model = make(variant)
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": IDS, **arguments(model)})
-
-
-def test_embeddings_in_single_precision_for_a_half_precision_model():
-    model = make("llama").bfloat16()
-    with pytest.raises(ValueError, match=r"is torch\.float32 but the weights are torch\.bfloat16"):
-        model(inputs_embeds=torch.randn(2, 9, 32))
 
 
 def test_a_growing_cache_without_a_place_for_the_token_shift():
@@ -125,3 +98,56 @@ def test_autocast_keeps_its_cache(variant, dtype):
     with torch.autocast("cpu", dtype=dtype):
         continued = filled(model)
         assert logits(model, IDS, past_key_values=continued).isfinite().all()
+
+
+@with_and_without_window
+def test_a_static_cache_can_be_reset(variant):
+    model, ids = make(variant), tokens(2, 9)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    before = logits(model, ids, past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(logits(model, ids, past_key_values=cache), before)
+
+
+def test_a_quantized_cache_is_refused():
+    class Rounded(DynamicLayer):
+        def _quantize(self, tensor):
+            return tensor
+
+    with pytest.raises(NotImplementedError, match="quantized cache"):
+        make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
+
+
+@both_blocks
+def test_what_is_offloaded_is_waited_for(variant, monkeypatch):
+    """A stream that copies as late as it may: a layer's keys and shift arrive when they are waited for, not before."""
+    model, ids = make(variant), tokens()
+    cache, stored = DynamicCache(config=model.config), {}
+
+    class Stream:
+        def wait_stream(self, other):
+            for layer, (keys, states) in stored.items():
+                layer.keys = keys
+                if states is not None:
+                    layer.conv_states[0] = states
+            stored.clear()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, Stream()
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: cache.prefetch_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cache.prefetch_stream)
+    pieces = []
+    for chunk in ids.split(6, dim=1):
+        pieces.append(logits(model, chunk, past_key_values=cache))
+        for layer in cache.layers:
+            states = layer.conv_states[0] if hasattr(layer, "conv_states") else None
+            stored[layer] = (layer.keys, states)
+            layer.keys = torch.zeros_like(layer.keys)
+            if states is not None:
+                layer.conv_states[0] = torch.zeros_like(states)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), logits(model, ids, use_cache=False), atol=2e-5, rtol=1e-4)

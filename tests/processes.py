@@ -1,5 +1,6 @@
-"""Two processes that talk over gloo and do the same job at the same time. They start once, which takes the most time."""
+"""Two processes that run the same function at the same time, over gloo. They start once, because imports are slow."""
 
+import gc
 import os
 import queue
 import tempfile
@@ -17,17 +18,20 @@ GRACE = 10  # seconds for the other process, once one has failed
 
 
 def work(rank, folder, jobs, results):
+    """Run one job after another, each in a process group of its own: idle groups poll, and every mesh adds one."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for by accelerate, used by no one
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate wants them and does not use them
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    for function, arguments in iter(jobs.get, None):
+    for number, (function, arguments) in enumerate(iter(jobs.get, None)):
         try:
+            rendezvous = f"file://{folder}/rendezvous {number}"
+            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD)
             torch.save(function(*arguments), f"{folder}/{rank}.pt")
+            dist.destroy_process_group()
+            gc.collect()  # a model that refers to its mesh keeps the threads of a group alive
             results.put((rank, None))
         except Exception:
             results.put((rank, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 class TwoProcesses:
@@ -63,12 +67,12 @@ class TwoProcesses:
             try:
                 rank, failure = self.results.get(timeout=patience)
             except queue.Empty:
-                self.stop()
                 waiting = "the other one waited for it" if failures else f"no answer in {TIMEOUT} s"
-                failures[None] = f"{function.__name__}: {waiting}; the processes were ended."
+                failures[None] = f"{function.__name__}: {waiting}."
                 break
             if failure:
                 failures[rank], patience = failure, GRACE
         if failures:
+            self.stop()  # a process group may be half open; the next job starts a new pair
             pytest.fail("\n".join(f"process {rank}: {text}" for rank, text in failures.items()), pytrace=False)
         return torch.load(f"{self.folder.name}/0.pt", weights_only=False)

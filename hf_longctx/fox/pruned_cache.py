@@ -1,7 +1,8 @@
-"""A KV cache that lets go of what the forget gates have forgotten, with a proven bound of the error.
+"""A KV cache that drops the tokens which the forget gates have faded, with a proven bound of the error.
 
-**Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the running sum of log f, and `U` a bound of every
-`|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least `exp(-U)` and
+**Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the running sum of log f, and `U` a bound of
+every `|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least
+`exp(-U)` and
 
     w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
 
@@ -16,35 +17,37 @@ Without S, every query i >= t loses attention weight of at most `tolerance`, and
 pruning (arXiv 2504.06949) where L is known. The sum needs no L and so holds however long generation goes on: the cache
 carries it along, as it fades, and charges all keys that it drops to the same budget.
 
-The left side of (1) grows with every key and old keys have faded most, so a head forgets from the left: what remains of
-it is a suffix. Heads of similar length share tensors, and attention runs once per such group, through the model's own
-attention function, on the last columns of its own mask. Attention of the remaining keys is exact.
+The left side of (1) grows with every key and old keys have faded most, so a head forgets from the left: what remains
+of it is a suffix. Heads of similar length share tensors, and attention runs once per such group, through the model's
+own attention function, on the last columns of its own mask. Attention of the remaining keys is exact.
 
-It is more exact than with a full cache, in fact. The float32 `c` loses resolution as it falls (0.008 at -1e5), but softmax
-does not see what is added to all keys of a head: pruning sets the `c` of the last token back to 0.
+It is even more exact than with a full cache. The float32 `c` loses resolution as it falls (0.008 at -1e5), but softmax
+is not changed by a constant added to all keys of a head: pruning sets the `c` of the last token back to 0.
 
-**What `U` is.** `logit_bound="weights"`: of the weights alone, so it holds for every input. With QK-norm each head's queries
-and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d` is small. Without it
-the input norm and the largest singular values of the projections bound them: true, but so large (some hundred) that little
-is ever dropped. `logit_bound="observed"`: 1.25 times the largest `scale * |q| * |k|` that the cache has seen. No one can
-promise that a later query stays below; the cache therefore keeps measuring, `lost_weight` is what (1) proves about the
-queries that did come, and a warning says so should that exceed the tolerance.
+**What `U` is.** `logit_bound="weights"`: of the weights alone, so it holds for every input. With QK-norm each head's
+queries and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d` is
+small. Without QK-norm, input norm and largest singular values of the projections give a bound so large (some hundred)
+that little is ever dropped. `logit_bound="observed"`: 1.25 times the largest `scale * |q| * |k|` that the cache has
+seen. A later query may exceed this bound. The cache therefore keeps measuring: `lost_weight` is what (1) proves about
+all queries so far, and a warning is logged if it exceeds the tolerance.
 """
 
 import math
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging
 
 from .attention_fox import fold_keys, folded_width, unfold_decay
-from .backend_fox import ROUNDING, logit_bound_of_norms
+from .backend_fox import ROUNDING, VisibleKeys, logit_bound_of_norms
+from .modeling_fox import FoxDecoderLayer
+from .state_fox import AttendingCache
 
 
 logger = logging.get_logger(__name__)
 
-# Logits that are a quarter larger than all seen before still keep the tolerance; every 0.25 of it costs exp(U / 2) of budget.
+# Logits up to a quarter larger than those observed keep the tolerance; each 0.25 costs a factor exp(U / 2) of budget.
 HEADROOM = 1.25
 
 
@@ -53,8 +56,8 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
     """U of each query head, (Hq,) fp32: no input makes `|scale * q.k|` larger (see above).
 
     Raises:
-        ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), so its weights are not
-            all there is; or those of QK-norm are not at hand.
+        ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), so its weights are
+            not all there is; or those of QK-norm are not at hand.
     """
     attention = decoder_layer.self_attn
     config, head_dim = attention.config, attention.head_dim
@@ -62,7 +65,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         largest, unit = logit_bound_of_norms(attention, config.num_attention_heads)
         if largest is None:
             raise ValueError(
-                "the weights of q_norm and k_norm are offloaded, shared out among processes or replaced by an adapter, so "
+                "the weights of q_norm and k_norm are offloaded, sharded or replaced by an adapter, so "
                 'a bound of the logits cannot be read from them here. Use logit_bound="observed".'
             )
         return (unit * largest).expand(config.num_attention_heads)
@@ -70,8 +73,8 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
     for projection in (attention.q_proj, attention.k_proj):
         if type(projection) is not nn.Linear:
             raise ValueError(
-                f"a {type(projection).__name__} projects queries and keys; a bound of the logits can only be read from the "
-                'weights of a plain linear layer. Merge the adapter, or use logit_bound="observed".'
+                f"a {type(projection).__name__} projects queries and keys; a bound of the logits can only be read from "
+                'the weights of a plain linear layer. Merge the adapter, or use logit_bound="observed".'
             )
         weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
         weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden), of an input of norm sqrt(hidden)
@@ -84,7 +87,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
 
 
 class HeadGroup:
-    """Key heads that remember equally many tokens: keys and values (B, h, capacity, D'), of which `length` are filled."""
+    """Key heads with equally many tokens: keys and values (B, h, capacity, D'), of which `length` are filled."""
 
     def __init__(self, heads, keys, values, length, queries_per_key):
         self.heads, self.keys, self.values, self.length = heads, keys, values, length
@@ -98,7 +101,7 @@ class HeadGroup:
         return cls(torch.tensor(heads, device=like.device), keys, values, 0, queries_per_key)
 
     def append(self, keys, values, room):
-        """Add the tokens of all H heads (B, H, T, D'); when full, make place for them and `room` more."""
+        """Add the tokens of all H heads (B, H, T, D'); when full, grow to hold them and `room` more."""
         end = self.length + keys.shape[2]
         if end > self.keys.shape[2]:
             more = (0, 0, 0, end + room - self.keys.shape[2])
@@ -114,7 +117,8 @@ class HeadGroup:
 def group_heads(available, needed, short):
     """Split heads into groups that share a length: [(length, heads), ...], longest first.
 
-    A head may keep more than it needs, but at most twice as much, `short` tokens apart, and no more than is `available`.
+    A head may keep more than it needs, but at most twice as much, `short` tokens apart, and no more than is
+    `available`.
 
     >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
     [(900, [0, 3]), (40, [1, 2])]
@@ -129,10 +133,10 @@ def group_heads(available, needed, short):
 
 
 class PrunedLayer(DynamicLayer):
-    """One layer of a `PrunedCache`. `keys` and `values` hold the last token alone, whose key carries c; `groups` hold all.
+    """One layer of a `PrunedCache`: `groups` hold all tokens, `keys` and `values` the last one, whose key carries c.
 
-    Heads forget at the beginning of a call, when at least `prune_every` tokens have come since the last time. The c of
-    the last cached token then bounds that of all queries to come, however many tokens the call brings.
+    The layer is pruned at the beginning of a call, once `prune_every` tokens have been added since the last pruning.
+    The c of the last cached token then bounds c of every later query, however many tokens the call has.
     """
 
     def __init__(self, attention, logit_bound, tolerance, prune_every):
@@ -140,39 +144,39 @@ class PrunedLayer(DynamicLayer):
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.queries_per_key, self.gates_per_key = attention.num_key_value_groups, attention.gates_per_key
         self.kv_heads = attention.config.num_key_value_heads
-        self.weight_bound = logit_bound  # (Hq,), or None: watch queries and keys
+        self.weight_bound = logit_bound  # (Hq,), or None: observe queries and keys
         self.log_tolerance = math.log(tolerance) if tolerance else -math.inf
         self.prune_every = prune_every
-        self._forget_everything()
+        self._clear()
 
-    def _forget_everything(self):
+    def _clear(self):
         self.groups: list[HeadGroup] = []
-        self.order = None  # query heads of all groups -> their place in the model, None for a single group
+        self.order = None  # index of each query head of the model among those of all groups; None for a single group
         self.length = 0  # tokens seen
-        self.pruned_at = 0  # `length` when something was dropped last: there is no way back behind it
+        self.pruned_at = 0  # `length` when tokens were dropped last; `crop` cannot go back further
         self.since_pruning = 0
-        self.log_lost = None  # log of (1)'s left side when it was pruned last, (B, Hkv, G, 1), fp64
+        self.log_lost = None  # log of the left side of (1) at the last pruning, (B, Hkv, G, 1), fp64
         self.worst = -math.inf  # log of the largest weight that a query may have lost before the last pruning
         self.largest_query = self.largest_key = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append tokens, (B, Hkv, T, D'). Returns them alone: `attend` knows the others."""
+        """Append tokens, (B, Hkv, T, D'). Returns only these tokens: `attend` reads the others from `groups`."""
         width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
         if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
             raise ValueError(
-                f"keys of {key_states.shape[1]} heads of width {key_states.shape[3]} came to a PrunedCache for "
+                f"{key_states.shape[1]} heads of keys of width {key_states.shape[3]} do not fit a PrunedCache for "
                 f"{self.kv_heads} heads of width {width}: it was made for another model. Make one: PrunedCache(model)."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.since_pruning >= self.prune_every:
-            before = self._decay(self.keys, self.kv_heads)  # from which the new keys have counted on
+            before = self._decay(self.keys, self.kv_heads)  # from which c of the new keys was summed on
             self.prune()
             key_states = self._fold(key_states, self._decay(key_states, self.kv_heads) - before)
         if not self.groups:
             capacity = key_states.shape[2] + self.prune_every
-            everyone = list(range(self.kv_heads))
-            self.groups = [HeadGroup.empty(everyone, key_states, capacity, self.queries_per_key)]
+            all_heads = list(range(self.kv_heads))
+            self.groups = [HeadGroup.empty(all_heads, key_states, capacity, self.queries_per_key)]
         for group in self.groups:
             group.append(key_states, value_states, room=self.prune_every)
         self.length += key_states.shape[2]
@@ -187,7 +191,7 @@ class PrunedLayer(DynamicLayer):
         """
         self._check_mask(attention_mask)
         if self.weight_bound is None:
-            self._watch(query, key)
+            self._observe(query, key)
         outputs, weights = [], []
         for group in self.groups:
             mask = attention_mask
@@ -213,7 +217,7 @@ class PrunedLayer(DynamicLayer):
         return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
 
     def _check_mask(self, mask):
-        if mask is None or hasattr(mask, "last"):  # the latter is that of forgetting_triton
+        if mask is None or isinstance(mask, VisibleKeys):
             return
         if not isinstance(mask, torch.Tensor):
             raise NotImplementedError(
@@ -222,11 +226,11 @@ class PrunedLayer(DynamicLayer):
             )
         if mask.shape[-1] != self.length:
             raise ValueError(
-                f"the attention mask covers {mask.shape[-1]} tokens, cache and call hold {self.length}; it must cover the "
-                "dropped tokens too."
+                f"the attention mask covers {mask.shape[-1]} tokens, cache and call hold {self.length}; it must cover "
+                "the dropped tokens too."
             )
 
-    def _watch(self, query, key):
+    def _observe(self, query, key):
         for name, x in (("largest_query", query), ("largest_key", key)):
             norm = x[..., : self.head_dim].detach().float().norm(dim=-1).amax((0, 2))  # (H,)
             before = getattr(self, name)
@@ -250,7 +254,7 @@ class PrunedLayer(DynamicLayer):
 
     @torch.no_grad()
     def prune(self):
-        """Drop what every query to come may lose by (1), in all rows alike, and count c from the last token on."""
+        """Drop the tokens that (1) allows every later query to lose, equally many in all rows, and restart c at 0."""
         self.since_pruning = 0
         if not self.groups or self.length == 0:
             return
@@ -311,8 +315,8 @@ class PrunedLayer(DynamicLayer):
         removed = abs(int(tokens_to_remove))  # 5.17 gives a tensor
         if removed and self.length - removed < self.pruned_at:
             raise ValueError(
-                f"the cache holds {self.length} tokens and was pruned after {self.pruned_at}; {removed} cannot be taken back, "
-                "because earlier queries may need what was dropped. Crop less, or use a DynamicCache."
+                f"the cache holds {self.length} tokens and was pruned after {self.pruned_at}; {removed} cannot be "
+                "taken back, because earlier queries may need the dropped tokens. Crop less, or use a DynamicCache."
             )
         super().crop(tokens_to_remove)
         if not removed or not self.is_initialized:
@@ -322,12 +326,12 @@ class PrunedLayer(DynamicLayer):
         for group in self.groups:
             group.length -= removed
         ends = [(x.keys[:, :, x.length - 1 : x.length], x.values[:, :, x.length - 1 : x.length]) for x in self.groups]
-        place = torch.cat([group.heads for group in self.groups]).argsort()
-        self.keys, self.values = (torch.cat(parts, 1)[:, place] for parts in zip(*ends))
+        order = torch.cat([group.heads for group in self.groups]).argsort()
+        self.keys, self.values = (torch.cat(parts, 1)[:, order] for parts in zip(*ends))
 
     def reset(self) -> None:
         super().reset()
-        self._forget_everything()
+        self._clear()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -346,26 +350,28 @@ class PrunedLayer(DynamicLayer):
 
 
 class PrunedHybridLayer(PrunedLayer, LinearAttentionAndFullAttentionLayer):
-    """The same beside the state of a token shift."""
+    """A pruned layer that also keeps the state of a token shift."""
 
 
-class PrunedCache(Cache):
-    """A growing cache that drops what a FoX model has forgotten. See the top of this file for the theorem.
+class PrunedCache(AttendingCache):
+    """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file.
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, past_key_values=cache)
         cache.dropped
 
-    It follows beams, and can be cropped back to the last pruning. A long prompt is pruned while it is read if it comes in
-    chunks, `generate(..., prefill_chunk_size=1024)`; else its first generated token prunes it.
+    Beam search works, and the cache can be cropped back to the last pruning. A long prompt is pruned while it is read
+    if it is read in chunks, `generate(..., prefill_chunk_size=1024)`; otherwise the first generated token prunes it.
 
     Args:
-        model: the FoX model that will use it, with or without a head. Only sizes and bounds are kept of it.
+        model: the FoX model that will use the cache, with or without a head. The cache keeps its sizes and bounds
+            only.
         tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
             Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 unless it says otherwise.
         logit_bound: "weights", for a bound that holds for every input, or "observed", the choice for models without
             QK-norm.
-        prune_every: tokens between two prunings. Each copies what is kept, and short heads hold so many tokens more.
+        prune_every: tokens between two prunings. A pruning copies the tokens that stay, and every head holds up to so
+            many tokens more than it needs.
 
     Raises:
         ValueError: the model is not a FoX or has no forget gate, or an argument is out of its range.
@@ -373,10 +379,11 @@ class PrunedCache(Cache):
     """
 
     def __init__(self, model, tolerance: float | None = None, logit_bound: str = "weights", prune_every: int = 256):
-        decoder_layers = [m for m in model.modules() if hasattr(getattr(m, "self_attn", None), "fold_forget_gate")]
+        decoder_layers = [module for module in model.modules() if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
-                f"{type(model).__name__} is not a FoX; a PrunedCache follows its forget gates. Use DynamicCache."
+                f"{type(model).__name__} is not a FoX of hf_longctx, whose forget gates a PrunedCache needs. Use "
+                "DynamicCache, or load a FoX after `import hf_longctx`."
             )
         config = decoder_layers[0].self_attn.config
         if config.forget_gate == "none":
@@ -417,7 +424,7 @@ class PrunedCache(Cache):
         )
 
     def wrap_attention(self, attention_function):
-        """The attention function of a model, made to see all groups of heads."""
+        """The attention function of a model, called once per group of heads."""
 
         def attend(module, *args, **kwargs):
             return self.layers[module.layer_idx].attend(attention_function, module, *args, **kwargs)
@@ -425,18 +432,18 @@ class PrunedCache(Cache):
         return attend
 
     def prune(self) -> None:
-        """Drop now what can be dropped, rather than at the next call that is due: after a long prompt, for instance."""
+        """Drop all tokens that can be dropped now, for instance after a long prompt, instead of at a later call."""
         for layer in self.layers:
             layer.prune()
 
     @property
     def dropped(self) -> torch.Tensor:
-        """Tokens that each head of each layer no longer holds, (layers, Hkv), of `get_seq_length()` seen."""
+        """Number of dropped tokens of each head of each layer, (layers, Hkv), of `get_seq_length()`."""
         return torch.stack([layer.dropped() for layer in self.layers])
 
     @property
     def lost_weight(self) -> float:
-        """A proven bound of the attention weight that any query so far has lost in any layer and head."""
+        """A proven bound of the attention weight that any query has lost so far in any layer and head."""
         return math.exp(max(layer.log_lost_weight() for layer in self.layers))
 
 

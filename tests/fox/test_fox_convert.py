@@ -6,28 +6,12 @@ import pytest
 import torch
 import transformers
 from golden_fox import load_cases, weights
+from tiny_fox import ROPE, logits
+from tiny_fox import SIZES as TINY
+from tiny_fox import make_from as make
 
 import hf_longctx.fox as fox
-from hf_longctx.fox.convert_fox import read_llama_config
-
-
-TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def make(config, dtype=torch.float32):
-    """A model whose every parameter is far from its initial value."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(ids, use_cache=False).logits
+from hf_longctx.fox.convert import read_llama_config
 
 
 def same_tensors(a, b):
@@ -80,7 +64,7 @@ def test_fox_to_official_and_back(config, dtype):
 
 OFFICIAL_CANNOT = {
     "grouped heads": (dict(num_key_value_heads=2), "num_kv_heads=2.*no grouped heads"),
-    "biases and another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act='gelu'.*knows"),
+    "biases and another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act='gelu'.*has"),
     "biases": (dict(qkv_bias=True), "qkv_bias=True"),
     "a wide head": (dict(head_dim=16), "head_dim=16"),
     "a window": (dict(sliding_window=8), "sliding_window=8"),
@@ -115,8 +99,8 @@ def test_what_fla_cannot_represent_is_named(changes, message):
 
 def test_the_authors_plain_transformer():
     """Its configuration knows a window, grouped heads and RoPE by default, and its class ignores QK-norm."""
-    own = dict(num_key_value_heads=2, rope_parameters=ROPE, forget_gate="none")
-    model = make(fox.FoxConfig(**TINY, sliding_window=8, **own))
+    kept = dict(num_key_value_heads=2, rope_parameters=ROPE, forget_gate="none")
+    model = make(fox.FoxConfig(**TINY, sliding_window=8, **kept))
     state_dict, _ = fox.to_fla(make(fox.FoxConfig(**TINY, num_key_value_heads=2)))
     state_dict = {name: tensor for name, tensor in state_dict.items() if "f_proj" not in name}
     for layer in (f"model.layers.{i}.mlp" for i in range(2)):
@@ -126,7 +110,7 @@ def test_the_authors_plain_transformer():
     config_dict |= dict(num_hidden_layers=2, num_heads=4, num_kv_heads=2, rope_base=10000.0, window_size=8)
     read = fox.from_official(state_dict, {**config_dict, "qk_norm": True, "fgate_type": "full"})
     model.load_state_dict(read.state_dict())
-    assert read.config.to_dict().items() >= dict(sliding_window=8, **own).items()
+    assert read.config.to_dict().items() >= dict(sliding_window=8, **kept).items()
     ids = torch.arange(40)[None]
     assert torch.equal(logits(read, ids), logits(model, ids))
 

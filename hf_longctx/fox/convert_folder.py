@@ -1,4 +1,4 @@
-"""Conversion of checkpoint folders, tensor by tensor, with the tables of `convert_fox.py`."""
+"""Conversion of checkpoint folders, tensor by tensor, with the tables of `convert.py`."""
 
 import contextlib
 import json
@@ -16,13 +16,13 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .configuration_fox import FoxConfig
-from .convert_fox import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
+from .convert import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
 from .modeling_fox import AUTO_MAP
 
 
 # In the order in which safetensors lays out a file.
 SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-# Files that belong to the text rather than to the network; they are taken along.
+# Files of the tokenizer and of generation, which are copied.
 COMPANIONS = (
     "tokeniz*",
     "special_tokens_map.json",
@@ -44,20 +44,20 @@ def convert_folder(
 ) -> None:
     """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
 
-    Weights keep their dtype and pass through memory one tensor at a time. The result appears at `destination` when it is
-    complete, and not before. A FoX folder holds all that `save_pretrained` writes, the code included. Tokenizer and
+    Weights keep their dtype and pass through memory one tensor at a time. The result appears at `destination` when it
+    is complete, and not before. A FoX folder holds all that `save_pretrained` writes, the code included. Tokenizer and
     generation settings are taken along.
 
     Args:
         source: folder with config.json and safetensors files, sharded or not.
-        destination: folder to make; it must not exist, or be empty.
+        destination: folder to create; it must not exist, or must be empty.
         source_format, destination_format: one is "fox", the other "official" (the authors' implementation), "fla"
             (flash-linear-attention) or, for the source only, "llama" (the Llama, Mistral, Qwen2 and Qwen3 families).
         decay_time: as in `from_llama`; for a "llama" only.
 
     Raises:
-        ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are missing,
-            unknown or of another shape (all are listed); the destination is not empty.
+        ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are
+            missing, unknown or of another shape (all are listed); the destination is not empty.
         OSError: a file cannot be read or written.
     """
     source, destination = Path(source), Path(destination)
@@ -74,13 +74,13 @@ def convert_folder(
     conversion.check(checkpoint.shapes, checkpoint.read)
     stored = {checkpoint.dtypes[name] for name in conversion.inputs}
     if not stored <= SAFETENSORS_DTYPES.keys():
-        strange = ", ".join(sorted(map(str, stored - SAFETENSORS_DTYPES.keys())))
-        raise ValueError(f"{source} has weights of {strange}; convert the original weights.")
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTYPES}
-    dtype = known.get(config_dict.get("dtype", config_dict.get("torch_dtype"))) or widest(stored)
+        unsupported = ", ".join(sorted(map(str, stored - SAFETENSORS_DTYPES.keys())))
+        raise ValueError(f"{source} has weights of {unsupported}; convert the original weights.")
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTYPES}
+    dtype = dtypes.get(config_dict.get("dtype", config_dict.get("torch_dtype"))) or widest(stored)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the destination: only within one file system is a rename a single step.
+    # beside the destination, because a rename is atomic within one file system only
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
         folder = Path(temporary) / destination.name
         folder.mkdir()
@@ -118,8 +118,8 @@ def plan(config_dict, source_format, destination_format, decay_time):
         their_config = write_config(destination_format, config)
         return config, their_config, Conversion.from_fox(config, LAYOUTS[destination_format][0].modules)
     raise ValueError(
-        f"cannot convert from {source_format!r} to {destination_format!r}: from one of {formats} to 'fox', or from 'fox' "
-        f"to one of {tuple(LAYOUTS)}."
+        f"cannot convert from {source_format!r} to {destination_format!r}: from one of {formats} to 'fox', or from "
+        f"'fox' to one of {tuple(LAYOUTS)}."
     )
 
 
@@ -233,7 +233,7 @@ class Checkpoint:
             ) from error
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor. The file is open only meanwhile: its pages count as memory for as long as it is mapped."""
+        """Rows of a tensor. The file is closed again at once, because its pages count as memory while it is mapped."""
         with self.open(self.files[name]) as tensors:
             return tensors.get_slice(name)[start:stop]
 

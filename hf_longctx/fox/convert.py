@@ -1,6 +1,6 @@
-"""Converters between FoX and other layouts of the same mathematics: tables of names, and nothing lost on the way.
+"""Lossless converters between FoX and other implementations of the same mathematics.
 
-A layout is described once, as data, and read in both directions. `convert_folder_fox.py` applies it to files.
+The layout of an implementation is one table of names, read in both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -17,7 +17,7 @@ from .configuration_fox import FoxConfig
 from .modeling_fox import FoxForCausalLM, decay_time_bias
 
 
-# Modules: our name -> theirs. What is not listed has one name everywhere.
+# Modules: our name -> theirs. A module that is not listed has the same name everywhere.
 FLA_MODULES = {
     "embed_tokens": "embeddings",
     "input_layernorm": "attn_norm",
@@ -59,7 +59,7 @@ FIELDS = {
     "use_k_shift": "k_shift",
     "use_v_shift": "v_shift",
 }
-# Their defaults, the same in all three configuration classes; below, what each of them knows besides.
+# Their defaults, the same in all three configuration classes. Fields of one class stand in its `Layout`.
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -81,15 +81,15 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How another implementation writes down a model that FoX can compute."""
+    """Names and configuration fields of another implementation, for models that FoX can compute."""
 
     title: str
     model_type: str
     modules: dict[str, str]
     defaults: dict[str, object]
     activations: tuple[str, ...] = ("swish",)
-    constants: dict[str, object] = field(default_factory=dict)  # fields of ours that have no choice there
-    refused: dict[str, str] = field(default_factory=dict)  # fields that must be None, and why
+    constants: dict[str, object] = field(default_factory=dict)  # our fields that are fixed in that implementation
+    refused: dict[str, str] = field(default_factory=dict)  # their fields that must be None, and why
 
 
 OFFICIAL = Layout(
@@ -142,10 +142,10 @@ FLA = Layout(
         "attnres_block_size": "FoX has no attention residuals",
     },
 )
-LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # the first is the one we write
+LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # models are written in the first layout
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-LLAMA_FIELDS = (  # mean what ours mean
+LLAMA_FIELDS = (  # the same in LlamaConfig and FoxConfig
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -163,7 +163,7 @@ LLAMA_FIELDS = (  # mean what ours mean
     "eos_token_id",
     "rope_parameters",
 )
-# A gate of `from_llama` forgets by a factor e in this many contexts.
+# The default gate of `from_llama` forgets by a factor e in so many contexts.
 OPEN_GATE_CONTEXTS = 1e5
 
 
@@ -179,8 +179,8 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
         original's.
 
     Raises:
-        ValueError: the configuration cannot be represented, or tensors are missing, unknown or of another shape (all are
-            listed).
+        ValueError: the configuration cannot be represented, or tensors are missing, unknown or of another shape (all
+            are listed).
     """
     return build(read_config("official", config_dict), OFFICIAL_MODULES, state_dict)
 
@@ -193,8 +193,8 @@ def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCa
 def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
     """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
 
-    Everything is kept: RoPE of any type, grouped heads, biases of Qwen2, QK-norm of Qwen3, a sliding window. New is one
-    forget gate per query head with weight 0 and an open bias, f = exp(-1 / decay_time).
+    Everything is kept: RoPE of any type, grouped heads, biases of Qwen2, QK-norm of Qwen3, a sliding window. New is
+    one forget gate per query head with weight 0 and an open bias, f = exp(-1 / decay_time).
 
     Args:
         model: the model, with its language-modelling head. It is copied, not changed.
@@ -221,7 +221,7 @@ def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
     """The inverse of `from_official`.
 
     Returns:
-        (state_dict, config_dict) for the authors' implementation. The tensors share memory with the model where they can.
+        (state_dict, config_dict) for the authors' implementation. Tensors share memory with the model where possible.
 
     Raises:
         ValueError: the model has features that the authors' implementation has not (all are listed).
@@ -237,11 +237,11 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
     """A FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
     conversion = Conversion.to_fox(config, modules)
-    conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, rows_of(state_dict))
+    conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, row_reader(state_dict))
     dtype = widest(state_dict[name].dtype for name in conversion.inputs)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    tensors = {name: conversion.make(name, rows_of(state_dict)) for name in conversion.outputs}
+    tensors = {name: conversion.make(name, row_reader(state_dict)) for name in conversion.outputs}
     model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is left out
     model.tie_weights()
     return model
@@ -251,7 +251,7 @@ def take_apart(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor
     """(state_dict, config_dict) of `model` in the layout `kind`."""
     config_dict = write_config(kind, model.config)
     conversion = Conversion.from_fox(model.config, LAYOUTS[kind][0].modules)
-    read = rows_of(model.state_dict())
+    read = row_reader(model.state_dict())
     state_dict = {name: conversion.make(name, read) for name in conversion.outputs}
     if model.config.tie_word_embeddings:
         state_dict["lm_head.weight"] = state_dict["model.embeddings.weight"]
@@ -261,7 +261,8 @@ def take_apart(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor
 ReadRows = Callable[[str, int, int], torch.Tensor]
 
 
-def rows_of(tensors: dict[str, torch.Tensor]) -> ReadRows:
+def row_reader(tensors: dict[str, torch.Tensor]) -> ReadRows:
+    """A function (name, start, stop) -> rows of that tensor."""
     return lambda name, start, stop: tensors[name][start:stop]
 
 
@@ -272,13 +273,13 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Which rows of which given tensors make up each wanted tensor.
+    """Which rows of which input tensors make up each output tensor.
 
     Attributes:
         config: of the FoX at one end.
-        inputs: name and shape of every tensor that must be given.
-        outputs: shape of every tensor that is made, and the pieces (input, first row, end row) that it stacks. No pieces:
-            an open forget gate.
+        inputs: shape of every input tensor, by name.
+        outputs: shape of every output tensor, by name, and the pieces (input, first row, end row) that it stacks. No
+            pieces: an open forget gate.
     """
 
     config: FoxConfig
@@ -287,39 +288,39 @@ class Conversion:
 
     @classmethod
     def to_fox(cls, config, modules):
-        ours, theirs, places = correspondence(config, modules)
-        pieces = {name: [place] if place else [] for name, place in places.items()}
-        return cls(config, theirs, {name: (shape, pieces[name]) for name, shape in ours.items()})
+        ours, theirs, pieces = correspondence(config, modules)
+        stacks = {name: [piece] if piece else [] for name, piece in pieces.items()}
+        return cls(config, theirs, {name: (shape, stacks[name]) for name, shape in ours.items()})
 
     @classmethod
     def from_fox(cls, config, modules):
-        ours, theirs, places = correspondence(config, modules)
-        pieces = {name: [] for name in theirs}
-        for name, (their_name, _, _) in places.items():
-            pieces[their_name].append((name, 0, ours[name][0]))
-        return cls(config, ours, {name: (shape, pieces[name]) for name, shape in theirs.items()})
+        ours, theirs, pieces = correspondence(config, modules)
+        stacks = {name: [] for name in theirs}
+        for name, (their_name, _, _) in pieces.items():
+            stacks[their_name].append((name, 0, ours[name][0]))
+        return cls(config, ours, {name: (shape, stacks[name]) for name, shape in theirs.items()})
 
-    def check(self, given: dict[str, tuple[int, ...]], read: ReadRows):
+    def check(self, shapes: dict[str, tuple[int, ...]], read: ReadRows):
         """Raise ValueError with all tensors that are missing, unknown or of another shape than the configuration says.
 
         Args:
-            given: name and shape of every tensor there is.
-            read: reads rows of one; used if there is a head beside tied embeddings, which must then be the same.
+            shapes: shape of every tensor of the checkpoint, by name.
+            read: reads rows of a tensor, to compare a head that is stored beside tied embeddings with them.
         """
         # Old Llama checkpoints hold the frequencies of RoPE, which follow from the configuration.
-        given = {name: tuple(shape) for name, shape in given.items() if not name.endswith("rotary_emb.inv_freq")}
-        problems = [f"missing: {name}" for name in self.inputs.keys() - given.keys()]
+        shapes = {name: tuple(shape) for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+        problems = [f"missing: {name}" for name in self.inputs.keys() - shapes.keys()]
         problems += [
-            f"shape of {name} is {given[name]}, not {tuple(shape)}"
+            f"shape of {name} is {shapes[name]}, not {tuple(shape)}"
             for name, shape in self.inputs.items()
-            if name in given and given[name] != tuple(shape)
+            if name in shapes and shapes[name] != tuple(shape)
         ]
-        unknown = given.keys() - self.inputs.keys()
+        unknown = shapes.keys() - self.inputs.keys()
         if self.config.tie_word_embeddings and "lm_head.weight" in unknown:
             unknown.remove("lm_head.weight")
             embeddings = next(name for name in self.inputs if name.startswith("model.embed"))
-            if given["lm_head.weight"] != given.get(embeddings) or not torch.equal(
-                *(read(name, 0, given[name][0]) for name in ("lm_head.weight", embeddings))
+            if shapes["lm_head.weight"] != shapes.get(embeddings) or not torch.equal(
+                *(read(name, 0, shapes[name][0]) for name in ("lm_head.weight", embeddings))
             ):
                 problems.append(f"tie_word_embeddings is true, but lm_head.weight is not equal to {embeddings}")
         problems += [f"unknown: {name}" for name in unknown]
@@ -338,27 +339,27 @@ class Conversion:
 
 
 def correspondence(config, modules):
-    """Shapes of our tensors, shapes of theirs, and for each of ours its place (their name, first row, end row) or None."""
+    """Shapes of our and of their tensors, and where ours are in theirs: (their name, first row, end row) or None."""
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
         del ours["lm_head.weight"]
     for x in ("k", "v"):
-        if getattr(config, f"{x}_shift"):  # the shifted projection is a module of two layers there
+        if getattr(config, f"{x}_shift"):  # their shifted projection is a module of two layers
             modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
-    theirs, places = {}, {}
+    theirs, pieces = {}, {}
     for name, (rows, *columns) in ours.items():
         parts = [modules.get(part, part) for part in name.split(".")]
         if None in parts:
-            places[name] = None
+            pieces[name] = None
             continue
         their_name = ".".join(parts)
-        if config.forget_gate != "full":  # not a projection then, only a parameter
+        if config.forget_gate != "full":  # a parameter, not a projection
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)
-        places[name] = (their_name, first, first + rows)
-    return ours, theirs, places
+        pieces[name] = (their_name, first, first + rows)
+    return ours, theirs, pieces
 
 
 def read_config(kind: str, config_dict: dict) -> FoxConfig:
@@ -368,25 +369,27 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
     if model_type not in layouts:
         raise ValueError(f"model_type is {model_type!r}; a checkpoint of this kind has one of {tuple(layouts)}.")
     layout = layouts[model_type]
-    given = layout.defaults | {name: value for name, value in config_dict.items() if name in layout.defaults}
+    theirs = layout.defaults | {name: value for name, value in config_dict.items() if name in layout.defaults}
     for name, why in layout.refused.items():
-        if given[name] is not None:
-            raise ValueError(f"{name}={given[name]!r} cannot be converted from or to {layout.title}: {why}.")
-    if given["hidden_act"] not in layout.activations:
-        raise ValueError(f"hidden_act={given['hidden_act']!r}: {layout.title} knows {layout.activations} only.")
-    if given["intermediate_size"] is None:
-        width = int(given["hidden_size"] * (given["hidden_ratio"] or 4) * 2 / 3)
-        given["intermediate_size"] = -(-width // 256) * 256
-    fields = {ours: given[theirs] for theirs, ours in FIELDS.items() if theirs in given}
-    if given.get("max_position_embeddings"):
-        fields["max_position_embeddings"] = given["max_position_embeddings"]
+        if theirs[name] is not None:
+            raise ValueError(f"{name}={theirs[name]!r} cannot be converted from or to {layout.title}: {why}.")
+    if theirs["hidden_act"] not in layout.activations:
+        raise ValueError(f"hidden_act={theirs['hidden_act']!r}: {layout.title} has {layout.activations} only.")
+    if theirs["intermediate_size"] is None:
+        width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
+        theirs["intermediate_size"] = -(-width // 256) * 256
+    fields = {our_name: theirs[name] for name, our_name in FIELDS.items() if name in theirs}
+    if theirs.get("max_position_embeddings"):
+        fields["max_position_embeddings"] = theirs["max_position_embeddings"]
     return FoxConfig(
         **fields,
         **layout.constants,
-        intermediate_size=given["intermediate_size"],
-        hidden_act={"swish": "silu"}.get(given["hidden_act"], given["hidden_act"]),
-        rope_parameters={"rope_type": "default", "rope_theta": given["rope_base"]} if given.get("use_rope") else None,
-        output_gate=given.get("ogate_act", "sigmoid") if given.get("use_output_gate") else None,
+        intermediate_size=theirs["intermediate_size"],
+        hidden_act={"swish": "silu"}.get(theirs["hidden_act"], theirs["hidden_act"]),
+        rope_parameters={"rope_type": "default", "rope_theta": theirs["rope_base"]}
+        if theirs.get("use_rope")
+        else None,
+        output_gate=theirs.get("ogate_act", "sigmoid") if theirs.get("use_output_gate") else None,
     )
 
 

@@ -11,23 +11,15 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_fox import SIZES as TINY
+from tiny_fox import make_from as make
 from transformers import AutoModelForCausalLM
 
 import hf_longctx.fox as fox
-from hf_longctx.fox import convert_folder, convert_folder_fox
+from hf_longctx.fox import convert_folder
 
 
-TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "generation_config.json")
-
-
-def make(config):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
 
 
 def save(folder, state_dict, config_dict, shards):
@@ -182,14 +174,15 @@ def test_damage_is_named_and_nothing_is_written(damage, message, sources, tmp_pa
 def test_an_interrupted_conversion_leaves_nothing(sources, tmp_path, monkeypatch):
     source, _ = sources["official"]
     written = []
+    module = sys.modules[convert_folder.__module__]  # the function of the same name stands in its place in the package
 
-    def full_disk(file, *args, write=convert_folder_fox.write_safetensors):
+    def full_disk(file, *args, write=module.write_safetensors):
         if written:
             raise OSError(28, "No space left on device")
         write(file, *args)
         written.append(file)
 
-    monkeypatch.setattr(convert_folder_fox, "write_safetensors", full_disk)
+    monkeypatch.setattr(module, "write_safetensors", full_disk)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OSError, match="No space left"):
         convert_folder(source, tmp_path / "target", "official")

@@ -1,32 +1,20 @@
-"""The maps of F and A are those of the definition, whole and reduced."""
+"""The maps of F and A are those of the definition, whole and reduced; pictures of them are written."""
 
 import pytest
+import tiny_fox
 import torch
+from tiny_fox import TINY, make
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.fox.maps_fox import head_maps, reduce_blocks
+from hf_longctx.fox.pictures import head_maps, heading, plot_forget_gates, reduce_blocks, spread
 
 
-TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
-VARIANTS = {
-    "llama": lambda: FoxConfig(**TINY),
-    "pro, grouped heads": lambda: FoxConfig.pro(**TINY, num_key_value_heads=2),
-    "one gate per key head": lambda: FoxConfig(**TINY, num_key_value_heads=2, forget_gate_per_kv_head=True),
-    "window": lambda: FoxConfig(**TINY, sliding_window=7),
-}
-
-
-def make(variant):
-    torch.manual_seed(0)
-    model = FoxForCausalLM(VARIANTS[variant]()).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
-    return model
+VARIANTS = ["llama", "pro with grouped heads and rope", "one gate per key head", "window"]
 
 
 def tokens(length):
-    return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(1))
+    return tiny_fox.tokens(1, length)[0]
 
 
 @torch.no_grad()
@@ -63,7 +51,7 @@ def test_maps_are_those_of_the_definition(variant):
 
 
 def test_a_long_text_is_reduced_block_by_block(monkeypatch):
-    monkeypatch.setattr("hf_longctx.fox.maps_fox.ELEMENTS_AT_A_TIME", 100)  # several pieces
+    monkeypatch.setattr("hf_longctx.fox.pictures.ELEMENTS_AT_A_TIME", 100)  # several pieces
     model, ids = make("llama"), tokens(50)
     (whole,) = head_maps(model, ids, layers=[1], heads=[2])
     (reduced,) = head_maps(model, ids[None], layers=[1], heads=[2], resolution=13)
@@ -112,3 +100,40 @@ def test_models_without_a_gate_are_refused():
     for model in (llama, FoxForCausalLM(FoxConfig(**TINY, forget_gate="none"))):
         with pytest.raises(ValueError, match="no forget gate"):
             head_maps(model, tokens(5))
+
+
+IDS = torch.arange(40)
+
+
+def make_with_eight_heads(**kwargs):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=8)
+    return FoxForCausalLM(FoxConfig(**sizes, **kwargs)).eval()
+
+
+@pytest.mark.parametrize("choice", [{}, {"layers": [0], "resolution": 16}, {"layers": [1], "heads": [3]}], ids=str)
+def test_writes_a_picture(choice, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    path = tmp_path / "gates.png"
+    plot_forget_gates(make_with_eight_heads(), IDS, path, **choice)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_typical_heads_span_from_the_fastest_to_the_slowest():
+    maps = head_maps(make_with_eight_heads(forget_gate="fixed", decay_time_min=2, decay_time_max=256), IDS)
+    times = [x.decay_time for x in spread(maps, 4)]
+    assert times == sorted(times) and len(times) == 4
+    assert times[0] == pytest.approx(2, rel=1e-3) and times[-1] == pytest.approx(256, rel=1e-3)
+    assert spread(maps[:1], 4) == maps[:1]
+
+
+def test_headings():
+    (x,) = head_maps(
+        make_with_eight_heads(forget_gate="fixed", decay_time_min=1500, decay_time_max=1500),
+        IDS,
+        layers=[1],
+        heads=[5],
+    )
+    assert heading(x) == "layer 1, head 5\ndecay time 1,500 tokens"
+    x.decay_time = float("inf")
+    assert "forgets nothing" in heading(x)

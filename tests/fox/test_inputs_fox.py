@@ -1,9 +1,9 @@
-"""Documents packed into one row equal documents in rows of their own, however the borders are told."""
+"""Packed documents equal documents in rows of their own, however their borders are given; bad calls are refused."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_fox import both_blocks, logits, make, tokens, with_and_without_window
+from tiny_fox import both_blocks, logits, make, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,25 +32,28 @@ BORDERS = {
     "cu_seq_lens": lambda: collate(*FLASH, return_flash_attn_kwargs=True, return_position_ids=False),
     "seq_idx": lambda: collate("seq_idx", return_seq_idx=True, return_position_ids=False),
 }
-every_border = pytest.mark.parametrize("borders", BORDERS)
 
 
 def alone(model):
     return torch.cat([logits(model, document) for document in DOCUMENTS], dim=1)
 
 
-@with_and_without_window
-@every_border
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+PACKED = [("pro with a window", borders, "sdpa") for borders in BORDERS]
+PACKED += [(variant, "position ids", "sdpa") for variant in ("llama", "pro with grouped heads and rope", "window")]
+PACKED += [("llama", "seq_idx", "eager"), ("pro with a window", "position ids", "eager")]
+
+
+@pytest.mark.parametrize("variant, borders, backend", PACKED)
 def test_packed_documents_equal_separate_rows(variant, borders, backend):
     model = make(variant, backend)
     packed = logits(model, **BORDERS[borders]())
     torch.testing.assert_close(packed, alone(model), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.slow  # it is compiled
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_packs_too():
-    packed = logits(make("pro with a window", "flex_attention"), **BORDERS["cu_seq_lens"]())
+    with torch.compiler.set_stance("force_eager"):  # compiling it takes a minute
+        packed = logits(make("pro with a window", "flex_attention"), **BORDERS["cu_seq_lens"]())
     torch.testing.assert_close(packed, alone(make("pro with a window")), atol=2e-5, rtol=1e-4)
 
 
@@ -75,8 +78,11 @@ def flash_attention(module, query, key, value, attention_mask, scaling, cu_seq_l
     return torch.cat(documents, dim=1).transpose(0, 1).unflatten(0, (query.shape[0], -1)), None
 
 
-@both_blocks
-@pytest.mark.parametrize("borders, rows", [*((name, 1) for name in BORDERS), ("position ids", 2), ("seq_idx", 2)])
+FLASH_CASES = [("pro with grouped heads and rope", name, 1) for name in BORDERS]
+FLASH_CASES += [("llama", "position ids", 2), ("pro with grouped heads and rope", "seq_idx", 2)]
+
+
+@pytest.mark.parametrize("variant, borders, rows", FLASH_CASES)
 def test_flash_attention_is_told_the_borders(variant, borders, rows, monkeypatch):
     batch = BORDERS[borders]()
     if rows == 2:  # which the collator does not make
@@ -129,9 +135,9 @@ def test_positions_that_leap_are_one_document(variant):
 def test_the_running_sum_keeps_the_resolution_of_a_document():
     lengths = [700, 300] * 100
     log_f = F.logsigmoid(torch.randn(1, 2, sum(lengths), generator=torch.Generator().manual_seed(0)) - 2)
-    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
     error = {}
-    for name, c in (("row", running_sum(log_f)), ("document", running_sum(log_f, places))):
+    for name, c in (("row", running_sum(log_f)), ("document", running_sum(log_f, positions))):
         parts = zip(c.double().split(lengths, dim=-1), log_f.double().split(lengths, dim=-1))
         error[name] = max(((c - c[..., :1]) - (x.cumsum(-1) - x[..., :1])).abs().max() for c, x in parts)
     assert error["document"] < 1e-3 < error["row"]
@@ -163,3 +169,53 @@ def test_what_cannot_be_packed_is_refused(bad):
     change, message = BAD[bad]
     with pytest.raises(ValueError, match=message):
         model(**{**BORDERS["position ids"](), **change(model)})
+
+
+IDS = tokens(2, 9)
+
+
+def filled(model):
+    """The cache of a model that has read `IDS`."""
+    cache = DynamicCache(config=model.config)
+    logits(model, IDS, past_key_values=cache)
+    return cache
+
+
+BAD_CALLS = {
+    "mask too short": (lambda model: {"attention_mask": torch.ones(2, 7)}, r"it must be \(2, 9\)"),
+    "mask too long": (lambda model: {"attention_mask": torch.ones(2, 12)}, r"it must be \(2, 9\)"),
+    "mask of one row": (lambda model: {"attention_mask": torch.ones(1, 9)}, r"it must be \(2, 9\)"),
+    "mask of the new tokens only": (
+        lambda model: {"attention_mask": torch.ones(2, 9), "past_key_values": filled(model)},
+        r"it must be \(2, 18\): a column for each of 9 cached and 9 new tokens",
+    ),
+    "positions that fall": (
+        lambda model: {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 1, 2]])},
+        "go from 2 to 1 at token 7 of row 0",
+    ),
+    "positions of other tokens": (
+        lambda model: {"position_ids": torch.arange(7)[None]},
+        r"must be \(2, 9\) or \(1, 9\)",
+    ),
+    "no tokens": (lambda model: {"input_ids": IDS[:, :0]}, "the input is empty: 2 rows of 0 tokens"),
+    "no rows": (lambda model: {"input_ids": IDS[:0]}, "the input is empty: 0 rows of 9 tokens"),
+    "embeddings in half precision": (
+        lambda model: {"input_ids": None, "inputs_embeds": torch.randn(2, 9, 32).bfloat16()},
+        "inputs_embeds is torch.bfloat16 but the weights are torch.float32",
+    ),
+    "ids and embeddings": (lambda model: {"inputs_embeds": torch.randn(2, 9, 32)}, "exactly one of"),
+}
+
+
+@pytest.mark.parametrize("variant", ["llama", "pro"])
+@pytest.mark.parametrize("arguments, message", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_calls(variant, arguments, message):
+    model = make(variant)
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": IDS, **arguments(model)})
+
+
+def test_embeddings_in_single_precision_for_a_half_precision_model():
+    model = make("llama").bfloat16()
+    with pytest.raises(ValueError, match=r"is torch\.float32 but the weights are torch\.bfloat16"):
+        model(inputs_embeds=torch.randn(2, 9, 32))

@@ -1,0 +1,281 @@
+"""The arguments of a call: which tokens are real, which documents share a row, who sees whom, and mistakes in them.
+
+Each mistake raises one error that says how to mend it. Shapes, dtypes and types cost nothing to check. Values are
+checked only where they lie on the CPU, since reading a value from a GPU would stall every step. While compiling,
+values are not read at all.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+class Rows(NamedTuple):
+    """What the rows of one call hold, the same for every layer.
+
+    real: (B, T) bool, False at padding. None: every token is real.
+    document_positions: (B, T), position of each token in its document, where rows hold several documents. None: each
+        row is one document.
+    position_ids: (1 or B, T), positions for RoPE.
+    """
+
+    real: torch.Tensor | None = None
+    document_positions: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+
+
+PLAIN_ROWS = Rows()  # real tokens of one document per row
+
+
+def read_rows(
+    config,
+    inputs_embeds,
+    attention_mask,
+    position_ids,
+    past_key_values,
+    cu_seq_lens_q=None,
+    seq_idx=None,
+    cache=None,
+    **kwargs,
+) -> Rows:
+    """Check one call of the model, and find padding, packed documents and positions in its arguments.
+
+    Args:
+        config: the `FoxConfig`.
+        inputs_embeds: (B, T, hidden).
+        attention_mask: (B, past + T), the result of `create_masks_for_generate`, a mask for the attention backend, or
+            None.
+        position_ids: (1 or B, T) or None.
+        past_key_values: a `Cache` or None.
+        cu_seq_lens_q, seq_idx: borders of packed documents, (N + 1,) or (B, T), as transformers' collators give them.
+        cache: the pages of continuous batching, for which transformers has prepared everything; else None.
+
+    Raises:
+        ValueError: tokens, mask, positions and cache do not fit together, or packed documents have padding or a cache.
+    """
+    if cache is not None:
+        return Rows(position_ids=position_ids)
+    check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values)
+    documents = None
+    if isinstance(attention_mask, dict):
+        real = attention_mask["real"]
+    else:
+        real = real_tokens(attention_mask, inputs_embeds.shape[1])
+        if past_key_values is None or not torch.compiler.is_compiling():
+            documents = document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q, seq_idx)
+    if documents is not None and past_key_values is not None:
+        raise ValueError(
+            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so), "
+            "which a cache cannot tell apart. Leave past_key_values out, or run each document as a row of its own."
+        )
+    if position_ids is None and documents is not None:
+        position_ids = documents
+    elif position_ids is None:
+        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + cached).unsqueeze(0)
+    return Rows(real, documents, position_ids)
+
+
+def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    """Which of the last `length` tokens are real, (B, T) bool; None if all are, or if the mask is not (B, past + T).
+
+    Not transformers' `create_recurrent_attention_mask`: it takes a single token for a generated one, but a prompt may
+    come token by token.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    real = attention_mask[:, -length:].bool()
+    return None if not torch.compiler.is_compiling() and real.all() else real
+
+
+def document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q=None, seq_idx=None) -> torch.Tensor | None:
+    """Position of each token in its own document, (B, T), where rows hold several documents; None where no row does.
+
+    A document starts where `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position ids do not rise
+    from one token to the next. While compiling, when values cannot be read, position ids without a mask are taken for
+    packed, as transformers does.
+    """
+    (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    compiling = torch.compiler.is_compiling()
+    if cu_seq_lens_q is not None:
+        if batch > 1 or (not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)):
+            raise ValueError(
+                "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must "
+                f"run from 0 to the length of the row; got an input of {(batch, length)} tokens and "
+                f"{cu_seq_lens_q.tolist()}."
+            )
+        starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
+        starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
+    elif seq_idx is not None:
+        starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
+    elif position_ids is None or length == 1 or (compiling and real is not None):
+        return None
+    else:
+        position_ids = position_ids.to(device).expand(batch, -1)
+        previous = position_ids[:, :-1]
+        if real is not None:  # of the last real token
+            last_real = (torch.arange(length, device=device) * real).cummax(1).values
+            previous = position_ids.gather(1, last_real[:, :-1]).masked_fill(~real.cummax(1).values[:, :-1], -1)
+        starts = F.pad(position_ids[:, 1:] <= previous, (1, 0), value=True)
+        if real is not None:  # `generate` after right padding goes back too, but not to the first position of the row
+            first = position_ids.gather(1, real.int().argmax(1, keepdim=True))
+            starts = starts & real & (position_ids == first)
+    if not compiling and not starts[:, 1:].any():
+        return None
+    if real is None and cu_seq_lens_q is None and seq_idx is None:
+        check_document_starts(position_ids, starts)
+    if real is not None:
+        raise ValueError(
+            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) "
+            "and their attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no "
+            "mask, only labels of -100; or give each document a row of its own."
+        )
+    index = torch.arange(length, device=device)
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def can_be_cached(rows: Rows) -> bool:
+    """Whether a new cache may be filled with these rows; warns once if packed documents forbid it.
+
+    While compiling it may: documents that are only taken for packed may be continued.
+    """
+    if rows.document_positions is None or torch.compiler.is_compiling():
+        return True
+    logger.warning_once("Packed documents cannot be continued from a cache: none is returned for them.")
+    return False
+
+
+def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=None):
+    """Who sees whom, in the form that the attention implementation of the config takes."""
+    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    return create(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
+
+
+def read_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows: Rows):
+    """The mask for the layers, from that of the caller; arguments as in `read_rows`."""
+    if isinstance(attention_mask, dict):  # `generate` with a static cache has called `create_masks_for_generate`
+        return attention_mask["attention"]
+    if rows.document_positions is not None:
+        past_key_values = None  # an empty one at most
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = None  # all ones
+    return create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows.document_positions)
+
+
+def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None, **kwargs) -> dict:
+    """The borders of packed documents as FlashAttention takes them, over all rows; {} if none or no other are needed.
+
+    FlashAttention itself would look for them in the position ids, in each layer again and only in a batch of one.
+    """
+    positions = rows.document_positions
+    if positions is None or cu_seq_lens_q is not None or not config._attn_implementation.startswith("flash_attention"):
+        return {}
+    borders = F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=positions.numel()).int()
+    longest = int(positions.max()) + 1
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+
+def split_heads(projected: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """(B, T, H * D) -> (B, T, H, D); ValueError if tensor parallelism has split a head."""
+    if projected.shape[-1] % head_dim:
+        raise ValueError(
+            f"tensor parallelism has split a head: a process has {projected.shape[-1]} columns of a projection, and a "
+            f"head has {head_dim}. Choose a tp_size that divides num_key_value_heads."
+        )
+    return projected.unflatten(-1, (-1, head_dim))
+
+
+def check_gate_heads(log_f: torch.Tensor, gates_per_key: int, kv_heads: int) -> None:
+    """Raise ValueError if tensor parallelism has split the key heads, but not their gates, log_f (B, H, T)."""
+    if log_f.shape[1] != gates_per_key * kv_heads:
+        raise ValueError(
+            f"tensor parallelism splits key heads into parts of {kv_heads}, but leaves the {log_f.shape[1]} fixed gates "
+            'whole. Give the model gates that can be split: forget_gate="bias_only".'
+        )
+
+
+def check_dtype(hidden_states: torch.Tensor, projection) -> None:
+    """Raise ValueError if the input of the first layer has another dtype than its weights.
+
+    Checked there because sharded weights have their dtype of computation only while a layer uses them.
+    """
+    if torch.compiler.is_compiling():
+        return
+    weight = getattr(projection, "weight", None)
+    plain = weight is not None and weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if plain and hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+        raise ValueError(
+            f"inputs_embeds is {hidden_states.dtype} but the weights are {weight.dtype}; cast one of them: "
+            "inputs_embeds.to(model.dtype)."
+        )
+
+
+def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
+    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start."""
+    if torch.compiler.is_compiling():
+        return
+    wrong = starts & (position_ids != position_ids[:, :1])
+    if wrong.any():
+        row, t = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. "
+            "Within a document they must rise, and the next document packed into the row must start with "
+            f"{position_ids[row, 0]} again, as the first did."
+        )
+
+
+def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values) -> None:
+    """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_rows`."""
+    if torch.compiler.is_compiling():
+        return
+    batch, length = inputs_embeds.shape[:2]
+    if batch == 0 or length == 0:
+        raise ValueError(f"the input is empty: {batch} rows of {length} tokens. Give at least one token.")
+    if position_ids is not None and (position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
+            f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
+        )
+    cached = 0
+    if past_key_values is not None:
+        check_room(past_key_values, length, config.num_hidden_layers)
+        cached = count_cached(past_key_values)
+    flat_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
+    if flat_mask and cached is not None and attention_mask.shape != (batch, cached + length):
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be {(batch, cached + length)}: a column for "
+            f"each of {cached} cached and {length} new tokens, 1 for a token and 0 for padding."
+        )
+
+
+def check_room(past_key_values, length: int, depth: int) -> None:
+    """Raise ValueError unless this is a cache for `depth` layers with room for `length` more tokens."""
+    layers = getattr(past_key_values, "layers", None)
+    if layers is None or len(layers) not in (0, depth):
+        what = "no transformers Cache" if layers is None else f"for {len(layers)} layers"
+        raise ValueError(
+            f"this {type(past_key_values).__name__} is {what} and the model has {depth} layers; make a cache for this "
+            "model: DynamicCache(config=model.config)."
+        )
+    needed = (count_cached(past_key_values) or 0) + length
+    for layer in layers[:1]:
+        room = getattr(layer, "max_cache_len", None)  # of a static cache; a sliding window makes room by itself
+        if room is not None and not layer.is_sliding and needed > room:
+            raise ValueError(
+                f"this {type(past_key_values).__name__} has room for {room} tokens and {needed} are needed; make it "
+                "with a larger max_cache_len."
+            )
+
+
+def count_cached(past_key_values) -> int | None:
+    """Tokens in a cache; None where only the GPU knows."""
+    length = past_key_values.get_seq_length()
+    if isinstance(length, torch.Tensor):
+        return int(length) if length.device.type == "cpu" else None
+    return length

@@ -1,0 +1,246 @@
+"""What the heads of a FoX forget and where they look: the matrices F and A of Figure 3 of the paper, and pictures.
+
+`F_ij = exp(c_i - c_j)` is what is left of key j at query i, and `A = softmax(scale * q.k + log F)` the attention.
+Matplotlib is needed for pictures only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from .attention_fox import unfold_decay
+from .state_fox import AttendingCache
+
+
+ELEMENTS_AT_A_TIME = 2**22  # of A: 16 MB
+INK, QUIET, UNSEEN = "#1f2933", "#5f6b76", "#f1f3f5"
+FAINTEST = 1e-3  # the colour scale of A starts here
+COLUMNS = 6
+TYPICAL = 4  # heads in a picture if none are chosen
+
+
+@dataclass
+class HeadMap:
+    """F and A of one query head, NaN where the query does not see the key.
+
+    Args:
+        layer, head: index of the layer and of the query head.
+        decay_time: tokens in which the head forgets by a factor e, the mean over the text.
+        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is
+            of
+            block x block entries of the matrix: the mean of F, and the largest weight of A, which is sparse.
+        tokens: T, the length of the text.
+        block: 1, or as many tokens as one row and column stand for.
+    """
+
+    layer: int
+    head: int
+    decay_time: float
+    forget: torch.Tensor
+    attention: torch.Tensor
+    tokens: int
+    block: int
+
+
+def reduce_blocks(x, visible, block, largest):
+    """Mean or largest visible entry of each block of (R, T): (ceil(R / block), ceil(T / block)), NaN where none is."""
+    missing = [-size % block for size in reversed(x.shape)]
+    x, visible = (
+        torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        for y in (x, visible)
+    )
+    count = visible.sum((1, 3))
+    if largest:
+        reduced = x.masked_fill(~visible, -torch.inf).amax((1, 3))
+    else:
+        reduced = x.masked_fill(~visible, 0.0).sum((1, 3)) / count
+    return reduced.masked_fill(count == 0, torch.nan)
+
+
+class _MapRecorder(AttendingCache, DynamicCache):
+    """A cache that computes the maps of some heads, {layer: heads}, from the queries and keys of each call."""
+
+    def __init__(self, config, heads, block):
+        super().__init__(config=config)
+        self.heads, self.block, self.maps = heads, block, {}
+
+    def wrap_attention(self, attention_function):
+        def attend(module, query, key, *args, **kwargs):
+            for head in self.heads.get(module.layer_idx, []):
+                self.maps[module.layer_idx, head] = self.head_map(module, query, key, head)
+            return attention_function(module, query, key, *args, **kwargs)
+
+        return attend
+
+    def head_map(self, module, query, key, head):
+        q, k = query[0, head].float(), key[0, head // module.num_key_value_groups].float()  # (T, D')
+        c = unfold_decay(key, module.head_dim, module.gates_per_key, module.scaling)[0].double()  # (H or Hkv, T)
+        c = c[head * len(c) // query.shape[1]]
+        length = len(c)
+        positions = torch.arange(length, device=c.device)
+        forget, attention = [], []
+        step = max(1, ELEMENTS_AT_A_TIME // length // self.block) * self.block
+        for rows in positions.split(step):
+            ago = rows[:, None] - positions
+            visible = (ago >= 0) & (ago < (module.sliding_window or length))
+            logits = (module.scaling * (q[rows] @ k.mT)).masked_fill(~visible, -torch.inf)
+            forget.append(reduce_blocks((c[rows, None] - c).clamp(max=0).exp().float(), visible, self.block, False))
+            attention.append(reduce_blocks(logits.softmax(-1), visible, self.block, True))
+        forgotten = (c[0] - c[-1]).item()
+        return HeadMap(
+            layer=module.layer_idx,
+            head=head,
+            decay_time=(length - 1) / forgotten if forgotten else float("inf"),
+            forget=torch.cat(forget).cpu(),
+            attention=torch.cat(attention).cpu(),
+            tokens=length,
+            block=self.block,
+        )
+
+
+@torch.no_grad()
+def head_maps(model, input_ids, layers=None, heads=None, resolution=384) -> list[HeadMap]:
+    """F and A of some heads over one text; memory grows with its length, not the square.
+
+    Args:
+        model: a FoX, with or without a head.
+        input_ids: (T,) or (1, T), at least 2 tokens.
+        layers, heads: which layers, and which query heads of each; None for all.
+        resolution: longest side of a map; longer texts are reduced block by block, see `HeadMap`.
+
+    Raises:
+        ValueError: the model has no forget gate, a layer or head does not exist, or the text is not one row of tokens.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "forget_gate", "none") == "none":
+        raise ValueError(f"this {type(model).__name__} has no forget gate to look at; it must be a FoX with one.")
+    input_ids = torch.as_tensor(input_ids, dtype=torch.long, device=model.device)
+    input_ids = input_ids[None] if input_ids.ndim == 1 else input_ids
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+        raise ValueError(f"input_ids is {tuple(input_ids.shape)}; give one row of at least 2 tokens, (T,) or (1, T).")
+    if resolution < 1:
+        raise ValueError(f"resolution is {resolution}; it must be at least 1.")
+    chosen = {}
+    for name, indices, count in (
+        ("layers", layers, config.num_hidden_layers),
+        ("heads", heads, config.num_attention_heads),
+    ):
+        chosen[name] = list(range(count)) if indices is None else list(indices)
+        if not chosen[name] or not set(chosen[name]) <= set(range(count)):
+            raise ValueError(f"{name} is {chosen[name]}; this model has {count}, from 0 to {count - 1}.")
+    block = -(-input_ids.shape[1] // resolution)
+    recorder = _MapRecorder(config, dict.fromkeys(chosen["layers"], chosen["heads"]), block)
+    base = getattr(model, model.base_model_prefix, model)  # without the logits
+    training = model.training
+    base.eval()(input_ids, past_key_values=recorder, use_cache=True)
+    model.train(training)
+    return [recorder.maps[layer, head] for layer in chosen["layers"] for head in chosen["heads"]]
+
+
+def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolution=384, title=None) -> None:
+    """Draw the forget gate matrix F and the attention map A of some heads, F above A.
+
+    Args:
+        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is some 400 pixels wide. Without
+            `layers` and `heads`, four heads are chosen that span from the one that forgets fastest to the slowest,
+            over all layers.
+        path: the file to write: PNG, SVG or PDF by its extension.
+        title: above all.
+
+    Raises:
+        ValueError: as `head_maps`, or matplotlib does not know the extension.
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.colors import LogNorm, Normalize
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
+
+    maps = head_maps(model, input_ids, layers, heads, resolution)
+    if layers is None and heads is None:
+        maps = spread(maps, TYPICAL)
+    columns = min(len(maps), COLUMNS)
+    rows = -(-len(maps) // columns)
+    figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
+    grid = figure.subplots(2 * rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.set_visible(False)
+    colours = {
+        "forget": (colormaps["Blues"], Normalize(0, 1)),
+        "attention": (colormaps["OrRd"], LogNorm(FAINTEST, 1, clip=True)),
+    }
+    for i, head_map in enumerate(maps):
+        row, column = divmod(i, columns)
+        for kind, axes in (("forget", grid[2 * row, column]), ("attention", grid[2 * row + 1, column])):
+            image = draw(axes, head_map, kind, *colours[kind])
+            if column == columns - 1 or i == len(maps) - 1:
+                bar = figure.colorbar(
+                    image, ax=list(grid[2 * row + (kind == "attention")]), shrink=0.9, aspect=22, pad=0.015
+                )
+                bar.outline.set_visible(False)
+                bar.ax.tick_params(colors=INK, labelsize=8, length=0)
+                if kind == "attention":
+                    bar.minorticks_off()
+                    bar.set_ticks([FAINTEST, 0.01, 0.1, 1], labels=[f"≤ {FAINTEST:g}", "0.01", "0.1", "1"])
+                bar.set_label(LABELS[kind, head_map.block > 1], color=INK, fontsize=9)
+            axes.set_ylabel("query (token)" if column == 0 else None, color=QUIET, fontsize=9)
+            axes.tick_params(labelleft=column == 0)
+        grid[2 * row, column].set_title(heading(head_map), color=INK, fontsize=10, pad=7)
+        grid[2 * row, column].tick_params(labelbottom=False)
+        grid[2 * row + 1, column].set_xlabel("key (token)", color=QUIET, fontsize=9)
+    figure.suptitle(title or "What each head keeps, and where it looks", color=INK, fontsize=13.5, fontweight="bold")
+    if maps[0].block > 1:
+        side = maps[0].block
+        note = f"{maps[0].tokens:,} tokens; a point stands for {side} x {side}: the mean of F, the largest of A"
+        figure.supxlabel(note, x=0.99, ha="right", fontsize=8, color=QUIET)
+    figure.savefig(path)
+
+
+LABELS = {
+    ("forget", False): "F: what is left of a key",
+    ("forget", True): "F: what is left of a key (mean)",
+    ("attention", False): "A: attention weight",
+    ("attention", True): "A: attention weight (largest)",
+}
+
+
+def spread(maps, count):
+    """`count` of the maps, evenly spaced from the one that forgets fastest to the slowest."""
+    ordered = sorted(maps, key=lambda head_map: head_map.decay_time)
+    last = min(count, len(ordered)) - 1
+    return [ordered[round(i * (len(ordered) - 1) / max(last, 1))] for i in range(last + 1)]
+
+
+def heading(head_map):
+    time = head_map.decay_time
+    if time == float("inf"):
+        kept = "forgets nothing"
+    else:
+        kept = f"decay time {time:,.0f} tokens" if time >= 10 else f"decay time {time:.1f} tokens"
+    return f"layer {head_map.layer}, head {head_map.head}\n{kept}"
+
+
+def draw(axes, head_map, kind, colours, norm):
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axes.set_visible(True)
+    axes.set_facecolor(UNSEEN)
+    side = head_map.tokens
+    image = axes.imshow(
+        getattr(head_map, kind).numpy(),
+        cmap=colours,
+        norm=norm,
+        interpolation="nearest",
+        extent=(0, side, side, 0),
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.tick_params(colors=QUIET, labelsize=8, length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return image
