@@ -1,7 +1,7 @@
 """The Forgetting Transformer (FoX). Importing this package registers it with transformers' Auto classes.
 
-`modeling_fox` and all that it imports travel with the weights: `save_pretrained` copies them, so that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where
-hf-longctx is not installed.
+Files called `*_fox.py` travel with the weights: `save_pretrained` copies them, so that
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where hf-longctx is not installed.
 """
 
 from transformers import (
@@ -13,8 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .attention_fox import forgetting_attention, forgetting_attention_ref
-from .bidirectional_fox import bidirectional_forgetting_attention
+from .attention_fox import forgetting_attention_ref
 from .cache_fox import PrunedCache
 from .configuration_fox import FoxConfig
 from .convert_folder_fox import convert_folder
@@ -28,6 +27,7 @@ from .modeling_fox import (
     FoxModel,
     FoxPreTrainedModel,
 )
+from .operator import forgetting_attention
 
 
 AutoConfig.register("fox", FoxConfig)
@@ -52,7 +52,6 @@ __all__ = [
     "FoxPreTrainedModel",
     "HeadMap",
     "PrunedCache",
-    "bidirectional_forgetting_attention",
     "convert_folder",
     "forgetting_attention",
     "forgetting_attention_ref",
