@@ -75,9 +75,9 @@ def logit_bound_of_norms(attention, heads):
     under the same version, so a stored bound could be out of date unnoticed.
 
     Returns:
-        (largest, bound_scale): fp32, (heads,) or (1,), from the weights of the norms; and a number. (None, 1.0) without
-        QK-norm, and where the norms do not hold the weights of exactly these heads: they are offloaded or sharded, an
-        adapter has replaced them, or a `PrunedCache` computes some of the heads.
+        (largest, bound_scale): fp32, (heads,) or (1,), from the weights of the norms; and a number. (None, 1.0)
+        without QK-norm, and where the norms do not hold the weights of exactly these heads: they are offloaded or
+        sharded, an adapter has replaced them, or a `PrunedCache` computes some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm

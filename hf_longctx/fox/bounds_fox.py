@@ -77,7 +77,7 @@ def find_visible_keys(Tq, Tk, device, *, real=None, document_start=None, window=
         end: (1,) or () integer tensor, number of filled key slots where only the device knows it. Default Tk.
     """
     compiling = torch.compiler.is_compiling()
-    reorder = end is not None and Tq > DECODE_ROWS  # moves free slots, too, in front of the keys
+    reorder = end is not None and Tq > DECODE_ROWS  # free slots, like padding, go in front of the keys
     end = Tk if end is None else end
     slots = torch.arange(Tq, device=device) + (end - Tq)  # of the queries among the keys
     first = torch.zeros_like(slots)[None] if document_start is None else document_start  # (B or 1, Tq)
@@ -115,14 +115,14 @@ def document_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
-    t = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
     return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 
 
 def stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
     """The transpose of first_key, (b, h, Tq): one past the last query that sees each key, int32, (b, h, Tk).
 
-    No query sees a key whose number is at most the position of the key.
+    A key that no query sees has a number of at most its own position.
     """
     keys = torch.arange(Tk, device=first_key.device, dtype=torch.int32).expand(*first_key.shape[:2], Tk)
     count = torch.searchsorted(first_key.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -186,7 +186,9 @@ class PrunedBlocks:
         self._pruned = self._total = 0
 
     def add(self, first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-        """Count the key blocks that `first_key` leaves to the query blocks of a call, and those `pruned_from` drops."""
+        """Count the key blocks that `first_key` leaves to the query blocks of a call, and those `pruned_from`
+        drops.
+        """
         Tq = pruned_from.shape[-1]
         stops = torch.arange(Tk - Tq, Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
         begin = pruned_from[..., :: tile.BM]

@@ -72,6 +72,7 @@ def forgetting_attention(
     Source: arXiv 2503.02130, eq. 11; for causal=False, which the paper leaves to future work, bidirectional.py.
     """
     q, k, v = autocast_inputs(q, k, v)
+    attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, causal=causal, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
     if backend is None:
@@ -87,24 +88,34 @@ def forgetting_attention(
 
     if backend == "reference":
         return forgetting_attention_ref(q, k, v, log_f, causal=causal, scale=scale, **masks)
-    real = None if attention_mask is None else attention_mask.bool().to(q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "triton":
-        starts = None if cu_seqlens is None else document_starts(cu_seqlens.to(q.device), q.shape[2])
-        options = dict(real=real, document_start=starts, window=window)
-        visible = find_visible_keys(q.shape[2], k.shape[2], q.device, **options)
-        scattered = visible.order is not None  # padding between real tokens: the kernels read it as if it were a token
-        if scattered:
-            q, k, v, log_f = clear_padding(q, k, v, log_f, real)
-        attention = triton_attention if causal else bidirectional_attention
-        o = attention(q, k, v, log_f, visible, scale=scale, log_pruning_tolerance=log_pruning_tolerance)
-        return o.masked_fill(~real[:, None, -q.shape[2] :, None], 0.0) if scattered else o
+    if backend == "folded":
+        return _run_folded(q, k, v, log_f, scale, **masks)
+    attention = triton_attention if causal else bidirectional_attention
+    options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
+    return _run_triton(attention, q, k, v, log_f, options, **masks)
+
+
+def _run_folded(q, k, v, log_f, scale, attention_mask, cu_seqlens, window):
     log_f = log_f.clamp(min=CLOSED_GATE)
     if cu_seqlens is None:
+        real = None if attention_mask is None else attention_mask.bool()
         return folded_attention(q, k, v, log_f, scale, real, window)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
     return torch.cat([folded_attention(*document, scale, window=window) for document in documents], dim=2)
+
+
+def _run_triton(attention, q, k, v, log_f, options, attention_mask, cu_seqlens, window):
+    Tq, Tk = q.shape[2], k.shape[2]
+    real = None if attention_mask is None else attention_mask.bool()
+    document_start = None if cu_seqlens is None else document_starts(cu_seqlens, Tk)
+    visible = find_visible_keys(Tq, Tk, q.device, real=real, document_start=document_start, window=window)
+    if visible.order is None:
+        return attention(q, k, v, log_f, visible, **options)
+    # With padding between real tokens, the kernels do not hide queries that are padding.
+    o = attention(*clear_padding(q, k, v, log_f, real), visible, **options)
+    return o.masked_fill(~real[:, None, -Tq:, None], 0.0)
 
 
 def triton_runs_well(q: torch.Tensor) -> bool:

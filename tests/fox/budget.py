@@ -1,8 +1,8 @@
 """What the tests of the operator and of its kernels share: inputs, results with gradients, and error budgets.
 
-A fast path may err a few times as much as plain PyTorch in the same dtype, above a floor. Plain PyTorch has no rounding
-error where a sum happens to be exact: with one key to see, softmax gives 1, and dq, dk and dlog_f are 0. There the floor
-alone counts. It is 8 * eps times the size of what cancels, and so fits any processor.
+A fast path may err a few times as much as plain PyTorch in the same dtype, above a floor. Plain PyTorch has no
+rounding error where a sum happens to be exact: with one key to see, softmax gives 1, and dq, dk and dlog_f are 0.
+There the floor alone counts. It is 8 * eps times the size of what cancels, and so fits any processor.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ def error(x, exact):
 def floors(q, k, v, log_f, do, scale=None):
     """Name of each result -> rounding error that anything summed in float32 may have, as a norm over the whole tensor.
 
-    What cancels in the gradient of a logit is do.v - do.o, two sums of D products. dq and dk multiply it by k and q, and
-    the gradient of log f sums it over up to T later positions.
+    What cancels in the gradient of a logit is do.v - do.o, two sums of D products. dq and dk multiply it by k and q,
+    and the gradient of log f sums it over up to T later positions.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] / k.shape[1]  # query heads whose gradients add up in dk and dv

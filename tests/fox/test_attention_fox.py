@@ -12,7 +12,7 @@ from hf_longctx.fox.attention_fox import fold_keys, folded_attention, forgetting
 
 
 def by_hand(q, k, v, log_f, *, causal=True, scale=None, attention_mask=None, cu_seqlens=None, window=None):
-    """Equation 11 one query and one key at a time, the decay as a product of gates, in float64: judges the definition."""
+    """Equation 11, one query and one key at a time, the decay as a product of gates: judges the definition."""
     (B, Hq, Tq, D), (Hkv, Tk) = q.shape, k.shape[1:3]
     f = log_f.double().exp()
     real = torch.ones(B, Tk) if attention_mask is None else attention_mask

@@ -164,7 +164,7 @@ def check_pruned(pruned, dense, share, inputs):
 
 def decaying(T, log_f=-0.3):
     """Small logits and a constant gate, which bring what is forgotten just below its bound: it leaves a trace."""
-    q, k, v, gates, do = draw(2, 2, 1, T, T, 16)
+    q, k, v, gates, do = draw(2, 1, 1, T, T, 16)
     return 0.1 * q, k, v, torch.full_like(gates, log_f), do
 
 
@@ -198,7 +198,8 @@ def test_the_future_is_pruned_too():
     inputs, pruned = decaying(97), []
     for causal in (True, False):
         with count_pruned_blocks() as blocks:
-            run(forgetting_attention, *inputs, log_pruning_tolerance=-3.0, causal=causal, backend="triton")
+            options = dict(log_pruning_tolerance=-3.0, causal=causal, backend="triton")
+            forgetting_attention(*(x.requires_grad_() for x in inputs[:4]), **options)
         pruned.append(blocks.pruned)
     assert 0 < pruned[0] < pruned[1]
 

@@ -1,4 +1,4 @@
-"""The kernels by themselves: decoding, decay at any length, bounds of the logits, layouts, autograd; on CPU interpreted.
+"""The kernels by themselves: decoding, decay at any length, bounds of the logits, layouts, autograd.
 
 test_operator.py compares them with the definition on inputs of every kind.
 """
@@ -177,7 +177,7 @@ def test_a_gate_that_is_no_number_reaches_only_later_rows(value):
     assert torch.equal(o[:, :, :75], clean[:, :, :75]) and o[:, :, 75:].isnan().any(-1).all()
 
 
-# --- a bound of the logits instead of the running maximum --------------------------------------------------------------
+# --- a bound of the logits instead of the running maximum ------------------------------------------------------------
 
 
 def largest_logit(q, k, scale=None):
