@@ -1,7 +1,8 @@
 """Registers our models with transformers' Auto classes, without the second or two that importing models takes.
 
-Registering a model needs its class, and that needs torch and most of transformers. So `import hf_longctx` only leaves a
-note on the import path: as soon as the Auto classes are imported, by whomever, our models are imported and registered.
+Registering a model needs its class, and the class needs torch and most of transformers. `import hf_longctx` therefore
+only puts a finder on `sys.meta_path`: as soon as any code imports the Auto classes, the finder imports our models,
+which register themselves.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from importlib.machinery import PathFinder
 
 
 AUTO_CLASSES = "transformers.models.auto.configuration_auto"
-MODELS = ("hf_longctx.fox", "hf_longctx.hmt")  # each registers itself when it is imported
+MODELS = ("hf_longctx.fox", "hf_longctx.hmt")  # each registers its models when it is imported
 
 
 def register_with_auto_classes():
@@ -30,13 +31,13 @@ def _import_models():
 
 
 class _AfterAutoClasses(MetaPathFinder):
-    """Watches the imports of transformers' modules and acts when the outermost one that brought the Auto classes is done.
+    """Imports our models after the outermost import of a transformers module, once the Auto classes are imported.
 
-    Not earlier: modules of transformers that our models need may still be half imported before that.
+    Before that, modules of transformers that our models need may be half imported.
     """
 
     def __init__(self):
-        self.thread = threading.local()  # another thread's unfinished import is none of ours
+        self.thread = threading.local()  # `depth`: unfinished imports of transformers modules in this thread
         self.registering = False
 
     def find_spec(self, name, path=None, target=None):
@@ -57,15 +58,15 @@ class _AfterAutoClasses(MetaPathFinder):
         self.registering = True
         try:
             _import_models()
-        except ImportError as error:  # no reason to keep anyone from using transformers
+        except ImportError as error:  # transformers must stay usable
             warnings.warn(f"hf_longctx could not register its models with the Auto classes: {error}", stacklevel=2)
         finally:
             self.registering = False
-        sys.meta_path.remove(self)  # not reached by an interruption, after which the next import tries again
+        sys.meta_path.remove(self)  # after an interruption the finder stays, and the next import tries again
 
 
 class _Watched(Loader):
-    """A module's own loader, telling its watcher when execution begins and ends."""
+    """A module's loader, wrapped: it tells `watcher` when the execution of the module begins and ends."""
 
     def __init__(self, loader, watcher):
         self.loader, self.watcher = loader, watcher

@@ -1,17 +1,11 @@
-"""Texts to measure and to train on: a file, a folder, a `datasets` name, PG-19, or the English that ships with CPython.
+"""Texts to measure and to train on: a file, a folder, a dataset name, PG-19, or the English that ships with CPython.
 
-Texts come as documents, read one by one and only as far as needed. Their tokens are kept in the Hugging Face cache, by
-content: of the document and of the tokenizer.
+A text is a sequence of documents, which are read one by one and only as far as needed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 import threading
-import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,41 +17,43 @@ import numpy as np
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
 STDLIB = "stdlib"
-PATIENCE = 3.0  # seconds until the hub must have answered; five times as many until we have a book of PG-19
+PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
 
 
 class Corpus(NamedTuple):
     """A tokenised corpus."""
 
     tokens: np.ndarray  # (N,) int64, the documents one after another, without special tokens
-    name: str  # where it came from
+    name: str  # of the source
 
 
 def load_tokens(tokenizer, source: str | None = None, *, at_least: int | None = None) -> Corpus:
-    """Read a corpus as token ids; documents are tokenised one by one, without special tokens, and only once.
+    """Read a corpus as token ids; documents are tokenised one by one, without special tokens.
 
     Args:
         tokenizer: of transformers.
-        source: as for `load_text`; None is PG-19 where a hub can be reached at once, else the standard library's text.
-        at_least: stop reading documents once there are so many tokens. Default: all of them.
+        source: as for `load_text`; None is PG-19 if the hub answers within seconds, else the standard library's text.
+        at_least: stop after the document that completes so many tokens. Default: read all documents.
 
     Raises:
-        ValueError: the text is empty or not in UTF-8, the dataset has no "text" column, or the tokenizer maps everything to one id.
+        ValueError: the text is empty or not in UTF-8, the dataset has no "text" column, or the tokenizer maps
+            everything to one id.
         ImportError, FileNotFoundError: as for `load_text`.
     """
     name, documents = open_source(source)
-    identity, parts, read = tokenizer_hash(tokenizer), [], 0
+    parts, count = [], 0
     for document in documents:
-        parts.append(_cached_tokens(tokenizer, identity, document))
-        read += len(parts[-1])
-        if at_least is not None and read >= at_least:
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(np.asarray(ids, dtype=np.int64))
+        count += len(ids)
+        if at_least is not None and count >= at_least:
             break
-    tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    tokens = np.concatenate(parts)
     distinct = len(np.unique(tokens))
     if distinct < 2:
         raise ValueError(
-            f"the tokenizer turns {name} into {len(tokens)} tokens with {distinct} distinct ids; it does not seem to "
-            "know this language."
+            f"the tokenizer turns {name} into {len(tokens)} tokens with {distinct} distinct ids; it must have at "
+            "least two. The tokenizer does not seem to know this language: choose another text, or another tokenizer."
         )
     return Corpus(tokens, name)
 
@@ -84,11 +80,12 @@ def load_text(source: str | None = None) -> str:
 def open_source(source: str | None) -> tuple[str, Iterator[str]]:
     """Name and documents of a source, none of them empty; see `load_tokens` and `load_text`."""
     if source is None:
-        with suppress(Exception):  # no `datasets`, no hub, one that hangs: the text we always have will do
-            import datasets  # noqa: F401 - not within the time given to the hub
+        with suppress(Exception):  # no `datasets`, or no hub that answers in time: fall back to the standard library
+            import datasets  # noqa: F401 - a slow import, which must not count as waiting for the hub
             from huggingface_hub import HfApi
 
-            _in_time(lambda: HfApi().dataset_info(PG19, timeout=PATIENCE), PATIENCE)  # tried once, unlike below
+            # one short request first: `datasets` retries a dead connection several times
+            _in_time(lambda: HfApi().dataset_info(PG19, timeout=PATIENCE), PATIENCE)
             return PG19, _in_time(lambda: _filled(PG19, _dataset(PG19)), 5 * PATIENCE)
         source = STDLIB
     if source == STDLIB:
@@ -110,11 +107,13 @@ def _read(path):
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error}). Convert it, with iconv for example.") from error
+        raise ValueError(
+            f"{path} is not text in UTF-8 ({error}). Convert the file, with iconv for example."
+        ) from error
 
 
 def _filled(source, documents):
-    """The documents that hold any text, the first of which is read at once."""
+    """The documents that are not blank. The first one is read at once, so that an empty source raises here."""
     documents = (document for document in documents if document.strip())
     first = next(documents, None)
     if first is None:
@@ -128,7 +127,7 @@ def _filled(source, documents):
 
 
 def _dataset(name):
-    """The texts of a dataset, streamed where there is a hub, or from the cache that `datasets` has."""
+    """The texts of a dataset, streamed from the hub, or offline from the cache of `datasets`."""
     from huggingface_hub import is_offline_mode
 
     try:
@@ -139,7 +138,7 @@ def _dataset(name):
         ) from None
     try:
         splits = datasets.load_dataset(name, streaming=not is_offline_mode())
-    except Exception as error:  # offline, unknown name, gated: the library raises many kinds
+    except Exception as error:  # offline, unknown name, gated: `datasets` raises many types
         raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
     split = splits["test" if "test" in splits else next(iter(splits))]
     columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
@@ -149,7 +148,10 @@ def _dataset(name):
 
 
 def _in_time(work, seconds):
-    """What `work` returns or raises; TimeoutError if it takes longer, as a network can whatever its own timeouts are."""
+    """What `work()` returns or raises; TimeoutError if it takes longer than `seconds`.
+
+    The hub's own timeouts do not suffice: where a network drops packets, calls were seen to hang beyond them.
+    """
     outcome = {}
 
     def run():
@@ -158,7 +160,7 @@ def _in_time(work, seconds):
         except BaseException as error:
             outcome["error"] = error
 
-    thread = threading.Thread(target=run, daemon=True)  # is left behind if it hangs, and does not keep Python alive
+    thread = threading.Thread(target=run, daemon=True)  # a thread that hangs must not keep Python alive
     thread.start()
     thread.join(seconds)
     if "result" in outcome:
@@ -166,51 +168,14 @@ def _in_time(work, seconds):
     raise outcome.get("error") or TimeoutError(f"no answer within {seconds} seconds")
 
 
-def tokenizer_hash(tokenizer) -> str:
-    """SHA-256 of what decides how a tokenizer splits texts; the name of its folder does not."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        described = json.loads(backend.to_str())
-        described = {name: value for name, value in described.items() if name not in ("truncation", "padding")}
-    else:
-        options = {name: repr(value) for name, value in getattr(tokenizer, "init_kwargs", {}).items()}
-        described = {
-            "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
-            "vocabulary": tokenizer.get_vocab(),
-            "options": {name: value for name, value in options.items() if "path" not in name and "file" not in name},
-        }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _cached_tokens(tokenizer, identity, document):
-    """Ids of a document, (n,) int64, from the cache if they are there and whole."""
-    from huggingface_hub.constants import HF_HOME
-
-    content = hashlib.sha256(document.encode(errors="surrogatepass")).hexdigest()
-    path = Path(HF_HOME) / "hf_longctx" / "tokens" / identity[:32] / f"{content}.bin"
-    with suppress(OSError):
-        kept = path.read_bytes()
-        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
-            return np.frombuffer(kept[32:], dtype="<i4").astype(np.int64)
-    ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-    data = np.asarray(ids, dtype="<i4").tobytes()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(data).digest() + data)
-        os.replace(file.name, path)  # at once, so that no other process reads half of it
-    except OSError as error:
-        warnings.warn(
-            f"tokens are not kept for the next run, because the cache cannot be written: {error}", stacklevel=3
-        )
-    return np.asarray(ids, dtype=np.int64)
-
-
 def stdlib_text(part: str) -> str:
     """English from the Python language reference, as CPython ships it in `pydoc_data.topics` (PSF licence).
 
-    A fifth of the topics, chosen by a hash of their names, is "held_out"; "train" is every paragraph of the others that
-    occurs in none of the held-out ones, once. The text differs a little between Python versions.
+    A fifth of the topics, chosen by a hash of their names, is "held_out". "train" has every other paragraph once,
+    without those that also occur in a held-out topic. The text differs a little between Python versions.
+
+    Raises:
+        ValueError: `part` is neither "train" nor "held_out".
     """
     from pydoc_data.topics import topics
 

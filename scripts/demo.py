@@ -1,4 +1,4 @@
-"""What scripts/demo runs once its environment stands; `python scripts/demo.py [TEXT]` in any environment of yours."""
+"""The part of scripts/demo that runs in its environment; in another one: `python scripts/demo.py [TEXT]`."""
 
 import argparse
 import os
@@ -18,8 +18,8 @@ from hf_longctx.metrics import ForgettingCurve
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "model_cards" / "fox-demo"
 PROMPT = "The following sections describe the standard way to"
-# A process that cannot import hf_longctx: everything the model needs must lie in its folder.
-STRANGER = """
+# A process that cannot import hf_longctx, so that the model depends on the files in its folder alone.
+WITHOUT_PACKAGE = """
 import sys; sys.modules["hf_longctx"] = None
 import torch
 from transformers import AutoModelForCausalLM
@@ -47,13 +47,12 @@ def main():
     tokenizer.save_pretrained(folder)
     print(f"2. Save it with its code to {folder} and load it where hf_longctx cannot be imported")
     with torch.no_grad():
-        ours = model(torch.arange(3, 35)[None]).logits.double().sum().item()
+        checksum = model(torch.arange(3, 35)[None]).logits.double().sum().item()
     environment = {**os.environ, "HF_MODULES_CACHE": str(folder.with_name("modules"))}
-    theirs = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(folder)], capture_output=True, text=True, env=environment, cwd=folder
-    )
-    if theirs.returncode or float(theirs.stdout) != ours:
-        sys.exit(f"the saved model differs: {theirs.stdout} instead of {ours}\n{theirs.stderr}")
+    command = [sys.executable, "-c", WITHOUT_PACKAGE, str(folder)]
+    other = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    if other.returncode or float(other.stdout) != checksum:
+        sys.exit(f"the saved model differs: {other.stdout} instead of {checksum}\n{other.stderr}")
     print("   same logits, with trust_remote_code=True", flush=True)
 
     print("3. Continue a prompt")

@@ -1,13 +1,13 @@
 # Sourced by scripts/demo and scripts/test: makes .venv once, with this package and EXTRA, and activates it.
 #
-#   PYTHON        interpreter to make it with (default: python3, 3.10 or newer)
+#   PYTHON        interpreter to make it with (default: python3, 3.11 or newer)
 #   EXTRA         one of the package's extras, e.g. "plot"
 #
 # Where no NVIDIA GPU is found it takes PyTorch's CPU build, which saves gigabytes.
 
 python=${PYTHON:-python3}
-if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    echo "error: '$python' is not a Python 3.10 or newer with venv and pip." >&2
+if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "error: '$python' is not a Python 3.11 or newer with venv and pip." >&2
     echo "Install one (on Debian: apt install python3-venv) or name it: PYTHON=/path/to/python $0" >&2
     exit 1
 fi

@@ -1,14 +1,14 @@
-"""Make model_cards/evidence/curves anew: the forgetting curves of small models of several kinds, in one picture.
+"""Regenerate model_cards/evidence/curves: the forgetting curves of small models of several kinds, in one picture.
 
-    python scripts/evidence_curves.py [--quick] [--work FOLDER] [--output FOLDER]
+    python -m scripts.evidence_curves [--quick] [--work FOLDER] [--output FOLDER]
 
-Five models are trained here, in one or two minutes each on one core, to copy random tokens: a Llama whose RoPE base lies
-above the bound for its context, the same Llama with bases below it, a Mamba-2, and HMT around the first Llama. Two are
-at hand: fox-demo, and a Llama that was trained on text, whose weights lie beside this repository (it is left out where
-they do not). All are measured on random tokens, which nobody can guess.
+Five models are trained here to copy random tokens, in one or two minutes each on one core: a Llama whose RoPE base
+lies above the bound for its context, the same Llama with two bases below the bound, a Mamba-2, and HMT around the
+first Llama. Two models are loaded: fox-demo, and a Llama that was trained on text, whose weights are expected beside
+this repository and which is otherwise left out. All are measured on random tokens, which cannot be guessed.
 
-Trained models are kept in --work and curves in --output; run again after an interruption, it goes on. --quick trains two
-steps and measures two lengths: a test of the script, not evidence.
+Trained models are kept in --work and curves in --output; after an interruption, the same command continues. --quick
+trains two steps and measures two lengths: a test of the script, not evidence.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def mamba():
 
 
 def copy_rows(context, rows, seed):
-    """Input ids and labels, (rows, context): [bos] S [bos] S over and over, S of any length; the second S is scored."""
+    """Input ids and labels, (rows, context): [bos] S [bos] S for random S of any length; the second S is scored."""
     rng, batch = random.Random(seed), []
     for _ in range(rows):
         ids, labels = [], []
@@ -90,7 +90,7 @@ def copy_rows(context, rows, seed):
 
 
 def train(name, model, stages, file, learning_rate=3e-3):
-    """Train a model to copy, or load what an earlier run has trained into `file`."""
+    """Train a model to copy and save its weights in `file`, or load them from there."""
     if file.exists():
         model.load_state_dict(torch.load(file, weights_only=True))
         return model
@@ -117,12 +117,12 @@ def train(name, model, stages, file, learning_rate=3e-3):
 
 
 def models(work, quick):
-    """Yield (name, model, training context), each model when it is needed."""
+    """Yield (name, model, training context), one model at a time."""
     if GOLDEN.is_dir():
         golden = AutoModelForCausalLM.from_pretrained(GOLDEN, dtype=torch.float32)
         yield "Llama of text", golden, golden.config.max_position_embeddings
     else:
-        print(f"left out: the Llama trained on text, whose weights are not at {GOLDEN}")
+        print(f"left out: the Llama trained on text, because there are no weights in {GOLDEN}")
     fox = AutoModelForCausalLM.from_pretrained(FOX, dtype=torch.float32)
     yield "fox-demo (FoX Pro)", fox, fox.config.max_position_embeddings
 
@@ -146,7 +146,7 @@ def slug(name):
 
 
 def measure(name, model, train_length, file, lengths, repeats):
-    """The curve of a model on random tokens, read from `file` where it has been measured."""
+    """The curve of a model on random tokens, measured and saved in `file`, or read from there."""
     if file.exists():
         return ForgettingCurve.from_json(file.read_text(encoding="utf-8"))
     model.config.name_or_path = name
@@ -170,7 +170,7 @@ def measure(name, model, train_length, file, lengths, repeats):
 
 TEXT = """# Forgetting curves of small models
 
-Made by `python scripts/evidence_curves.py`. Every model reads random tokens, which nobody can guess, and copies them.
+Made by `python -m scripts.evidence_curves`. Every model reads random tokens, which cannot be guessed, and copies them.
 
 ![Forgetting curves](comparison.png)
 
@@ -193,7 +193,7 @@ Small models show that the measure tells such models apart; they rank no archite
 """
 
 
-def listed(items):
+def join_words(items):
     *first, last = map(str, items)
     return f"{', '.join(first)} and {last}"
 
@@ -219,8 +219,8 @@ def main():
     sizes = {name: f"{curve.settings['parameters']:,}" for name, curve in curves.items()}
     text = TEXT.format(
         table=comparison_table(curves, train_lengths),
-        bases=listed(f"{base:.0f}" for base in BASES),
-        reach=listed(rope_context_bound(base=base, head_dim=HEAD_DIM) for base in BASES),
+        bases=join_words(f"{base:.0f}" for base in BASES),
+        reach=join_words(rope_context_bound(base=base, head_dim=HEAD_DIM) for base in BASES),
         head_dim=HEAD_DIM,
         bound=rope_base_bound(CONTEXT - 1, HEAD_DIM).base,
         llama=sizes[f"Llama, RoPE base {BASES[0]:.0f}"],

@@ -1,17 +1,17 @@
 """Does HMT remember? A recall task over segments, on one CPU core in minutes.
 
-    python scripts/prove_hmt.py [--out FOLDER] [--seeds 0 1]
+    python -m scripts.prove_hmt [--out FOLDER] [--seeds 0 1]
 
-A tiny Llama learns `RecallTask` (facts, one to a segment, then questions about them) from scratch in two stages, as the
-paper trains HMT: without recall on one fact and one question, then with recall on two or four facts and two questions.
-It is then asked for one of 2, 4, 8 or 16 facts. Compared are HMT in both recall modes, RMT (one and four memory tokens,
-no recall) and a sliding attention window of as many positions as HMT sees at a time. On the *leak* task the answer
-stands before the question; whoever is right there more often than one time in W has read ahead.
+A tiny Llama learns `RecallTask` (facts, one to a segment, then questions about them) from scratch in two stages, as
+in the paper: without recall on one fact and one question, then with recall on two or four facts and two questions. It
+is then evaluated on texts of 2, 4, 8 or 16 facts. Compared are HMT in both recall modes, RMT (one and four memory
+tokens, no recall) and a sliding attention window of as many positions as HMT sees at a time. On the *leak* task the
+answer comes before the question: accuracy above 1 / W there means that the model has read ahead.
 
-The trained causal model is also asked with room for four memories only, and with pages for the others.
+The trained causal model is also evaluated with room for four memories only, and with pages for the others.
 
-Results are hmt_recall.json and hmt_recall.png. Every finished run is kept in a journal in --work, and is not repeated:
-start the script again after an interruption.
+Results are hmt_recall.json and hmt_recall.png. Every finished run is kept in a journal in --work and not repeated, so
+that the same command continues after an interruption.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.utils import logging
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.hmt.plot_hmt import draw_recall_distance
-from hf_longctx.metrics.journal import Journal
+from hf_longctx.hmt.pictures import draw_recall_distance
+from hf_longctx.metrics import Journal
 from hf_longctx.training.recall_task import RecallTask
 
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = {"recall": RecallTask(answer_at=13), "leak": RecallTask(answer_at=2)}
-METHODS = {  # what HMTConfig gets in stage 2; None is the window
+METHODS = {  # arguments of HMTConfig in stage 2; None is the window
     "window": None,
     "RMT": {"recall": False},
     "RMT, 4 tokens": {"recall": False, "memory_tokens": 4},
@@ -42,7 +42,7 @@ METHODS = {  # what HMTConfig gets in stage 2; None is the window
     "HMT, causal": {"recall_mode": "causal"},
 }
 RUNS = [("recall", method) for method in METHODS] + [("leak", "HMT, paper"), ("leak", "HMT, causal")]
-SMALL_MEMORY = {  # asked of the trained causal model: what if memory_size is smaller than the text?
+SMALL_MEMORY = {  # changes to the trained causal model, whose memory then holds less than the text
     "N = 4": {"memory_size": 4},
     "N = 4 and pages": {"memory_size": 4, "recalled_pages": 4, "page_size": 1},
 }
@@ -67,7 +67,10 @@ class Recipe:
 
 
 def train(model, task, writes, reads, steps, recipe, generator):
-    """Train on the answers, with each number of facts in `writes` in turn. AdamW, 50 steps of warm-up, linear decay to a tenth, gradients clipped at 1."""
+    """Train on the answers, with each number of facts in `writes` in turn.
+
+    AdamW, 50 steps of warm-up, then linear decay of the learning rate to a tenth; gradients are clipped at 1.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 50, 1 - 0.9 * max(0, step - 50) / max(1, steps - 50))
@@ -95,11 +98,11 @@ def accuracy(model, task, writes, recipe, seed):
 
 @torch.no_grad()
 def distances(model, task, writes, recipe, seed):
-    """How far back the first question of each text looked, and where its fact was: two lists."""
+    """Segments from the question of each text back to the segment with the largest recall weight, and to its fact."""
     generator = torch.Generator().manual_seed(2000 + seed)
-    ids, _, asked = task.sample(writes, 1, recipe.evaluated, generator)
-    looked = model(input_ids=ids, output_recall=True).recall_distance[-1]
-    return looked.tolist(), (writes - asked[:, 0]).tolist()
+    ids, _, facts = task.sample(writes, 1, recipe.evaluated, generator)
+    recalled = model(input_ids=ids, output_recall=True).recall_distance[-1]
+    return recalled.tolist(), (writes - facts[:, 0]).tolist()
 
 
 def build(method, task, recipe):
@@ -149,17 +152,17 @@ def run(task_name, method, seed, recipe):
 
 
 def prove(out, work, seeds, recipe):
-    """Do the runs that are missing in the journal, then write and draw all."""
+    """Do the runs that are missing in the journal, then write and draw all runs."""
     torch.set_num_threads(1)
-    logging.set_verbosity_error()  # stage 2 adds parameters, as it should
+    logging.set_verbosity_error()  # no warning about the parameters that stage 2 adds
     logging.disable_progress_bar()
     with Journal(work / "hmt_recall.jsonl", {"recipe": asdict(recipe)}) as journal:
-        wanted = [(task_name, method, seed) for seed in seeds for task_name, method in RUNS]
-        for key in wanted:
+        keys = [(task_name, method, seed) for seed in seeds for task_name, method in RUNS]
+        for key in keys:
             if key not in journal.done:
                 journal.append(key, run(*key, recipe))
-                print(line(journal.done[key]), flush=True)
-        runs = [journal.done[key] for key in wanted]
+                print(format_entry(journal.done[key]), flush=True)
+        runs = [journal.done[key] for key in keys]
     out.mkdir(parents=True, exist_ok=True)
     machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": 1}
     results = {**machine, "recipe": asdict(recipe), "runs": runs}
@@ -168,7 +171,7 @@ def prove(out, work, seeds, recipe):
     return runs
 
 
-def line(entry):
+def format_entry(entry):
     shares = " ".join(f"{writes}:{share:.3f}" for writes, share in entry["accuracy"].items())
     small = "".join(f"  {name} {list(a.values())}" for name, a in entry.get("small_memory", {}).items())
     seconds = entry["training_cpu_seconds"]
@@ -186,10 +189,10 @@ def draw(runs, path):
         ax.set_title({"recall": "Answer after the question", "leak": "Answer before the question"}[task_name])
         ax.plot(DISTANCES, [1 / w for w in DISTANCES], ":", color="grey", label="one of W")
         for i, method in enumerate(METHODS):
-            mine = [r for r in runs if (r["task"], r["method"]) == (task_name, method)]
-            draw_accuracies(ax, [r["accuracy"] for r in mine], "o-", f"C{i}", method)
+            entries = [r for r in runs if (r["task"], r["method"]) == (task_name, method)]
+            draw_accuracies(ax, [r["accuracy"] for r in entries], "o-", f"C{i}", method)
             for name, style in zip(SMALL_MEMORY, (":", "--")):
-                small = [r["small_memory"][name] for r in mine if "small_memory" in r]
+                small = [r["small_memory"][name] for r in entries if "small_memory" in r]
                 draw_accuracies(ax, small, style, f"C{i}", f"{method}, {name}")
         ax.set(xscale="log", xlabel="W, facts in the text", ylabel="accuracy", ylim=(0, 1.03))
         ax.set_xticks(DISTANCES, [str(w) for w in DISTANCES])

@@ -1,8 +1,9 @@
-"""Make model_cards/fox-demo anew: train the demo's model, save it in bfloat16 with its log, and measure its curve.
+"""Regenerate model_cards/fox-demo: train the demo's model, save it in bfloat16 with its log, and measure its curve.
 
-    python scripts/train_demo.py [--work FOLDER]
+    python -m scripts.train_demo [--work FOLDER]
 
-The training is `hf-longctx train-demo`; run again after an interruption, it goes on from its last checkpoint.
+The training is that of `hf-longctx train-demo`; after an interruption, the same command continues at the last
+checkpoint.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def publish(work):
     tokenizer = AutoTokenizer.from_pretrained(work)
     tokenizer.save_pretrained(TARGET)
     FoxForCausalLM.from_pretrained(work, dtype=torch.bfloat16).save_pretrained(TARGET)
-    for code in TARGET.glob("*.py"):  # in this repository the package itself is the code
+    for code in TARGET.glob("*.py"):  # in this repository, the package is the code of the model
         code.unlink()
     config = json.loads((TARGET / "config.json").read_text())
     config.pop("auto_map")

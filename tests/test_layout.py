@@ -20,22 +20,15 @@ ALLOWED = {
     "cli": {"cli", "corpus", "fox", "metrics", "training"},
     "__main__": {"cli"},
 }
-# Files that `save_pretrained` copies beside the weights, and all they may import besides each other.
-BUNDLES = {
-    "fox": [
-        *("configuration_fox", "modeling_fox", "attention_fox", "packing_fox", "paged_fox", "checks_fox"),
-        *("backend_fox", "triton_fox", "kernels_fox", "bounds_fox", "tiles_fox"),
-    ],
-    "hmt": ["configuration_hmt", "modeling_hmt", "memory_hmt", "pages_hmt", "backbone_hmt"],
-}
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}
-NUMPY_CORES = ["adaptive", "answers", "curve", "documents", "haystack", "intervals"]
-NUMPY_CORES += ["journal", "lines", "loss", "rope_bounds"]
+MODELS = {"torch", "transformers", "accelerate", "peft"}
+PICTURES = {"matplotlib", "jinja2", "PIL"}
 
 
-def imports(path):
-    """(level, module, node) of every import statement in a file, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path, inside_functions=True):
+    """(level, module, node) of every import statement in a file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if inside_functions else tree.body:
         if isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", node
         elif isinstance(node, ast.Import):
@@ -43,41 +36,101 @@ def imports(path):
                 yield 0, alias.name, node
 
 
-def ours(path):
-    """Parts of the package (`fox`, `metrics`, ...) that a file imports."""
+def libraries(path):
+    return {module.split(".")[0] for level, module, _ in imports(path) if not level}
+
+
+def targets(path, inside_functions=True):
+    """Modules of the package that a file imports, as parts of their path: ("metrics", "run", "engine")."""
     inside = path.relative_to(PACKAGE).parts[:-1]
-    for level, module, node in imports(path):
-        if level == 0 and module.split(".")[0] == "hf_longctx":
-            yield [*module.split("."), node.names[0].name][1]
+    for level, module, node in imports(path, inside_functions):
+        base = module.split(".") if module else []
+        if level == 0 and base[0] == "hf_longctx":
+            base = base[1:]
         elif level:
-            base = inside[: len(inside) - level + 1]
-            parts = [*base, *(module.split(".") if module else [node.names[0].name])]
-            yield parts[0]
+            base = [*inside[: len(inside) - level + 1], *base]
+        else:
+            continue
+        for alias in node.names:
+            is_module = (
+                PACKAGE.joinpath(*base, f"{alias.name}.py").exists() or PACKAGE.joinpath(*base, alias.name).is_dir()
+            )
+            yield (*base, alias.name) if is_module else tuple(base)
 
 
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_dependencies_point_one_way(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    strangers = {name for name in ours(path) if name not in ALLOWED[part] and name != "__version__"}
-    assert not strangers, f"{path.name} imports {strangers}; {part} may import {ALLOWED[part] or 'nothing of ours'}"
+def test_dependencies_point_one_way():
+    offenders = []
+    for path in SOURCES:
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        strangers = {target[0] for target in targets(path) if target} - ALLOWED[part]
+        if strangers:
+            offenders.append(f"{path.relative_to(PACKAGE)} imports {strangers}; {part} may import {ALLOWED[part]}")
+    assert not offenders, "\n".join(offenders)
 
 
-@pytest.mark.parametrize("bundle", BUNDLES)
+def test_no_module_imports_itself_through_others():
+    """Imports inside functions count: two modules that need each other are one idea, or hide a third."""
+    modules = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in SOURCES if path.name != "__init__.py"}
+    edges = {module: {t for t in targets(path) if t in modules and t != module} for module, path in modules.items()}
+
+    def reachable(start):
+        seen, stack = set(), list(edges[start])
+        while stack:
+            module = stack.pop()
+            if module not in seen:
+                seen.add(module)
+                stack += edges[module]
+        return seen
+
+    circles = sorted(".".join(module) for module in edges if module in reachable(module))
+    assert not circles, f"on an import circle: {circles}"
+
+
+@pytest.mark.parametrize("bundle", ["fox", "hmt"])
 def test_bundles_are_closed(bundle):
-    for name in BUNDLES[bundle]:
-        source = (PACKAGE / bundle / f"{name}.py").read_text()
+    """The suffix says that a file is copied beside saved weights; see `save_pretrained` of transformers."""
+    files = set((PACKAGE / bundle).glob(f"*_{bundle}.py"))
+    names = {path.stem for path in files}
+    offenders = []
+    for path in files:
         # transformers finds relative imports by this pattern, also in docstrings
-        siblings = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", source, re.MULTILINE))
-        assert siblings <= set(BUNDLES[bundle]), f"{name}.py imports {siblings - set(BUNDLES[bundle])}"
-        for level, module, _ in imports(PACKAGE / bundle / f"{name}.py"):
-            assert level <= 1, f"{name}.py imports from a parent package"
-            assert level or module.split(".")[0] in BUNDLE_LIBRARIES, f"{name}.py imports {module}"
+        strangers = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", path.read_text(), re.MULTILINE)) - names
+        strangers |= libraries(path) - BUNDLE_LIBRARIES
+        strangers |= {f"a parent package of {module}" for level, module, _ in imports(path) if level > 1}
+        if strangers:
+            offenders.append(f"{path.name} imports {strangers}")
+    assert not offenders, "\n".join(offenders)
 
 
-@pytest.mark.parametrize("name", NUMPY_CORES)
-def test_metric_cores_know_no_model(name):
-    modules = {module.split(".")[0] for level, module, _ in imports(PACKAGE / "metrics" / f"{name}.py") if not level}
-    assert not modules & {"torch", "transformers"}
+@pytest.mark.parametrize(
+    "bundle, root", [("fox", "modeling_fox"), ("hmt", "modeling_hmt")], ids=lambda value: value.split("_")[0]
+)
+def test_the_suffix_means_that_a_file_travels(bundle, root):
+    """Files with the suffix are those that the model's file imports, directly or not, and no others."""
+    reached, stack = set(), [root]
+    while stack:
+        name = stack.pop()
+        if name not in reached:
+            reached.add(name)
+            source = (PACKAGE / bundle / f"{name}.py").read_text()
+            stack += re.findall(r"^\s*from\s+\.(\S+)\s+import", source, re.MULTILINE)
+    assert reached == {path.stem for path in (PACKAGE / bundle).glob(f"*_{bundle}.py")}
+
+
+def test_metrics_keep_models_and_pictures_in_their_rooms():
+    """Models are run in run/ and in files called measure.py, drawn in plot.py, style.py and report/."""
+    offenders = []
+    for path in (PACKAGE / "metrics").rglob("*.py"):
+        room = path.relative_to(PACKAGE / "metrics")
+        if room.parts[0] == "modules":  # Spaces of the Hub
+            continue
+        runs = room.parts[0] == "run" or room.name in ("measure.py", "spread.py", "evaluate_modules.py")
+        draws = room.parts[0] == "report" or room.name in ("plot.py", "style.py")
+        strangers = set() if runs else libraries(path) & MODELS
+        strangers |= set() if draws else libraries(path) & PICTURES
+        if strangers:
+            offenders.append(f"{room} imports {strangers}")
+    assert not offenders, "\n".join(offenders)

@@ -1,7 +1,8 @@
-"""What the README shows is what happens: its Python is run and its output compared, its commands are run."""
+"""What the READMEs show is what happens: their Python is run and its output compared, their commands are run."""
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -15,30 +16,46 @@ from hf_longctx import cli
 
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+FOLDERS = (".", "hf_longctx", "model_cards", "scripts")
+READMES = sorted(
+    {path for folder in FOLDERS for path in (ROOT / folder).glob("**/README.md" if folder != "." else "*.md")}
+)
+IDS = [str(path.relative_to(ROOT)) for path in READMES]
+
+
+def blocks(path):
+    """(language, text) of every code block."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(path):
+    return [line for language, text in blocks(path) if language == "bash" for line in text.splitlines()]
+
+
+with_python = [path for path in READMES if any(language == "python" for language, _ in blocks(path))]
 
 
 @pytest.mark.slow
-def test_python_prints_what_the_readme_says(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    examples = [
-        (code, BLOCKS[i + 1][1])
-        for i, (language, code) in enumerate(BLOCKS)
-        if language == "python" and i + 1 < len(BLOCKS) and BLOCKS[i + 1][0] == "text"
-    ]
-    assert len(examples) == sum(language == "python" for language, _ in BLOCKS), "a Python block shows no output"
-    names = {}
-    for code, output in examples:
+@pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
+    """A block without an output below it is shown and run, too."""
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
+    monkeypatch.chdir(tmp_path)
+    shown, names = [*blocks(readme), ("", "")], {}
+    for (language, code), (following, output) in itertools.pairwise(shown):
+        if language != "python":
+            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, names)
-        assert printed.getvalue() == output
+        assert printed.getvalue() == (output if following == "text" else "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("hf-longctx ")])
+@pytest.mark.parametrize(
+    "command",
+    [command for path in READMES for command in dict.fromkeys(commands(path)) if command.startswith("hf-longctx ")],
+)
 def test_commands_work(command, tmp_path, monkeypatch):
     (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     monkeypatch.chdir(tmp_path)
@@ -48,7 +65,7 @@ def test_commands_work(command, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_demo(tmp_path):
     """scripts/demo without its environment, which the one that runs this test replaces."""
-    assert "scripts/demo" in COMMANDS and "scripts/test" in COMMANDS
+    assert {"scripts/demo", "scripts/test"} <= set(commands(ROOT / "README.md"))
     text = tmp_path / "text.txt"
     text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(900)))
     run = subprocess.run(
@@ -64,9 +81,14 @@ def test_demo(tmp_path):
     assert re.search(r"^Fine length: +>?\d+ tokens", run.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "link", re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", README), ids=lambda link: "".join(link)
-)
-def test_links_lead_somewhere(link):
-    target = "".join(link)
-    assert target.startswith("http") or (ROOT / target).exists()
+@pytest.mark.parametrize("readme", READMES, ids=IDS)
+def test_links_lead_somewhere(readme):
+    text = readme.read_text()
+    links = ["".join(link) for link in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", text)]
+    broken = [link for link in links if not link.startswith("http") and not (readme.parent / link).exists()]
+    assert not broken, f"{readme.name} points to {broken}"
+
+
+def test_readme_is_a_page():
+    """The front page stays one: details belong into the READMEs beside the code."""
+    assert 100 <= len((ROOT / "README.md").read_text().splitlines()) <= 140

@@ -19,9 +19,9 @@ def run(args):
     from dataclasses import replace
 
     from ..metrics import ForgettingCurve, PositionLoss
-    from ..metrics.plots_companions import plot_losses
-    from ..metrics.plots_comparison import plot_comparison
+    from ..metrics.report.comparison import plot_comparison
     from ..metrics.results import comparison_table, named, read_result
+    from ..metrics.retrieval.plot import plot_losses
 
     files = [Path(file) for file in args.files]
     if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):

@@ -52,7 +52,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import forgetting_curve, linear_lengths, log_lengths
-    from ..metrics.engine import claimed_context
+    from ..metrics.run.engine import claimed_context
 
     rank = shared.join_processes()
     model, tokenizer = shared.load_model(args)

@@ -25,7 +25,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import line_retrieval
-    from ..metrics.engine import claimed_context
+    from ..metrics.run.engine import claimed_context
 
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
@@ -44,7 +44,7 @@ def run(args):
 
 def default_lines(tokenizer, context):
     """5, 10, 20 ... lines, as far as they are sure to fit into the context; 5 in any case."""
-    from ..metrics.lines import NAMES
+    from ..metrics.retrieval.lines import NAMES
 
     found = [5]
     while 2 * found[-1] <= len(NAMES) and needed(tokenizer, 2 * found[-1]) <= context:
@@ -54,6 +54,6 @@ def default_lines(tokenizer, context):
 
 def needed(tokenizer, lines):
     """Tokens that are sure to suffice for a record of so many lines, its question and the reply."""
-    from ..metrics.lines import draw_record
+    from ..metrics.retrieval.lines import draw_record
 
     return 1.1 * len(tokenizer(draw_record(lines, seed=0, repeat=0).text, verbose=False)["input_ids"]) + 200

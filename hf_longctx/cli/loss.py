@@ -24,7 +24,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import position_loss
-    from ..metrics.engine import claimed_context
+    from ..metrics.run.engine import claimed_context
 
     shared.join_processes()
     model, tokenizer = shared.load_model(args)

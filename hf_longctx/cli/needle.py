@@ -47,7 +47,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import needle_in_a_haystack
-    from ..metrics.engine import claimed_context
+    from ..metrics.run.engine import claimed_context
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
@@ -76,8 +76,8 @@ def run(args):
 
 def default_lengths(context, tokenizer, mode):
     """Eight lengths up to the context, without those too short for needle and question."""
-    from ..metrics.haystack import needle_pieces
-    from ..metrics.run_companions import encoder
+    from ..metrics.retrieval.haystack import needle_pieces
+    from ..metrics.retrieval.measure import encoder
 
     longest = context - ROOM_FOR_REPLIES
     needed = needle_pieces(encoder(tokenizer), 0, mode).tokens

@@ -43,8 +43,8 @@ def add_arguments(parser):
 def run(args):
     import torch
 
-    from ..metrics.model_card import card_snippet
-    from ..metrics.report_html import write_report
+    from ..metrics.report.card import card_snippet
+    from ..metrics.report.page import write_report
     from ..metrics.results import read_result
 
     rank = shared.join_processes()
@@ -111,7 +111,7 @@ def load_text(args):
 
 def context(args):
     """The longest input to measure with."""
-    from ..metrics.engine import claimed_context
+    from ..metrics.run.engine import claimed_context
 
     if args.context_length is not None:
         return args.context_length
@@ -120,8 +120,8 @@ def context(args):
 
 def content(args):
     """What a name may stand for today, and for something else tomorrow."""
-    from ..metrics.journal import content_hash
-    from ..metrics.runner import identity
+    from ..metrics.curve.measure import identity
+    from ..metrics.run.journal import content_hash
 
     weights = identity(args.loaded[0]).get("weights_sha256")  # of a served model there are none to see
     return {"weights_sha256": weights, "corpus_sha256": content_hash(args.loaded_text.tokens)}
@@ -197,7 +197,7 @@ def write_rope(args, file):
     from transformers import AutoConfig
 
     from ..metrics import rope_report
-    from ..metrics.documents import save_document
+    from ..metrics.result import save_document
 
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     save_document(file, rope_report(config, context_length=args.context_length).to_json())

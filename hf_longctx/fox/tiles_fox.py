@@ -1,7 +1,4 @@
-"""Tile sizes of the Triton kernels: one table, keyed by device and head size.
-
-scripts/tune_triton.py finds better ones.
-"""
+"""Tile sizes of the Triton kernels: one table, keyed by device and head size. scripts/bench/gpu/tune.py tunes it."""
 
 from typing import NamedTuple
 

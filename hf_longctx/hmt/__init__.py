@@ -3,7 +3,7 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .configuration_hmt import HMTConfig
-from .convert_hmt import from_official, official_parameters
+from .convert import from_official, official_parameters
 from .memory_hmt import HMTMemory, HMTState
 from .modeling_hmt import HMTOutput, HMTWrapper
 

@@ -1,25 +1,26 @@
-"""What HMT asks of a backbone: embed tokens, run embeddings, hand out the last hidden state.
+"""The three things HMT needs from a backbone: token embeddings, a pass over embeddings, the last hidden state.
 
 Any transformers causal LM that takes `inputs_embeds` will do. The last hidden state (after the final norm, and after
-OPT's output projection) is what a base model returns as `last_hidden_state`; when logits are wanted too, the whole
-causal LM is run, so that soft caps and scales of its head apply, and a hook on the base model keeps the hidden state.
-Neither a list of all hidden states nor an unwanted key/value cache is ever built.
+OPT's output projection) is what the base model returns as `last_hidden_state`. When logits are needed too, the whole
+causal LM runs, so that the soft caps and scales of its head apply, and a forward hook on the base model catches the
+hidden state. No pass builds the list of all hidden states, or a key/value cache that nobody asked for.
 """
 
 import inspect
+import threading
 
 import torch
 from transformers import GenerationMixin
 
 
-_LAST_HIDDEN = "hmt_last_hidden_state"
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
-# Layers whose cache several tokens can continue with an attention mask. "hybrid": FoX, whose token shift minds padding.
+# Layers whose cache several tokens can continue under an attention mask. "hybrid": FoX, whose token shift minds
+# padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
 
 
 class Backbone:
-    """Calls into a causal LM. Holds no parameters: the module stays registered in the wrapper alone.
+    """Calls into a causal LM. Holds no parameters: the wrapper registers the module, this class only refers to it.
 
     Args:
         model: a causal LM, or a PEFT model around one.
@@ -40,7 +41,10 @@ class Backbone:
         name = type(model).__name__
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if "inputs_embeds" not in self.forward_arguments:
-            raise ValueError(f"{name}.forward takes no inputs_embeds; HMT puts memory embeddings among the tokens'.")
+            raise ValueError(
+                f"{name}.forward takes no inputs_embeds; HMT needs it to put memory embeddings among the tokens. "
+                "Use a causal LM that takes inputs_embeds."
+            )
         try:
             embedding = model.get_input_embeddings()
         except NotImplementedError:
@@ -53,11 +57,10 @@ class Backbone:
             self.base = getattr(model, "model", model)
         if self.base is model:
             raise ValueError(f"{name} has no head beside its base model; pass a causal LM such as LlamaForCausalLM.")
-        if _keep_last_hidden not in self.base._forward_hooks.values():
-            self.base.register_forward_hook(_keep_last_hidden)
         self.width = embedding.weight.shape[-1]
         self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
-        # Where a `DynamicCache` cannot be continued by several tokens, padding among them, the segment is read again.
+        # False where several tokens, some of them padding, cannot continue a `DynamicCache`; the wrapper then reads
+        # the open segment again.
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
         self.continues = (
@@ -70,10 +73,11 @@ class Backbone:
         self._check_causal(embedding.weight.device)
 
     def _check_causal(self, device):
-        """ValueError if the first of three positions sees the last: one tiny pass for each of two last embeddings.
+        """Raise ValueError if the first of three positions sees the last: one tiny pass for each of two last
+        embeddings.
 
-        Not run on weights that are not there yet, nor with attention kernels that may need another device or dtype than
-        the model has so far; recurrent backbones cannot see ahead.
+        Skipped for weights on the meta device and for attention kernels that may need another device or dtype than the
+        model has so far. Recurrent backbones cannot see ahead.
         """
         model, attention = self.model, getattr(self.model.config, "_attn_implementation", None)
         if device.type == "meta" or self.stateful or attention not in (None, "eager", "sdpa"):
@@ -84,17 +88,17 @@ class Backbone:
             with torch.no_grad():
                 like = self.embed(torch.zeros(1, 3, dtype=torch.long, device=device))
                 embeds = torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
-                other = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
-                first, second = (self.run(x, None, None)[1][0, 0].float() for x in (embeds, other))
+                changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
+                first, second = (self.run(x, None, None)[1][0, 0].float() for x in (embeds, changed))
         finally:
             for module in training:
                 module.training = True
-        # above what rounding may differ by, where a mixture of experts groups the positions in another way
+        # 3e-4: a mixture of experts groups the positions differently, and rounds differently
         if (first - second).norm() > max(8 * torch.finfo(like.dtype).eps, 3e-4) * first.norm():
             raise ValueError(
                 f"{type(model).__name__} is not causal: its first position sees a later one, so it would read the "
-                "tokens that it is asked to predict. Set up its configuration for language modelling (BERT and its "
-                "kin: is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
+                "tokens that it is asked to predict. Configure it for language modelling (BERT and its relatives: "
+                "is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
             )
 
     def embed(self, ids):
@@ -106,13 +110,16 @@ class Backbone:
 
         Args:
             embeds: (B, T, d).
-            mask: (B, cached + T), bool, False is padding; or None when nothing is.
-            keep: positions among the T whose logits are wanted, (n,) long; or None for no logits.
+            mask: (B, cached + T), bool, False is padding; or None without padding.
+            keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
             skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
 
         Returns:
             logits (B, n, V) or None, last hidden state (B, T, d).
+
+        Raises:
+            ValueError: hidden states and embeddings differ in width.
         """
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
         if mask is not None:
@@ -122,8 +129,16 @@ class Backbone:
                 inputs["position_ids"] = positions[:, -embeds.shape[1] :]
         if kv_cache is not None:
             inputs["past_key_values"] = kv_cache
-        logits = None
-        self.base.__dict__[_LAST_HIDDEN] = None  # for the hook to fill
+        logits, base_outputs = None, []
+        # Several threads may run the same model: a hook keeps the outputs of its own call. Dynamo cannot trace
+        # get_ident.
+        thread = None if torch.compiler.is_compiling() else threading.get_ident()
+
+        def keep_output(module, args, output):
+            if torch.compiler.is_compiling() or thread in (None, threading.get_ident()):
+                base_outputs.append(output)
+
+        hook = self.base.register_forward_hook(keep_output)
         try:
             if keep is None:
                 self.base(**inputs)
@@ -132,26 +147,24 @@ class Backbone:
             else:
                 logits = self.model(**inputs).logits[:, keep]
         finally:
-            hidden = self.base.__dict__.pop(_LAST_HIDDEN)
+            hook.remove()
+        hidden = base_outputs[-1][0]
         if hidden.shape[-1] != self.width:
             raise ValueError(
-                f"{type(self.model).__name__} takes embeddings of width {self.width} and ends in hidden states of "
-                f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so they must be equal."
+                f"{type(self.model).__name__} takes embeddings of width {self.width} and returns hidden states of "
+                f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
             )
         return logits, hidden
 
     @torch.no_grad()
     def embedding_std(self):
-        """Standard deviation of what `embed` returns (a scaled embedding such as Gemma's included), over at most 4096
-        tokens spread over the vocabulary."""
+        """Standard deviation of what `embed` returns (a scaled embedding such as Gemma's included).
+
+        Taken over at most 4096 tokens spread evenly over the vocabulary.
+        """
         vocabulary, device = self.model.get_input_embeddings().weight.shape[0], self.model.device
         ids = torch.linspace(0, vocabulary - 1, min(vocabulary, 4096), device=device).long()
         return self.embed(ids[None]).float().std().item()
-
-
-def _keep_last_hidden(module, args, output):
-    if _LAST_HIDDEN in module.__dict__:  # within `Backbone.run`: whoever uses the backbone alone keeps no graph
-        module.__dict__[_LAST_HIDDEN] = output[0]
 
 
 __all__ = ["Backbone"]

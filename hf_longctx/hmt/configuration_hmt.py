@@ -7,34 +7,35 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 @strict
 class HMTConfig(PreTrainedConfig):
-    """What `HMTWrapper` needs to know beside its backbone.
+    """Settings of `HMTWrapper`, and the configuration of its backbone.
 
     Args:
         backbone_config: configuration of the wrapped causal LM; filled in by `HMTWrapper.from_backbone`.
         segment_length: new tokens per segment, L'. The backbone sees `positions_per_segment` positions at a time.
             (The paper's L counts the prompts and the sensory tokens too: its 256 is 222 new tokens at k = 32.)
-        sensory_tokens: k, the last tokens of the previous segment that are read again before a segment.
+        sensory_tokens: k. Each segment reads the last k tokens of the previous segment again.
         memory_size: N, memory embeddings kept for recall, oldest dropped first. None keeps all.
-        recalled_pages: r. Instead of being dropped, the oldest embeddings go to pages in CPU memory or in a file, and a
-            recall also attends to the r pages that fit best (`pages_hmt.py`). None has no pages.
+        recalled_pages: r. Instead of being dropped, the oldest embeddings go to pages in CPU memory or in a file, and
+            a recall also attends to the best r pages (`pages_hmt.py`). None: no pages.
         page_size: memory embeddings per page at first; pages grow with the square root of the text.
         sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
-            so a tie goes to the even number, as in the official code.
+            which rounds ties to the even number, as the official code does.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
         recall_mode: "causal" (logits at t see tokens <= t only) or "paper" (the published algorithm, which reads the
-            first j tokens of a segment before it predicts them). `modeling_hmt.py` explains both.
+            first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
-        loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (what the authors train
-            and evaluate with).
-        bptt_segments: the gradient does not cross every U-th segment border. None never cuts.
-        summary_batch: summary passes of segments that go through the backbone together, over all rows; bounds memory.
+        loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
+            evaluate with "last").
+        bptt_segments: U. Backpropagation is truncated at every U-th segment border. None: not truncated.
+        summary_batch: how many summary passes (or passes over first halves) go through the backbone together, counted
+            as segments times rows. Fewer need less memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
-        backbone_name_or_path, backbone_revision: where the backbone came from.
+        backbone_name_or_path, backbone_revision: where the backbone was loaded from.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
-            backbone from `backbone_name_or_path`. Right only while the backbone is not trained.
+            backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.
 
     Raises:
         ValueError: a value outside its range; the message says which.
@@ -94,7 +95,7 @@ class HMTConfig(PreTrainedConfig):
         if not 1 <= self.summary_length <= self.segment_length:
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
-                f"{self.segment_length} tokens; it needs at least one and at most all."
+                f"{self.segment_length} tokens; it needs at least one and at most all. Set it above 0 and up to 1."
             )
         choices = {
             "recall_mode": ("causal", "paper"),
@@ -110,17 +111,17 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.recalled_pages is not None and (self.memory_size is None or not self.recall):
             raise ValueError(
-                f"recalled_pages is {self.recalled_pages}, with memory_size={self.memory_size} and recall={self.recall}; "
+                f"recalled_pages is {self.recalled_pages}, memory_size {self.memory_size}, recall {self.recall}; "
                 "pages hold what recall drops beyond memory_size. Set memory_size and recall=True, or leave "
                 "recalled_pages at None."
             )
         text_config = self.backbone_config and self.backbone_config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
-            most = self.segment_length - self.positions_per_segment + positions
-            remedy = f"Set segment_length to at most {most}."
-            if most <= self.sensory_tokens + self.memory_tokens:
-                remedy = "Lower sensory_tokens and segment_length, which must stay above it, or take another backbone."
+            longest = self.segment_length - self.positions_per_segment + positions
+            remedy = f"Set segment_length to at most {longest}."
+            if longest <= self.sensory_tokens + self.memory_tokens:
+                remedy = "Lower sensory_tokens and segment_length, or take a backbone with more positions."
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. " + remedy

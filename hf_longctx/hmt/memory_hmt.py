@@ -1,4 +1,4 @@
-"""The memory of HMT: what is learned (`HMTMemory`), what is remembered (`HMTState`).
+"""The memory of HMT: its parameters (`HMTMemory`) and what a stream carries from call to call (`HMTState`).
 
 Symbols follow arXiv 2405.06067, sec. 3: d is the width of a memory embedding (that of an input embedding), h the
 width of the recall projections, m the embeddings per memory, k the sensory tokens, L' the new tokens per segment.
@@ -21,15 +21,15 @@ SIMILARITY_GAIN = 1.5
 
 
 class HMTMemory(nn.Module):
-    """The parameters HMT adds to a backbone: two learned prompts and two recall projections.
+    """The parameters that HMT adds to a backbone: two learned prompts and two recall projections.
 
     Args:
         width: d.
         memory_tokens: m.
-        recall_dim: h, or None for a memory without recall, which has `initial` alone.
+        recall_dim: h, or None for a memory without recall, whose only parameter is `initial`.
 
     Parameters: `initial` (m, d), the prompt of a first segment; `summary_prompt` (1, d), the paper's H^T; `wq`, `wk`
-    (h, d). They are plain parameters, so that neither quantization nor LoRA on "all linear layers" takes them.
+    (h, d). All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
     """
 
     def __init__(self, width: int, memory_tokens: int, recall_dim: int | None):
@@ -41,7 +41,7 @@ class HMTMemory(nn.Module):
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
 
     def direction(self, query):
-        """q Wq^T Wk / sqrt(h), (B, 1, d) in at least fp32: its products with memory embeddings are recall scores."""
+        """q Wq^T Wk / sqrt(h), (B, 1, d) in at least fp32. Recall scores are its products with memory embeddings."""
         with torch.autocast(query.device.type, enabled=False):
             query, wq, wk = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, self.wq, self.wk))
             # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
@@ -51,7 +51,7 @@ class HMTMemory(nn.Module):
         """Attend to the remembered segments (paper, sec. 3.2): softmax(q Wq^T (C Wk^T)^T / sqrt(h)) C.
 
         Args:
-            query: summary of the text that looks for its memories, (B, 1, d).
+            query: summary of the segment that recalls, (B, 1, d).
             bank: memory embeddings C, oldest first, (B, c, d).
             valid: False where a row has no such memory, (B, c), bool.
 
@@ -67,23 +67,25 @@ class HMTMemory(nn.Module):
         return self.or_initial(prompt, valid), scores
 
     def or_initial(self, prompt, valid):
-        """`prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else the learned first prompt."""
+        """`prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else `initial`."""
         return torch.where(valid.any(1)[:, None, None], prompt, self.initial.to(prompt))
 
 
 @dataclass
 class HMTState:
-    """Everything a stream needs to go on: in the next call, after a gradient cut, or in another process.
+    """Everything that continues a stream: in the next call, after a gradient cut, or in another process.
 
     Tensors (B rows): `bank` (B, c, d) memory embeddings, oldest first; `valid` (B, c) bool; `query` (B, 1, d) summary
     of the previous segment; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l) the tokens of the
-    segment that is not full yet, l < L'; `front`, `own` its prompts, (B, m, d) and (B, 1, d). The key/value cache of
-    the open segment speeds up the next call and is never saved: without it the segment's tokens are read again.
-    `pages` holds what fell out of `bank`, if the model keeps pages.
+    open segment, which is not full yet, l < L'; `opening_prompt` (B, m, d) and `recalled_prompt` (B, 1, d), the open
+    segment's prompts before and after its recall. `kv_cache` holds the keys and values of the open segment and speeds
+    up the next call; it is never saved, and without it the open segment is read again. `pages` holds the embeddings
+    that fell out of `bank`, if the model keeps pages.
 
-    A state is not changed by a call: keep one to branch off from it later. `position` counts tokens per row, `segment`
-    full segments, `padded` says that some position may be padding, `signature` names the kind of model it belongs to: a
-    state of the same architecture and settings with other weights is not noticed, and its memories are noise there.
+    A call does not change its state: keep a state to branch off from it later. `position` counts tokens per row,
+    `segment` full segments; `padded` is True if some position may be padding. `signature` holds the architecture and
+    settings of the state's model, which a call compares with its own. Weights are not compared: the memories of
+    another model of the same architecture and settings are accepted, and are noise.
     """
 
     bank: torch.Tensor
@@ -93,8 +95,8 @@ class HMTState:
     open_ids: torch.Tensor
     open_mask: torch.Tensor
     query: torch.Tensor | None = None
-    front: torch.Tensor | None = None
-    own: torch.Tensor | None = None
+    opening_prompt: torch.Tensor | None = None
+    recalled_prompt: torch.Tensor | None = None
     pages: MemoryPages | None = field(default=None, repr=False)
     position: int = 0
     segment: int = 0
@@ -112,7 +114,7 @@ class HMTState:
         return cls(bank, mask, ids, mask, ids, mask, signature=signature, pages=pages)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name to tensor, for those that are set; without the pages."""
+        """Name to tensor, for the tensors that are set; without the pages."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
@@ -123,7 +125,7 @@ class HMTState:
         return replace(self, **changed, pages=pages, kv_cache=None, kv_length=0)
 
     def detach(self) -> "HMTState":
-        """The same memory, cut from the graph that made it: no gradient reaches earlier calls."""
+        """The same memory without its autograd graph: no gradient reaches earlier calls."""
         return self.map(torch.Tensor.detach)
 
     def to(self, device) -> "HMTState":
@@ -141,7 +143,7 @@ class HMTState:
             self.kv_cache.reorder_cache(beam_idx)
 
     def save(self, path):
-        """Write a safetensors file from which `load` restores the state, in any process."""
+        """Write a safetensors file from which `load` restores the state in any process."""
         counters = {"position": self.position, "segment": self.segment, "padded": self.padded}
         metadata = {"hmt_state": json.dumps(counters), "signature": json.dumps(self.signature)}
         tensors = self.tensors()
@@ -155,9 +157,10 @@ class HMTState:
 
     @classmethod
     def load(cls, path, device="cpu") -> "HMTState":
-        """Read a state written by `save`; its pages come into CPU memory, also those that were in a page file.
+        """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
 
-        Raises ValueError if the file holds something else.
+        Raises:
+            ValueError: the file holds something else.
         """
         with safe_open(str(path), "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
@@ -172,7 +175,7 @@ class HMTState:
 
 
 def recall_distance(scores, ages):
-    """Segments between the reader and the memory it attends to most: 1 is the previous one (paper, fig. 11).
+    """Distance in segments to the memory that a recall attends to most: 1 is the previous one (paper, fig. 11).
 
     Args:
         scores: (B, c).

@@ -1,17 +1,17 @@
-"""The second level of memory: embeddings that fell out of the first are kept in pages, and found by the page.
+"""The second level of memory: embeddings that fell out of the bank are kept in pages, and a recall chooses pages.
 
-Embeddings are put into pages in the order of the text. The tag of a page is the mean of its embeddings, and the recall
-score of a tag therefore the mean score of the page. A recall scores the tags, takes the best r pages of each row, and
-attends to what is in them. What does not fill a page yet is always attended to.
+Embeddings fill pages in the order of the text. The tag of a page is the mean of its embeddings, so the recall score of
+a tag is the mean score of the page. A recall scores the tags, takes the best r pages of each row, and attends to the
+embeddings in them. A recall always attends to the newest embeddings, which do not fill a page yet.
 
-With n embeddings in pages of S, a recall scores n / S tags and r S embeddings. Pages start with `page_size` embeddings;
-when there are more than 4 r S of them, neighbours join, and S doubles. From then on there are at most 2 sqrt(r n) tags
-and sqrt(r n) recalled embeddings: the cost of a segment grows with the square root of the text. While there are at most
-r pages all of them are recalled, and the result is that of one flat memory.
+With n embeddings in pages of S, a recall scores n / S tags and r S embeddings. Pages start with `page_size`
+embeddings; when there are more than 4 r S pages, neighbours join, and S doubles. From then on there are at most 2
+sqrt(r n) tags and sqrt(r n) recalled embeddings: the cost of a segment grows with the square root of the text. Up to r
+pages are all recalled, and the result is that of one flat memory.
 
-What is one of a page's S embeddings stands out in its tag by sqrt(d / S) standard deviations if all are unrelated, and
-by more in a text, where neighbours are related. Of ten thousand random ones of width 512, most are found
-(`scripts/bench_hmt.py pages`).
+An embedding stands out in the tag of its page by sqrt(d / S) standard deviations if all are unrelated, and by more in
+a text, where neighbours are related. Among ten thousand random embeddings of width 512, a recall finds most
+(`python -m scripts.bench.hmt pages`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 
 
-TAGS_PER_EMBEDDING = 4  # tags are scored only; recalled embeddings are fetched, copied, scored and averaged
+TAGS_PER_EMBEDDING = 4  # a tag costs less: it is only scored; an embedding is fetched, copied, scored and averaged
 
 
 class PageFile:
-    """A file to keep pages in, mapped into memory: the operating system reads what is recalled.
+    """A file of pages, mapped into memory: the operating system reads from disk what a recall touches.
 
     Args:
-        path: the file; it is overwritten, and is only read through the states that use it.
+        path: the file; it is overwritten, and only the states that use it can read it.
     """
 
     def __init__(self, path):
@@ -39,12 +39,12 @@ class PageFile:
         """A copy of `block` that lives in the file. Raises ValueError if a gradient would be lost."""
         if block.requires_grad:
             raise ValueError(
-                f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or keep the pages "
-                "in RAM by starting without a page file."
+                f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
+                "page file: pages in RAM keep gradients."
             )
         size = block.numel() * block.element_size()
         if self.used + size > len(self.mapped):
-            # twice as much each time: few mappings, and a sparse file where nothing is written yet
+            # Doubling keeps the mappings few. Most file systems store no zeros that were never written.
             capacity = 2 * (self.used + size)
             self.mapped = torch.from_file(str(self.path), shared=True, size=capacity, dtype=torch.uint8)
         place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
@@ -54,14 +54,14 @@ class PageFile:
 
 @dataclass
 class MemoryPages:
-    """Pages of n memory embeddings for B rows. Never changed: `append` returns a new object, so states can branch.
+    """Pages of n memory embeddings for B rows. Immutable: `append` returns a new object, so states can branch.
 
     block_size: embeddings per block, the unit of storage; a page is `page_blocks` neighbouring blocks.
     recalled: r, pages that a recall attends to; S = block_size * page_blocks embeddings each.
     blocks, masks: tuples of (B, block_size, d) and (B, block_size) bool, False where a row has no such memory. They
         stay in CPU memory or in `file`.
-    rest, rest_mask: (B, t, d) and (B, t), t < block_size, what does not fill a block yet.
-    sums, counts: (B, P, d) fp32 and (B, P), of the valid embeddings of each page; their quotients are the tags.
+    rest, rest_mask: (B, t, d) and (B, t), t < block_size, the newest embeddings, which do not fill a block yet.
+    sums, counts: (B, P, d) fp32 and (B, P), of the valid embeddings of each page; the quotients are the tags.
     """
 
     block_size: int
@@ -87,7 +87,7 @@ class MemoryPages:
         return len(self.blocks) * self.block_size + self.rest.shape[1]
 
     def append(self, embeddings, valid):
-        """The pages after these embeddings, (B, n, d), and their mask, (B, n), oldest first."""
+        """New pages with `embeddings` (B, n, d) and their mask `valid` (B, n) added, oldest first."""
         rest = torch.cat([self.rest, embeddings.to(self.rest.device)], 1)
         mask = torch.cat([self.rest_mask, valid.to(self.rest.device)], 1)
         blocks, masks, size = list(self.blocks), list(self.masks), self.block_size
@@ -100,7 +100,7 @@ class MemoryPages:
         return pages if len(blocks) == len(self.blocks) else replace(pages, blocks=(*blocks,), masks=(*masks,))._tag()
 
     def _tag(self):
-        """Tag the pages that have become full, and join neighbours where there are too many."""
+        """Tag the pages that have become full, and join neighbours when there are too many pages."""
         sums, counts, width, device = [self.sums], [self.counts], self.page_blocks, self.sums.device
         for start in range(self.sums.shape[1] * width, len(self.blocks) - width + 1, width):
             block = torch.cat(self.blocks[start : start + width], 1).to(device, self.sums.dtype)
@@ -109,37 +109,39 @@ class MemoryPages:
             counts.append(mask.sum(1, keepdim=True).to(self.counts))
         pages = replace(self, sums=torch.cat(sums, 1), counts=torch.cat(counts, 1))
         while pages.sums.shape[1] > TAGS_PER_EMBEDDING * self.recalled * self.block_size * pages.page_blocks:
-            pairs = pages.sums.shape[1] // 2  # an odd page waits among what is not in a page
+            pairs = pages.sums.shape[1] // 2  # an odd last page goes back to the blocks that are in no page
             sums, counts = (x[:, : 2 * pairs].unflatten(1, (pairs, 2)).sum(2) for x in (pages.sums, pages.counts))
             pages = replace(pages, sums=sums, counts=counts, page_blocks=2 * pages.page_blocks)
         return pages
 
     def look_up(self, direction):
-        """What a recall attends to.
+        """The embeddings that a recall attends to, oldest first, on the device of `direction`.
 
         Args:
-            direction: what recall scores are the products with, (B, 1, d).
+            direction: `HMTMemory.direction` of the query, (B, 1, d). Recall scores are products with it.
 
         Returns:
-            embeddings (B, c, d), mask (B, c) and ages (B, c), long: 0 is the newest of all, on the device of
-            `direction`, oldest first.
+            embeddings (B, c, d), mask (B, c) and ages (B, c), long: 0 is the newest of all n.
         """
-        batch, found = len(direction), self.sums.shape[1]
+        batch, n_pages = len(direction), self.sums.shape[1]
         with torch.no_grad():  # the choice has no gradient
             scores = (direction @ (self.sums / self.counts.clamp(min=1)[..., None]).to(direction).mT).squeeze(1)
             scores = scores.masked_fill(self.counts == 0, -torch.inf)
-            chosen = scores.topk(min(found, self.recalled)).indices.sort(1).values  # (B, r)
-        width, used = self.page_blocks, found * self.page_blocks
-        own = [[i for page in row for i in range(page * width, (page + 1) * width)] for row in chosen.tolist()]
-        own = [[*row, *range(used, len(self.blocks))] for row in own]
-        embeddings = torch.stack(
-            [torch.cat([self.blocks[i][b] for i in own[b]] + [self.rest[b]]) for b in range(batch)]
-        )
-        mask = torch.stack([torch.cat([self.masks[i][b] for i in own[b]] + [self.rest_mask[b]]) for b in range(batch)])
-        index = torch.tensor(own, dtype=torch.long)[..., None] * self.block_size + torch.arange(self.block_size)
-        index = index.flatten(1)
+            chosen = scores.topk(min(n_pages, self.recalled)).indices.sort(1).values  # (B, r)
+        width, untagged = self.page_blocks, range(n_pages * self.page_blocks, len(self.blocks))
+        block_ids = [  # of each row
+            [*(i for page in row for i in range(page * width, (page + 1) * width)), *untagged]
+            for row in chosen.tolist()
+        ]
+
+        def gather(blocks, rest):
+            rows = ([blocks[i][b] for i in block_ids[b]] + [rest[b]] for b in range(batch))
+            return torch.stack([torch.cat(row) for row in rows])
+
+        embeddings, mask = gather(self.blocks, self.rest), gather(self.masks, self.rest_mask)
+        index = torch.tensor(block_ids, dtype=torch.long)[..., None] * self.block_size + torch.arange(self.block_size)
         newest = torch.arange(len(self) - self.rest.shape[1], len(self)).expand(batch, -1)
-        ages = len(self) - 1 - torch.cat([index.view(batch, -1), newest], 1)
+        ages = len(self) - 1 - torch.cat([index.flatten(1), newest], 1)
         return embeddings.to(direction.device), mask.to(direction.device), ages.to(direction.device)
 
     def to(self, device):
@@ -153,7 +155,7 @@ class MemoryPages:
         return replace(self, **changed, blocks=(*map(function, self.blocks),), masks=(*map(function, self.masks),))
 
     def pack(self):
-        """Tensors and numbers from which `unpack` makes the same pages, in RAM."""
+        """Tensors and numbers for a file; `unpack` makes the same pages of them, in RAM."""
         tensors = {name: getattr(self, name) for name in ("rest", "rest_mask", "sums", "counts")}
         if self.blocks:
             tensors |= {"blocks": torch.cat(self.blocks, 1), "masks": torch.cat(self.masks, 1)}
@@ -161,7 +163,7 @@ class MemoryPages:
 
     @classmethod
     def unpack(cls, tensors, numbers):
-        """The pages that `pack` took apart."""
+        """The pages of what `pack` returned."""
         size = numbers["block_size"]
         split = {name: tensors[name].cpu().split(size, 1) for name in ("blocks", "masks") if name in tensors}
         rest = {name: tensors[name].cpu() for name in ("rest", "rest_mask")}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .curve import CurvePoint, ForgettingCurve, longest_length, scored_tokens
-from .loss import PositionLoss
+from .curve.result import CurvePoint, ForgettingCurve, longest_length, scored_tokens
+from .loss.result import PositionLoss
 
 
 MODULES = Path(__file__).with_name("modules")
@@ -86,9 +86,9 @@ def own_options(name: str, options: dict) -> dict:
 
 def _taken_options():
     """The options of each module: those of the function that measures, and for a check of bases their head_dim."""
-    from .rope_verdict import rope_report
-    from .run_companions import position_loss
-    from .runner import forgetting_curve
+    from .curve.measure import forgetting_curve
+    from .retrieval.measure import position_loss
+    from .rope.verdict import rope_report
 
     functions = dict(zip(NAMES, (forgetting_curve, position_loss, rope_report)))
     taken = {}
@@ -195,9 +195,9 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     Raises:
         ValueError: there is nothing to tell how far to measure.
     """
-    from .curve import linear_lengths
-    from .engine import claimed_context
-    from .runner import forgetting_curve
+    from .curve.measure import forgetting_curve
+    from .curve.result import linear_lengths
+    from .run.engine import claimed_context
 
     model, tokens, used = load(model, corpus, tokenizer)
     options = completed(options, tokenizer if used is None else used, "forgetting_curve")
@@ -264,8 +264,8 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
     Raises:
         ValueError: there is no corpus.
     """
-    from .engine import claimed_context
-    from .run_companions import position_loss
+    from .retrieval.measure import position_loss
+    from .run.engine import claimed_context
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
@@ -294,7 +294,7 @@ def check_model(model, **options) -> dict:
 
     Of a model without RoPE, which may be measured by other modules in the same call, `holds` is None, and a note says so.
     """
-    from .rope_verdict import NoRopeError, rope_report
+    from .rope.verdict import NoRopeError, rope_report
 
     if isinstance(model, str):
         from transformers import AutoConfig
@@ -321,7 +321,7 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
     Raises:
         ValueError: a number is out of its range, or the lists differ in length.
     """
-    from .rope_bounds import rope_base_bound, rope_context_bound
+    from .rope.bounds import rope_base_bound, rope_context_bound
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from .curve import ForgettingCurve
-from .haystack import NeedleGrid
-from .lines import LineRetrieval
-from .loss import PositionLoss
-from .rope_verdict import RopeLayers, RopeReport
+from .curve.result import ForgettingCurve
+from .loss.result import PositionLoss
+from .retrieval.haystack import NeedleGrid
+from .retrieval.lines import LineRetrieval
+from .rope.verdict import RopeLayers, RopeReport
 
 
 KINDS = {

@@ -1,9 +1,9 @@
-"""A small FoX that learns to remember: the model of the demo, trained on text in which passages come back.
+"""A small FoX that learns to remember: the model of the demo, trained on text in which passages are repeated.
 
-Plain text rarely rewards remembering; a passage that is repeated rewards it at every token. Passages have every length
-(one favoured length would teach a fixed offset instead of copying). A small corpus is soon known by heart, and then a
-repetition of it teaches nothing: so most passages are corrupted text, shuffled snippets or random tokens, which can only be
-predicted by someone who has read them.
+Plain text rarely rewards remembering; a repeated passage rewards it at every token. Passages have every length (one
+favoured length would teach a fixed offset instead of copying). A model soon memorises a small corpus, and repetitions
+of memorised text teach nothing: most passages are therefore corrupted text, shuffled snippets or random tokens, which
+only a model that has read them in the same row can predict.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from ..fox import FoxConfig, FoxForCausalLM
 
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-# What the blocks of a training row are, and the share of tokens that corruption replaces.
+# Kinds of blocks in a training row and their probabilities.
 BLOCKS = {"plain text": 0.15, "repeated text": 0.5, "repeated snippets": 0.15, "repeated random tokens": 0.2}
-CORRUPTION = 0.2
+CORRUPTION = 0.2  # share of the tokens of repeated text that are replaced by random ones
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text can be encoded, and no special token is added on its own."""
+    """Byte-level BPE, which encodes every text. The tokenizer adds no special tokens by itself."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,14 +39,21 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 class RepeatedPassages(torch.utils.data.Dataset):
-    """Rows of `context` tokens made of blocks: [bos] S [bos] S with S of any length that fits, or [bos] and plain text.
+    """Rows of `context` tokens made of blocks: [bos] S [bos] S with a passage S of any length that fits, or [bos] and
+    plain text.
 
-    Row i depends on `seed` and i alone, so a resumed training sees what it would have seen.
+    Row i depends on `seed` and i alone, so a resumed training sees the rows that an uninterrupted one sees.
+
+    Raises:
+        ValueError: the text is not longer than a row.
     """
 
     def __init__(self, tokens: list[int], context: int, vocab_size: int, rows: int, bos_token_id: int, seed: int):
         if len(tokens) <= context:
-            raise ValueError(f"the text has {len(tokens)} tokens; rows of {context} tokens need more than that.")
+            raise ValueError(
+                f"the text has {len(tokens)} tokens; rows of {context} tokens need a longer one. Give more text, or "
+                "lower context."
+            )
         self.tokens, self.context, self.vocab_size, self.rows = tokens, context, vocab_size, rows
         self.bos_token_id, self.seed = bos_token_id, seed
 
@@ -76,7 +83,7 @@ class RepeatedPassages(torch.utils.data.Dataset):
                 passage = [rng.randrange(self.vocab_size) for _ in range(length)]
             passage = [self.bos_token_id, *passage]
             ids += passage * 2
-            labels += [-100] * len(passage) + passage  # what is corrupted can only be predicted when it comes back
+            labels += [-100] * len(passage) + passage  # corrupted text is unpredictable the first time
         return {"input_ids": ids[: self.context], "labels": labels[: self.context]}
 
     def text(self, rng, length):
@@ -97,20 +104,24 @@ def train_demo_model(
 ) -> FoxForCausalLM:
     """Train a small FoX (Pro) from scratch on `text` and save it with its tokenizer in `output`.
 
-    Checkpoints go to `output`/checkpoints; called again with the same arguments, it goes on from the last one.
+    Checkpoints go to `output`/checkpoints; a second call with the same arguments resumes from the last checkpoint.
 
     Args:
-        text: training text; `context` tokens at least.
-        output: folder for the model, tokenizer and `trainer_state.json` (losses by step).
-        steps, batch_size, learning_rate: AdamW (0.9, 0.95) with warmup and cosine decay; rows per step on each device.
-        context: tokens of a training row; passages of up to half of it are repeated.
+        text: training text, of more than `context` tokens.
+        output: folder for the model, its tokenizer and `trainer_state.json`, whose `log_history` has step, loss and
+            learning rate.
+        steps, learning_rate: of AdamW (0.9, 0.95) with warmup and cosine decay.
+        context: tokens of a training row; repeated passages are at most half as long.
+        batch_size: rows per step on each device.
+        vocab_size: of the tokenizer, which is trained on `text`.
+        seed: of the weights and the rows.
 
     Returns:
         The trained model, on the CPU.
 
     Raises:
         ValueError: the text is too short, or `output` holds checkpoints of a training on another text or with other
-            settings (more or fewer `steps` are fine).
+            settings (another number of `steps` is fine).
     """
     output = Path(output)
     settings = dict(
@@ -163,7 +174,7 @@ def train_demo_model(
 
 
 def _checkpoint_to_resume(output, recipe):
-    """The last checkpoint in `output`, None in a new folder; ValueError if it belongs to another recipe."""
+    """The last checkpoint in `output`, or None in a new folder; ValueError if the checkpoint has another recipe."""
     checkpoints, file = output / "checkpoints", output / "recipe.json"
     last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
     if last is not None:
@@ -171,8 +182,8 @@ def _checkpoint_to_resume(output, recipe):
         changed = [name for name in recipe if before[name] != recipe[name]]
         if changed:
             raise ValueError(
-                f"{checkpoints} holds a training with another {' and '.join(changed)}. Go on with what it began with, "
-                "or take a new folder."
+                f"{checkpoints} holds a training with another {' and '.join(changed)}. Resume it with the arguments "
+                f"in {file}, or choose a new folder."
             )
     output.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(recipe, indent=1) + "\n")

@@ -1,15 +1,15 @@
-"""A small task that cannot be solved without memory: facts, one to a segment, and later questions about them.
+"""A small task that needs memory: facts, one per segment, and later questions about the facts.
 
     write   [W key value  filler ...]
     read    [R key  filler ...  A value  filler ...]
 
-Most of the filler of a segment repeats its key, as a text on a topic repeats its words, so a summary of a few tokens
-tells what the segment is about. Keys of one text differ; questions draw from them with replacement, otherwise they
-could be answered by elimination. Who remembers nothing is right for one of `writes` questions at best.
+Most filler tokens of a segment repeat its key, as a text on a topic repeats its words, so the summary of a few tokens
+shows the topic. The keys of a text differ. Questions draw keys with replacement, because without it a model could
+answer by elimination. A model without memory is right about one question in `writes` at best.
 
-The place of the answer decides what is measured. At 13 (of 16 tokens) it stands outside the first half, which the
-published recall reads before it predicts it. At 2 it stands before any key of its segment, as `[R A value key ...]`:
-no causal model can know which question is asked, and whoever answers nevertheless has read ahead.
+`answer_at`, the position of the answer in a question, decides what is measured. Position 13 (of 16) is outside the
+first half, which the published recall reads before it predicts it. Position 2 comes before the key of its segment, as
+`[R A value key ...]`: a causal model cannot know the question yet, and a model that answers has read ahead.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 
-WRITE, READ, ANSWER = 1, 2, 3  # 0 is left to padding
+WRITE, READ, ANSWER = 1, 2, 3  # 0 is padding
 FIRST_KEY = 4
 
 
@@ -27,8 +27,8 @@ class RecallTask:
 
     Args:
         segment_length: tokens per fact or question.
-        keys, values: how many there are. `keys` bounds the facts of a text.
-        noise: tokens without a meaning.
+        keys, values: the numbers of different keys and values. `keys` bounds the facts of a text.
+        noise: the number of different tokens without a meaning.
         topic: share of the filler that repeats the segment's key; the rest is noise.
         answer_at: position of the answer in a question, 2 or from 3 to segment_length - 1. At 2 the key follows it.
 
@@ -66,11 +66,11 @@ class RecallTask:
             generator: `torch.Generator`.
 
         Returns:
-            ids (rows, (writes + reads) * segment_length), long; labels of the same shape, -100 but for the answers;
-            asked (rows, reads), long, which fact each question is about.
+            ids (rows, (writes + reads) * segment_length), long; labels of the same shape, -100 except for the
+            answers; question_facts (rows, reads), long, the fact that each question is about.
 
         Raises:
-            ValueError: more facts than keys.
+            ValueError: `writes` is not between 1 and `keys`.
         """
         if not 1 <= writes <= self.keys:
             raise ValueError(f"writes is {writes}; a text holds 1 to {self.keys} facts, one per key.")
@@ -80,8 +80,8 @@ class RecallTask:
 
         order = torch.rand(rows, self.keys, generator=generator).argsort(1)
         key, value = FIRST_KEY + order[:, :writes], draw(FIRST_KEY + self.keys, self.values, rows, writes)
-        asked = draw(0, writes, rows, reads)
-        key, value = (torch.cat([x, x.gather(1, asked)], 1) for x in (key, value))  # (rows, segments)
+        question_facts = draw(0, writes, rows, reads)
+        key, value = (torch.cat([x, x.gather(1, question_facts)], 1) for x in (key, value))  # (rows, segments)
 
         segments, length = writes + reads, self.segment_length
         noise = draw(FIRST_KEY + self.keys + self.values, self.noise, rows, segments, length)
@@ -94,7 +94,7 @@ class RecallTask:
         question[..., self.answer_at - 1], question[..., self.answer_at] = ANSWER, value[:, writes:]
         labels = torch.full_like(ids, -100)
         labels[:, writes:, self.answer_at] = value[:, writes:]
-        return ids.flatten(1), labels.flatten(1), asked
+        return ids.flatten(1), labels.flatten(1), question_facts
 
 
 __all__ = ["RecallTask"]

@@ -59,7 +59,7 @@ def test_curve_with_a_journal_goes_on(folder, tmp_path, monkeypatch):
     first, journal = (json.loads((tmp_path / "curve.json").read_text()), (tmp_path / "journal").read_bytes())
     assert first["settings"]["protocol"] == "adaptive"
     assert len(json.loads(journal.splitlines()[0])["settings"]["lengths"]) == 23  # of 32 points between 8 and 30
-    monkeypatch.setattr("hf_longctx.metrics.engine.Engine.__init__", None)  # nothing is left to measure
+    monkeypatch.setattr("hf_longctx.metrics.run.engine.Engine.__init__", None)  # nothing is left to measure
     assert cli.main(["curve", str(folder), *options]) == 0
     assert json.loads((tmp_path / "curve.json").read_text())["points"] == first["points"]
     assert (tmp_path / "journal").read_bytes() == journal

@@ -95,7 +95,7 @@ def test_a_served_model(folder, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch, capsys):
-    from hf_longctx.metrics import run_companions
+    from hf_longctx.metrics.retrieval import measure as run_companions
 
     losses, calls = run_companions.token_losses, []
 

@@ -1,4 +1,4 @@
-"""A tiny wrapper in float64, where "equal" means equal up to 1e-9."""
+"""A tiny wrapper in float64, where "equal" means equal up to `ROUNDING`."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ from pathlib import Path
 from hf_longctx import HMTConfig, HMTWrapper
 torch.set_num_threads(1)
 model = HMTWrapper.from_backbone(sys.argv[1], HMTConfig(segment_length=256, sensory_tokens=16, memory_size=32))
-for tokens in (10_000, 200_000):
+for tokens in (2_000, 50_000):
     new = model.generate(torch.arange(tokens)[None] % 100, max_new_tokens=300, do_sample=False, eos_token_id=None)
     assert new.shape == (1, tokens + 300)
     print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
@@ -24,13 +24,13 @@ for tokens in (10_000, 200_000):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
-def test_generating_from_200k_tokens(tmp_path):
-    """From a path, with new tokens beyond a segment. Attending to 200k tokens at once would take gigabytes."""
+def test_generating_from_50k_tokens(tmp_path):
+    """From a path, with new tokens beyond a segment. Attending to 50k tokens at once would take gigabytes."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    sizes = dict(vocab_size=100, hidden_size=256, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=512)).save_pretrained(tmp_path)
     done = subprocess.run([sys.executable, "-c", GENERATE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    short, long = map(int, done.stdout.split())
-    # kB. Some copies of the token ids, 1.6 MB each, and the noise of the allocator; 110 MB if hidden states are kept alive
-    assert long - short < 48 * 1024
+    short, long = map(int, done.stdout.split())  # kB
+    hidden_states = 48_000 * 256 * 4 / 1024
+    assert long - short < hidden_states  # 13 MB of 47 were seen; 109 MB if each memory keeps its hidden states alive

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_hmt import ROUNDING
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 
@@ -147,7 +148,7 @@ def test_logits_of_any_positions(make_wrapper, tokens):
         whole, state = model(tokens).logits, model(tokens[:, :5], use_cache=True).state
         torch.testing.assert_close(model(tokens, logits_to_keep=positions).logits, whole[:, positions])
         rest = model(tokens[:, 5:], state=state, logits_to_keep=positions - 5).logits
-    torch.testing.assert_close(rest, whole[:, positions], atol=1e-9, rtol=0)
+    torch.testing.assert_close(rest, whole[:, positions], atol=ROUNDING, rtol=0)
 
 
 def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, tokens):

@@ -14,6 +14,12 @@ LLAMA = ["full", "evict", "sumfull", "ragged7", "ragged11", "batch2", "leftpad",
 LLAMA += ["stage1", "stage1_bptt2", "rmt", "rmt_m2", "retloss"]
 CASES = [f"llama_{name}" for name in LLAMA]
 CASES += ["opt_full", "opt_stage1", "opt_leftpad", "mamba_full", "mamba_stage1", "rwkv_full"]
+RETRIEVAL_LOSS_WEIGHT = 0.05  # of the auxiliary loss in llama_retloss, which HMTWrapper does not have
+
+
+# Rounding in float32, by the manifest's `fp32_noise` (largest of all cases): logits and memories 3.2e-6, scores 4e-7,
+# losses 1e-6, gradients 7e-6 of their norm. The authors' code and ours may both be off.
+VALUE, LOSS, GRADIENT = 6 * 3.2e-6, 10 * 1e-6, 14 * 7e-6
 
 
 class Case:
@@ -28,6 +34,11 @@ class Case:
 
     def group(self, prefix):
         return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
+
+    def inputs(self):
+        inputs = self.group("inputs/")
+        inputs.pop("pos_mask", None)  # of the retrieval loss
+        return inputs
 
     def wrapper(self, recall_mode="paper", attention=None):
         model_class = getattr(transformers, self.backbone_info["model_class"])
@@ -59,7 +70,7 @@ def case(request, golden):
 
 def test_every_stored_case_is_listed(golden):
     manifest = json.loads((golden / "hmt" / "manifest.json").read_text())
-    assert {c["name"] for c in manifest["cases"]} <= set(CASES)
+    assert {c["name"] for c in manifest["cases"]} == set(CASES)
 
 
 @pytest.mark.parametrize("scope", ["last", "all"])
@@ -67,51 +78,55 @@ def test_values_and_gradients(case, scope):
     model = case.wrapper()
     model.config.loss_scope = scope
     expected = case.group("expected/")
-    out = model(**case.group("inputs/"), output_recall=True)
+    out = model(**case.inputs(), output_recall=True)
 
-    torch.testing.assert_close(out.logits, expected["logits"], atol=2e-5, rtol=0)
-    torch.testing.assert_close(torch.stack(out.memories), expected["memory"], atol=2e-5, rtol=0)
-    torch.testing.assert_close(out.loss[None], expected[f"loss_{scope}"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.logits, expected["logits"], atol=VALUE, rtol=0)
+    torch.testing.assert_close(torch.stack(out.memories), expected["memory"], atol=VALUE, rtol=0)
+    retrieval_loss = RETRIEVAL_LOSS_WEIGHT * expected.get("ret_loss", torch.zeros(1))
+    torch.testing.assert_close(out.loss[None], expected[f"loss_{scope}"] - retrieval_loss, atol=LOSS, rtol=0)
     for n, scores in enumerate(out.recall_scores):
         if f"scores.{n}" in expected:
-            torch.testing.assert_close(scores, expected[f"scores.{n}"], atol=2e-5, rtol=0)
+            torch.testing.assert_close(scores, expected[f"scores.{n}"], atol=VALUE, rtol=0)
         else:
             assert scores is None
     if "recall_distance" in expected:
         assert torch.equal(out.recall_distance[1:], expected["recall_distance"].long())
 
+    if "ret_loss" in expected:
+        return  # its gradients are in the golden ones
     out.loss.backward()
     named = {**official_parameters(model), "input_embeddings": model.get_input_embeddings().weight}
     gradients = case.group(f"grad_{scope}/")
     norms = gradients.pop("backbone_norms")
+    floor = torch.finfo(torch.float32).eps * norms.norm()  # a key's bias has no gradient: what cancels is of all sizes
     for name, parameter in named.items():
         if name in case.info["grad_missing"]:
             assert parameter.grad is None
         else:
             difference = (parameter.grad - gradients[name]).norm()
-            assert difference <= 1e-4 * gradients[name].norm() + 1e-7, name
+            assert difference <= GRADIENT * gradients[name].norm() + floor, name
     backbone = dict(model.backbone.named_parameters())
     for name, norm in zip(case.info["backbone_param_names"], norms):
         gradient = backbone[name].grad
-        assert abs((0 if gradient is None else gradient.norm()) - norm) <= 1e-4 * norm + 1e-7, name
+        assert abs((0 if gradient is None else gradient.norm()) - norm) <= GRADIENT * norm + floor, name
 
 
 def test_causal_mode_is_the_same_from_token_j_on(case):
     if "left_pad" in case.info:
         pytest.skip("the modes treat padding differently")
-    expected, inputs = case.group("expected/"), case.group("inputs/")
+    expected, inputs = case.group("expected/"), case.inputs()
     out = case.wrapper("causal")(inputs["input_ids"], output_recall=True)
     full = case.info["T"] // case.info["L"]
-    torch.testing.assert_close(out.memories[:full], tuple(expected["memory"][:full]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(out.memories[:full], tuple(expected["memory"][:full]), atol=VALUE, rtol=0)
     late = torch.arange(case.info["T"]) % case.info["L"] >= (case.info["summary_len"] or 0)
-    torch.testing.assert_close(out.logits[:, late], expected["logits"][:, late], atol=2e-5, rtol=0)
+    torch.testing.assert_close(out.logits[:, late], expected["logits"][:, late], atol=VALUE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama_full", "opt_full"])
 def test_greedy_continuation_within_the_last_segment(golden, name):
     case = Case(golden / "hmt", name)
     settings = case.info["generate"]
-    prompt = case.group("inputs/")["input_ids"][:, : settings["prompt_len"]]
+    prompt = case.inputs()["input_ids"][:, : settings["prompt_len"]]
     ids = case.wrapper().generate(
         prompt, max_new_tokens=settings["new_tokens"], do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -120,5 +135,5 @@ def test_greedy_continuation_within_the_last_segment(golden, name):
 
 def test_sdpa_agrees(golden):
     case = Case(golden / "hmt", "llama_leftpad")
-    logits = case.wrapper(attention="sdpa")(**case.group("inputs/")).logits
-    torch.testing.assert_close(logits, case.group("expected/")["logits"], atol=2e-5, rtol=0)
+    logits = case.wrapper(attention="sdpa")(**case.inputs()).logits
+    torch.testing.assert_close(logits, case.group("expected/")["logits"], atol=VALUE, rtol=0)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from test_hmt_state import CHUNKS, stream
-from test_hmt_training import assert_same_gradients, gradients
+from gradients import assert_same_gradients, gradients
+from streams import CHUNKS, stream
+from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTMemory, HMTState, HMTWrapper
@@ -36,15 +37,15 @@ def test_equals_flat_memory_while_all_pages_are_recalled(make_wrapper, long_toke
     flat = make_wrapper(memory_size=None)
     expected = flat(long_tokens, labels=long_tokens, output_recall=True)
     expected.loss.backward()
-    wanted = gradients(flat)
+    flat_gradients = gradients(flat)
     flat.zero_grad()
     paged = make_wrapper(memory_size=2, page_size=page_size, recalled_pages=recalled)
     out = paged(long_tokens, labels=long_tokens, output_recall=True)
-    torch.testing.assert_close(out.logits, expected.logits, atol=1e-9, rtol=0)
-    torch.testing.assert_close(out.recall_scores[1:13], expected.recall_scores[1:13], atol=1e-9, rtol=0)
+    torch.testing.assert_close(out.logits, expected.logits, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(out.recall_scores[1:13], expected.recall_scores[1:13], atol=ROUNDING, rtol=0)
     assert torch.equal(out.recall_distance, expected.recall_distance)
     out.loss.backward()
-    assert_same_gradients(gradients(paged), wanted)
+    assert_same_gradients(gradients(paged), flat_gradients)
 
 
 def test_equals_a_bounded_memory_while_nothing_was_dropped(make_wrapper, long_tokens):
@@ -67,7 +68,7 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
     with torch.no_grad():
         whole = model(tokens, attention_mask=mask, use_cache=True)
         logits, state = stream(model, tokens, chunks, mask)
-    torch.testing.assert_close(logits, whole.logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
     assert len(state.pages) == len(whole.state.pages) == 3
 
 
@@ -81,8 +82,8 @@ def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_fil
         state = model(start, state=state).state
         state.save(tmp_path / "state.safetensors")
         for again in (state, HMTState.load(tmp_path / "state.safetensors"), state.to("cpu"), state.detach()):
-            torch.testing.assert_close(model(rest, state=again).logits, whole, atol=1e-9, rtol=0)
-            torch.testing.assert_close(model(other, state=again).logits, expected, atol=1e-9, rtol=0)
+            torch.testing.assert_close(model(rest, state=again).logits, whole, atol=ROUNDING, rtol=0)
+            torch.testing.assert_close(model(other, state=again).logits, expected, atol=ROUNDING, rtol=0)
     assert (tmp_path / "pages").exists() == in_file
 
 
@@ -92,7 +93,7 @@ def test_beams_take_their_pages_along(make_wrapper, long_tokens):
         state = model(long_tokens[:, :61], use_cache=True).state
         state.reorder_cache(torch.tensor([1, 0]))
         logits = model(long_tokens[:, 61:].flip(0), state=state).logits
-    torch.testing.assert_close(logits.flip(0), model(long_tokens).logits[:, 61:], atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits.flip(0), model(long_tokens).logits[:, 61:], atol=ROUNDING, rtol=0)
 
 
 def test_generates_as_it_reads(make_wrapper, long_tokens):
@@ -128,7 +129,7 @@ def test_look_up_returns_the_pages_of_the_best_tags(tmp_path, n, in_file):
     embeddings, direction = (torch.randn(2, c, 8, generator=generator) for c in (n, 1))
     valid = torch.rand(2, n, generator=generator) < 0.8
     pages = filled(embeddings, valid, file=PageFile(tmp_path / "pages") if in_file else None)
-    found, mask, ages = pages.look_up(direction)
+    recalled, mask, ages = pages.look_up(direction)
     size = pages.block_size * pages.page_blocks
     assert len(pages) == n and pages.sums.shape[1] <= TAGS_PER_EMBEDDING * pages.recalled * size
     count = pages.sums.shape[1]
@@ -139,7 +140,7 @@ def test_look_up_returns_the_pages_of_the_best_tags(tmp_path, n, in_file):
         scores = [(tag.mean(0) @ direction[row, 0]).item() if len(tag) else -float("inf") for tag in tags]
         best = sorted(sorted(range(count), key=lambda i: -scores[i])[: pages.recalled])
         index = [i for page in best for i in range(page * size, (page + 1) * size)] + list(range(count * size, n))
-        assert torch.equal(found[row], embeddings[row, index])
+        assert torch.equal(recalled[row], embeddings[row, index])
         assert torch.equal(mask[row], valid[row, index])
         assert (n - 1 - ages[row]).tolist() == index
 
@@ -170,13 +171,13 @@ def test_a_fact_ten_thousand_segments_back():
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         state.bank = everything[:, -4:]
         state.pages = filled(everything[:, :-4], block_size=16, recalled=8, at_once=1000)
-        found = model(ids, state=state, output_recall=True)
+        with_pages = model(ids, state=state, output_recall=True)
         state.pages = None
-        lost = model(ids, state=state, output_recall=True)
-    assert found.recall_distance.item() == 10_001
-    assert found.recall_scores[0].max() > 0.99
-    assert found.recall_scores[0].shape[1] < 1000
-    assert lost.recall_distance.item() <= 4
+        without = model(ids, state=state, output_recall=True)
+    assert with_pages.recall_distance.item() == 10_001
+    assert with_pages.recall_scores[0].max() > 0.99
+    assert with_pages.recall_scores[0].shape[1] < 1000
+    assert without.recall_distance.item() <= 4
 
 
 def test_pages_train_the_projections():
@@ -185,6 +186,6 @@ def test_pages_train_the_projections():
     torch.nn.init.eye_(memory.wq)
     torch.nn.init.eye_(memory.wk)
     pages = filled(torch.randn(1, 40, 8).requires_grad_())
-    found, mask, _ = pages.look_up(memory.direction(torch.randn(1, 1, 8)))
-    memory.recall(torch.randn(1, 1, 8), found, mask)[0].sum().backward()
+    recalled, mask, _ = pages.look_up(memory.direction(torch.randn(1, 1, 8)))
+    memory.recall(torch.randn(1, 1, 8), recalled, mask)[0].sum().backward()
     assert memory.wq.grad.any() and memory.wk.grad.any()

@@ -2,23 +2,10 @@
 
 import pytest
 import torch
-from tiny_hmt import tiny_llama
+from streams import CHUNKS, stream
+from tiny_hmt import ROUNDING, tiny_llama
 
 from hf_longctx.hmt import HMTState, HMTWrapper
-
-
-CHUNKS = {"one by one": [1] * 43, "ragged": [5, 3, 1, 14, 2, 11, 7], "at j": [4] * 10 + [3], "segments": [8] * 5 + [3]}
-
-
-def stream(model, ids, chunks, mask=None, between=lambda state: state):
-    logits, state, start = [], None, 0
-    for n in chunks:
-        part = slice(start, start + n)
-        out = model(ids[:, part], attention_mask=None if mask is None else mask[:, part], state=state, use_cache=True)
-        logits.append(out.logits)
-        state, start = between(out.state), start + n
-    assert (state.position, state.segment) == (start, start // model.config.segment_length)
-    return torch.cat(logits, 1), state
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["kv cache", "read again"])
@@ -30,26 +17,26 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
     with torch.set_grad_enabled(gradients):
         whole = model(tokens, attention_mask=mask, use_cache=True)
         logits, state = stream(model, tokens, chunks, mask)
-    torch.testing.assert_close(logits, whole.logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
     for name, value in whole.state.tensors().items():
-        torch.testing.assert_close(getattr(state, name), value, atol=1e-9, rtol=0)
+        torch.testing.assert_close(getattr(state, name), value, atol=ROUNDING, rtol=0)
     assert (state.kv_cache is None) == gradients
 
 
 def test_without_recall_too(make_wrapper, tokens):
     model = make_wrapper(recall=False, memory_tokens=2)
     logits, _ = stream(model, tokens, CHUNKS["ragged"])
-    torch.testing.assert_close(logits, model(tokens).logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
 def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
     model = make_wrapper(recall_mode="paper")
     whole = model(tokens).logits
     logits, _ = stream(model, tokens, [8, 16, 16, 3])
-    torch.testing.assert_close(logits, whole, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, whole, atol=ROUNDING, rtol=0)
     with torch.no_grad():  # the query of a segment is complete after 4 tokens
         logits, _ = stream(model, tokens[:, :40], [13, 1, 7, 1, 18])
-    torch.testing.assert_close(logits, whole[:, :40], atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, whole[:, :40], atol=ROUNDING, rtol=0)
     with pytest.raises(ValueError, match="stops after 3 tokens of a segment"):
         stream(model, tokens, [11, 8])
 
@@ -61,9 +48,9 @@ def test_a_state_can_be_continued_twice(make_wrapper, tokens):
         first = model(tokens[:, 21:30], state=start).logits
         other = model(tokens[:, 30:39], state=start).logits
         again = model(tokens[:, 21:30], state=start).logits
-    torch.testing.assert_close(again, first, atol=1e-9, rtol=0)
+    torch.testing.assert_close(again, first, atol=ROUNDING, rtol=0)
     expected = model(torch.cat([tokens[:, :21], tokens[:, 30:39]], 1)).logits[:, 21:]
-    torch.testing.assert_close(other, expected, atol=1e-9, rtol=0)
+    torch.testing.assert_close(other, expected, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -77,7 +64,7 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
 
     with torch.no_grad():
         logits, _ = stream(model, tokens, [stop, 10, 43 - 10 - stop], between=through_a_file)
-    torch.testing.assert_close(logits, model(tokens).logits, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
 def test_memory_does_not_grow(make_wrapper, tokens):

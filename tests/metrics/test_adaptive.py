@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from hf_longctx.metrics import adaptive as module
-from hf_longctx.metrics.adaptive import BUDGET, falling_fit, locate
-from hf_longctx.metrics.curve import CurvePoint, ForgettingCurve, input_tokens, linear_lengths
-from hf_longctx.metrics.intervals import length_interval
+from hf_longctx.metrics.curve import adaptive as module
+from hf_longctx.metrics.curve.adaptive import BUDGET, falling_fit, locate
+from hf_longctx.metrics.curve.lengths import length_interval
+from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve, input_tokens, linear_lengths
 
 
 GRID = linear_lengths(1400, 32)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from hf_longctx.metrics import answers as module
-from hf_longctx.metrics.answers import Answer, Answers, check_score, holds_number, holds_text
+from hf_longctx.metrics.retrieval import answers as module
+from hf_longctx.metrics.retrieval.answers import Answer, Answers, check_score, holds_number, holds_text
 
 
 def test_examples_in_docstrings():

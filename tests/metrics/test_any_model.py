@@ -12,7 +12,7 @@ from torch import nn
 import hf_longctx  # noqa: F401 - registers FoX
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import forgetting_curve, position_loss
-from hf_longctx.metrics.curve import model_input, order_samples, scored_logits
+from hf_longctx.metrics.curve.result import model_input, order_samples, scored_logits
 
 
 # PEFT 0.21 asks transformers for this under its old name

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hf_longctx.metrics import curve as core
-from hf_longctx.metrics.curve import CurvePoint, ForgettingCurve, MemoryLength
+from hf_longctx.metrics.curve import result as core
+from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve, MemoryLength
 
 
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
@@ -374,7 +374,7 @@ def test_plot_says_what_was_found(tmp_path):
 )
 def test_plot_areas(points, edges):
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    from hf_longctx.metrics.plots import shade_areas
+    from hf_longctx.metrics.curve.plot import shade_areas
 
     axes = figure.add_subplot()
     shade_areas(axes, ForgettingCurve([CurvePoint(n, [c], [b]) for n, c, b in points]), left=5, right=70)
@@ -384,7 +384,7 @@ def test_plot_areas(points, edges):
 
 def test_plot_spread_stays_within_accuracies():
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    from hf_longctx.metrics.plots import draw_accuracy
+    from hf_longctx.metrics.curve.plot import draw_accuracy
 
     axes = figure.add_subplot()
     draw_accuracy(axes, [8, 16, 32], [(0.9, 0.2), (0.5, 0.2), (0.1, 0.2)], "k", "o", "copy")
@@ -397,7 +397,7 @@ def test_plot_spread_stays_within_accuracies():
 def test_plot_leaves_the_display_alone(tmp_path):
     pytest.importorskip("matplotlib")
     script = (
-        "import sys; from hf_longctx.metrics.curve import CurvePoint, ForgettingCurve;"
+        "import sys; from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve;"
         f"ForgettingCurve([CurvePoint(8, [4], [1])]).plot({str(tmp_path / 'x.png')!r});"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
@@ -405,7 +405,7 @@ def test_plot_leaves_the_display_alone(tmp_path):
 
 
 def test_plot_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "hf_longctx.metrics.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_longctx.metrics.curve.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'hf-longctx\[plot\]'"):
@@ -421,7 +421,7 @@ def test_import_is_cheap():
         "import sys, hf_longctx; before = set(sys.modules); import hf_longctx.metrics as m;"
         "new = {n.partition('.')[0] for n in set(sys.modules) - before};"
         "assert not new & {'torch', 'scipy', 'numpy', 'matplotlib', 'transformers'}, new;"
-        "m.linear_lengths; assert 'hf_longctx.metrics.runner' not in sys.modules"
+        "m.linear_lengths; assert 'hf_longctx.metrics.curve.measure' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

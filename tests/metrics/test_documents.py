@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 import pytest
 
 from hf_longctx.metrics import ForgettingCurve
-from hf_longctx.metrics.documents import commit_of, save_document
+from hf_longctx.metrics.result import commit_of, save_document
 
 
 def git(folder, *arguments):

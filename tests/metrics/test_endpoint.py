@@ -9,7 +9,7 @@ import transformers
 from endpoint_server import serving
 
 from hf_longctx.metrics import PositionLimitError, forgetting_curve
-from hf_longctx.metrics.endpoint import ANOTHER, EndpointModel
+from hf_longctx.metrics.run.served import ANOTHER, EndpointModel
 
 
 CORPUS = np.random.default_rng(0).integers(3, 12, size=200)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from hf_longctx.metrics import haystack as module
-from hf_longctx.metrics.answers import Answer
-from hf_longctx.metrics.haystack import (
+from hf_longctx.metrics.retrieval import haystack as module
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import (
     ANSWER,
     NeedleCell,
     NeedleGrid,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from hf_longctx.metrics import intervals as module
-from hf_longctx.metrics.curve import CurvePoint, ForgettingCurve
-from hf_longctx.metrics.intervals import irrelevant_source_test, length_interval, margins, verdict
+from hf_longctx.metrics.curve import lengths as module
+from hf_longctx.metrics.curve.lengths import irrelevant_source_test, length_interval, margins, verdict
+from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
 def test_examples_in_docstrings():

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from hf_longctx.metrics import journal as module
-from hf_longctx.metrics.journal import Journal, content_hash
+from hf_longctx.metrics.run import journal as module
+from hf_longctx.metrics.run.journal import Journal, content_hash
 
 
 SETTINGS = {"model": "tiny", "seed": 3, "lengths": (8, 16)}

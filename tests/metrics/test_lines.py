@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from hf_longctx.metrics import lines as module
-from hf_longctx.metrics.answers import Answer, holds_number
-from hf_longctx.metrics.lines import NAMES, LineRetrieval, LinesPoint, draw_record
+from hf_longctx.metrics.retrieval import lines as module
+from hf_longctx.metrics.retrieval.answers import Answer, holds_number
+from hf_longctx.metrics.retrieval.lines import NAMES, LineRetrieval, LinesPoint, draw_record
 
 
 def test_examples_in_docstrings():

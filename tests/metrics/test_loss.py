@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hf_longctx.metrics import loss as module
-from hf_longctx.metrics.loss import PositionLoss, moving_average, perplexity, window_starts
+from hf_longctx.metrics.loss import result as module
+from hf_longctx.metrics.loss.result import PositionLoss, moving_average, perplexity, window_starts
 
 
 @pytest.fixture(scope="module")

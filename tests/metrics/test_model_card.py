@@ -6,10 +6,10 @@ from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
-from hf_longctx.metrics.answers import Answer
-from hf_longctx.metrics.haystack import NeedleCell
-from hf_longctx.metrics.lines import LinesPoint
-from hf_longctx.metrics.model_card import card_snippet, eval_results
+from hf_longctx.metrics.report.card import card_snippet, eval_results
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply="7", matched=True)]

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from hf_longctx.metrics.answers import Answer
-from hf_longctx.metrics.haystack import NeedleCell, NeedleGrid
-from hf_longctx.metrics.lines import LineRetrieval, LinesPoint
-from hf_longctx.metrics.loss import PositionLoss
-from hf_longctx.metrics.plots_companions import plot_losses
+from hf_longctx.metrics.loss.result import PositionLoss
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell, NeedleGrid
+from hf_longctx.metrics.retrieval.lines import LineRetrieval, LinesPoint
+from hf_longctx.metrics.retrieval.plot import plot_losses
 
 
 def answers(*found, reply=None):

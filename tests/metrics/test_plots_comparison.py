@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 from matplotlib.figure import Figure
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, comparison_table
-from hf_longctx.metrics.plots_comparison import STRONG, plot_comparison
+from hf_longctx.metrics.report.comparison import STRONG, plot_comparison
 
 
 def curve(*accuracies, lengths=(8, 64, 512), **settings):

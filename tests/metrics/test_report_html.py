@@ -11,10 +11,10 @@ from transformers import LlamaConfig
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
-from hf_longctx.metrics.answers import Answer
-from hf_longctx.metrics.haystack import NeedleCell
-from hf_longctx.metrics.lines import LinesPoint
-from hf_longctx.metrics.report_html import TITLES, write_report
+from hf_longctx.metrics.report.page import TITLES, write_report
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
 EVIL = "<script>alert('&')</script>"

@@ -14,10 +14,10 @@ from hf_longctx.metrics import (
     RopeReport,
     rope_report,
 )
-from hf_longctx.metrics.answers import Answer
-from hf_longctx.metrics.haystack import NeedleCell
-from hf_longctx.metrics.lines import LinesPoint
 from hf_longctx.metrics.results import KINDS, model_name, named, read_result
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]

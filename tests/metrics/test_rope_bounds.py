@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from hf_longctx.metrics import rope_bounds
-from hf_longctx.metrics.rope_bounds import (
+from hf_longctx.metrics.rope import bounds as rope_bounds
+from hf_longctx.metrics.rope.bounds import (
     rope_base_bound,
     rope_base_scan,
     rope_base_table,

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_longctx.metrics.rope_bounds import rope_base_bound, rope_context_bound, rope_inv_freq
-from hf_longctx.metrics.rope_measure import measure_qk_spread
-from hf_longctx.metrics.rope_verdict import rope_report
+from hf_longctx.metrics.rope.bounds import rope_base_bound, rope_context_bound, rope_inv_freq
+from hf_longctx.metrics.rope.spread import measure_qk_spread
+from hf_longctx.metrics.rope.verdict import rope_report
 
 
 TINY = {

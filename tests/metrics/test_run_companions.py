@@ -12,10 +12,10 @@ from endpoint_server import serving
 from torch import nn
 
 from hf_longctx.metrics import EndpointModel, run_companions
-from hf_longctx.metrics import engine as engine_module
-from hf_longctx.metrics.engine import Engine, evaluating
-from hf_longctx.metrics.haystack import ANSWER
-from hf_longctx.metrics.run_companions import line_retrieval, needle_in_a_haystack, position_loss
+from hf_longctx.metrics.retrieval.haystack import ANSWER
+from hf_longctx.metrics.retrieval.measure import line_retrieval, needle_in_a_haystack, position_loss
+from hf_longctx.metrics.run import engine as engine_module
+from hf_longctx.metrics.run.engine import Engine, evaluating
 
 
 CORPUS = np.random.default_rng(0).integers(3, 32, size=400)

@@ -15,10 +15,10 @@ import transformers
 from torch import nn
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics import curve as core
-from hf_longctx.metrics.engine import predict_plainly as predict
-from hf_longctx.metrics.journal import content_hash
-from hf_longctx.metrics.runner import PositionLimitError, forgetting_curve, position_limit, weights_hash
+from hf_longctx.metrics.curve import result as core
+from hf_longctx.metrics.curve.measure import PositionLimitError, forgetting_curve, position_limit, weights_hash
+from hf_longctx.metrics.run.engine import predict_plainly as predict
+from hf_longctx.metrics.run.journal import content_hash
 
 
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}

@@ -12,22 +12,22 @@ from hf_longctx.training.recall_task import ANSWER, FIRST_KEY, READ, WRITE, Reca
 
 
 def sample(task, writes=5, reads=3, rows=50, seed=0):
-    ids, labels, asked = task.sample(writes, reads, rows, torch.Generator().manual_seed(seed))
+    ids, labels, question_facts = task.sample(writes, reads, rows, torch.Generator().manual_seed(seed))
     shape = (rows, writes + reads, task.segment_length)
-    return ids.view(shape), labels.view(shape), asked
+    return ids.view(shape), labels.view(shape), question_facts
 
 
 @pytest.mark.parametrize("answer_at", [2, 3, 13, 15])
 def test_every_question_is_about_a_fact_of_its_text(answer_at):
     task = RecallTask(answer_at=answer_at)
-    ids, labels, asked = sample(task)
+    ids, labels, question_facts = sample(task)
     facts, questions = ids[:, :5], ids[:, 5:]
     assert (facts[..., 0] == WRITE).all() and (questions[..., 0] == READ).all()
     keys, values = facts[..., 1], facts[..., 2]
     assert all(len(set(row.tolist())) == 5 for row in keys)
     assert (questions[..., answer_at - 1] == ANSWER).all()
-    assert torch.equal(questions[..., 3 if answer_at == 2 else 1], keys.gather(1, asked))
-    assert torch.equal(questions[..., answer_at], values.gather(1, asked))
+    assert torch.equal(questions[..., 3 if answer_at == 2 else 1], keys.gather(1, question_facts))
+    assert torch.equal(questions[..., answer_at], values.gather(1, question_facts))
     assert ((keys >= FIRST_KEY) & (keys < FIRST_KEY + 16)).all()
     assert ((values >= FIRST_KEY + 16) & (values < FIRST_KEY + 32)).all()
     assert ids.max() < task.vocab_size

@@ -31,7 +31,7 @@ Returns:
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
     summary (str): the same in one line.
     settings (dict): how it was measured.
-    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.memory_lengths.
+    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.result.memory_lengths.
     points (list of dict): counts, means, standard deviations and p-values for each length.
 Examples:
     >>> curve = evaluate.load("forgetting_curve")

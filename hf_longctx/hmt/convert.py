@@ -1,0 +1,84 @@
+"""Parameters of the official HMT code, to and from `HMTWrapper`."""
+
+import torch
+
+from .configuration_hmt import HMTConfig
+from .modeling_hmt import HMTWrapper
+
+
+OFFICIAL_NAMES = {
+    "memory_cell.memory": "memory.initial",
+    "mem": "memory.summary_prompt",
+    "cross_attn.wq.weight": "memory.wq",
+    "cross_attn.wk.weight": "memory.wk",
+}
+_BACKBONE = "memory_cell.model."
+_UNUSED = "memory_cell.mem_map."  # an experiment of the official code, which the published algorithm never reads
+
+
+def from_official(
+    backbone,
+    params,
+    *,
+    segment_length,
+    sensory_tokens,
+    memory_size=None,
+    sum_fraction=0.5,
+    recall=True,
+    memory_tokens=1,
+    recall_mode="causal",
+):
+    """Wrap a backbone with parameters in the official naming.
+
+    Args:
+        backbone: causal LM; used, not copied.
+        params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
+            `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
+        segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
+        sensory_tokens, memory_size, sum_fraction, recall, memory_tokens, recall_mode: as in `HMTConfig`. The official
+            code runs recall_mode="paper".
+
+    Raises:
+        ValueError: a parameter is missing, unknown, or of the wrong shape.
+    """
+    needed = dict(OFFICIAL_NAMES) if recall else {"memory_cell.memory": "memory.initial"}
+    unknown = [name for name in params if name not in OFFICIAL_NAMES and not name.startswith((_BACKBONE, _UNUSED))]
+    missing = [name for name in needed if name not in params]
+    if unknown or missing:
+        raise ValueError(
+            f"Official HMT parameters: missing {missing}, unknown {unknown}; need {list(needed)}, and may have "
+            f"{_BACKBONE}*. With recall=False only memory_cell.memory is needed."
+        )
+    config = HMTConfig(
+        segment_length=segment_length,
+        sensory_tokens=sensory_tokens,
+        memory_size=memory_size,
+        sum_fraction=float(sum_fraction),
+        recall=recall,
+        memory_tokens=memory_tokens,
+        recall_dim=len(params["cross_attn.wq.weight"]) if recall else None,
+        recall_mode=recall_mode,
+    )
+    backbone_weights = {name.removeprefix(_BACKBONE): x for name, x in params.items() if name.startswith(_BACKBONE)}
+    if backbone_weights:
+        backbone.load_state_dict(backbone_weights)
+    model = HMTWrapper.from_backbone(backbone, config)
+    with torch.no_grad():
+        for name, wrapper_name in needed.items():
+            parameter = model.get_parameter(wrapper_name)
+            if parameter.shape != params[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(params[name].shape)}; this backbone and these settings need "
+                    f"{tuple(parameter.shape)}."
+                )
+            parameter.copy_(params[name])
+    return model
+
+
+def official_parameters(model):
+    """The memory parameters of a wrapper under their official names: the parameters themselves, not copies."""
+    parameters = dict(model.named_parameters())
+    return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
+
+
+__all__ = ["from_official", "official_parameters"]

@@ -1,0 +1,54 @@
+"""Pictures of what HMT recalls. Drawing needs matplotlib, and no display."""
+
+import torch
+
+
+def plot_recall_distance(distances, path, *, expected=None, title=None):
+    """Draw how far back the recalls looked (paper, figures 11, 14 and 15).
+
+    Args:
+        distances: `HMTOutput.recall_distance`, long, of any shape, of one call or several joined; 1 is the previous
+            segment, 0 (no recall) is left out.
+        path: the file to write: PNG, SVG or PDF by its extension.
+        expected: the distances of the right memories, like `distances`; drawn beside them.
+        title: of the picture. Default: none.
+
+    Raises:
+        ValueError: there was no recall.
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    draw_recall_distance(figure.add_subplot(), distances, expected=expected, title=title)
+    figure.savefig(path)
+
+
+def draw_recall_distance(axes, distances, *, expected=None, title=None):
+    """Draw the picture of `plot_recall_distance` on the axes of an existing figure."""
+    groups = {"recalled": distances} if expected is None else {"expected": expected, "recalled": distances}
+    shares = {name: recall_shares(values) for name, values in groups.items()}
+    width = 0.8 / len(shares)
+    for i, (name, share) in enumerate(shares.items()):
+        places = [1 + d + (i - (len(shares) - 1) / 2) * width for d in range(len(share))]
+        axes.bar(places, share, width, label=name, color={"expected": "lightgrey", "recalled": "C4"}[name])
+    axes.set(xlabel="distance in segments", ylabel="share of recalls", title=title)
+    if expected is not None:
+        axes.legend()
+
+
+def recall_shares(distances):
+    """Share of recalls at distance 1, 2, ... up to the largest, as a list; ValueError if there was none."""
+    distances = torch.as_tensor(distances).flatten()
+    counts = torch.bincount(distances[distances > 0] - 1)
+    if not len(counts):
+        raise ValueError(
+            "distances holds no recall, only zeros: a text of one segment, or a model without recall. Read a longer "
+            "text with recall=True."
+        )
+    return (counts / counts.sum()).tolist()
+
+
+__all__ = ["draw_recall_distance", "plot_recall_distance", "recall_shares"]

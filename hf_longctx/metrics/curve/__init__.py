@@ -1,0 +1,1 @@
+"""The forgetting curve: how far a model copies what it has read."""

@@ -1,0 +1,119 @@
+"""Where to measure a forgetting curve, and how often, when only its two lengths and its shape are wanted.
+
+The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
+between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a t test
+tells on which side each lies. This file knows no model: it needs numpy and scipy only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .lengths import READINGS, margins, verdict
+from .result import CurvePoint, input_tokens
+
+
+LOOKS = (3, 5, 7, 10)  # repeats after which a point is tested
+BUDGET = 64  # most tokens to read, in inputs of the longest length; 32 points of 10 repeats on a linear grid are 330
+
+
+def locate(
+    lengths: Sequence[int],
+    measure: Callable[[int, int, int], CurvePoint],
+    *,
+    repeats: int = 10,
+    confidence: float = 0.95,
+) -> list[CurvePoint]:
+    """Measure where it tells most about the fine and the coarse length.
+
+    Assumes that memory only fades as targets grow: a dip between lengths that were not measured goes unseen.
+
+    Args:
+        lengths: the grid, ascending.
+        measure: `measure(length, first, stop)` measures the repeats from first to stop - 1 and returns the point with
+            all repeats up to there.
+        repeats: the most of a point.
+        confidence: with which the two neighbours on the grid shall be told apart from the threshold.
+
+    Returns:
+        The measured points, ascending. `length_interval(points, reading, confidence=confidence)` is what they show.
+    """
+    search = _Search(lengths, measure, repeats, confidence)
+    length = lengths[-1]
+    while search.look(length) and length > lengths[0]:
+        length = lengths[max(bisect_right(lengths, length // 2) - 1, 0)]
+    while any(search.step(reading) for reading in READINGS):
+        pass
+    return [search.points[length] for length in sorted(search.points)]
+
+
+class _Search:
+    def __init__(self, lengths, measure, repeats, confidence):
+        self.lengths, self.measure = lengths, measure
+        self.looks = [n for n in LOOKS if n < repeats] + [repeats]
+        self.level = (1 - confidence) / 2  # shared by the points, as in length_interval
+        self.budget = BUDGET * input_tokens(lengths[-1])
+        self.points = {}
+
+    def look(self, length):
+        """More repeats of a length. False, and nothing is done, if it has all or they cost too much."""
+        point = self.points.get(length)
+        done = point.repeats if point else 0
+        following = [n for n in self.looks if n > done]
+        cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
+        if not following or cost > self.budget:
+            return False
+        self.budget -= cost
+        self.points[length] = self.measure(length, done, following[0])
+        return True
+
+    def step(self, reading):
+        """One look where a reading needs it most; False if it needs none, or none is to be had."""
+        low, high = self.bracket(reading)
+        if high - low > 1:
+            return self.look(self.lengths[(low + high) // 2])
+        return self.settle(reading, low, -1) or self.settle(reading, high, 1)
+
+    def bracket(self, reading):
+        """Grid indices of the last length that passes and of the next measured one, by a fit that only falls."""
+        measured = sorted(self.points)
+        values = [margins(self.points[n], reading) for n in measured]
+        weights = [len(v) * self.points[n].scored_tokens for n, v in zip(measured, values)]
+        fit = falling_fit([v.mean() for v in values], weights)
+        passing = sum(1 for value in fit if value > 0 or (value == 0 and reading == "coarse"))
+        low = self.lengths.index(measured[passing - 1]) if passing else -1
+        return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
+
+    def settle(self, reading, end, direction):
+        """A look that brings the nearest length known for sure nearer to this end of the bracket.
+
+        Below the bracket (direction -1) lengths are to pass, above it (1) they are to fail.
+        """
+        level = self.level / len(self.points)
+        indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
+        outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
+        for position, i in enumerate(outside):
+            if verdict(self.points[self.lengths[i]], reading, level) == -direction:
+                middle = (i + outside[position - 1]) // 2 if position else i
+                return middle not in indices and self.look(self.lengths[middle])
+            if self.look(self.lengths[i]):
+                return True
+        return False
+
+
+def falling_fit(values: Sequence[float], weights: Sequence[float]) -> np.ndarray:
+    """The non-increasing sequence nearest to the values, by weighted squares (pool adjacent violators).
+
+    >>> falling_fit([3.0, 1.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0]).tolist()
+    [3.0, 1.5, 1.5, 0.0]
+    """
+    pools = []  # (mean, weight, how many)
+    for pool in ((value, weight, 1) for value, weight in zip(values, weights)):
+        while pools and pools[-1][0] < pool[0]:
+            (a, v, m), (b, w, n) = pools.pop(), pool
+            pool = ((a * v + b * w) / (v + w), v + w, m + n)
+        pools.append(pool)
+    return np.repeat([mean for mean, _, _ in pools], [count for *_, count in pools])

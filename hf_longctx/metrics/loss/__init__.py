@@ -1,0 +1,1 @@
+"""The loss of each token, given those before it."""

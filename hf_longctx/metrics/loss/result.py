@@ -1,0 +1,157 @@
+"""Per-token loss: how well a model predicts the i-th token of a text, given the i - 1 before it.
+
+L(i) is the mean over M sequences of the negative log-probability of token i, in nats. While it falls with i, the model
+makes use of what it read that far back; where it stays level, more context is of no use to it. The perplexity P(l) =
+exp(mean of L(1) .. L(l)) says less: it can go on falling after L has become level.
+
+Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130). This file knows no
+model: it needs numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..result import read_document, save_document, write_document
+
+
+FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
+WINDOW = 101  # tokens in the moving average of the paper's figures
+
+
+def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
+    """Mean over a window centred on each value, cut off at both ends; float64, as long as `values`.
+
+    Raises:
+        ValueError: the window is not odd and positive.
+
+    >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
+    [1.5, 3.0, 3.0, 3.0]
+    """
+    if window < 1 or window % 2 == 0:
+        raise ValueError(
+            f"window is {window}; it must be odd and positive, to have a centre. The paper takes {WINDOW}."
+        )
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    centres = np.arange(len(values))
+    begins, ends = np.maximum(centres - window // 2, 0), np.minimum(centres + window // 2 + 1, len(values))
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def perplexity(loss: Sequence[float]) -> np.ndarray:
+    """P(l) for l = 1, 2, ...: exp of the mean of the first l losses (nats); float64, as long as `loss`.
+
+    >>> perplexity(np.log([8.0, 2.0])).round(6).tolist()
+    [8.0, 4.0]
+    """
+    loss = np.asarray(loss, dtype=np.float64)
+    return np.exp(np.cumsum(loss) / np.arange(1, len(loss) + 1))
+
+
+def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
+    """Where `sequences` evenly spaced windows start; by default as many as fit side by side, but at most 32.
+
+    Raises:
+        ValueError: the corpus is shorter than one window, or `sequences` is below 1.
+
+    >>> window_starts(100, 30, None)
+    [0, 35, 70]
+    """
+    if context_length < 1 or (sequences is not None and sequences < 1):
+        raise ValueError(f"context_length ({context_length}) and sequences ({sequences}) must be at least 1.")
+    if corpus_tokens < context_length:
+        raise ValueError(
+            f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "
+            f"a context_length of at most {corpus_tokens}."
+        )
+    if sequences is None:
+        sequences = min(corpus_tokens // context_length, 32)
+    return np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """A measured per-token loss.
+
+    Attributes:
+        loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
+        sequences: over how many.
+        settings: how it was measured: plain JSON values, kept as they are.
+    """
+
+    loss: tuple[float, ...]
+    sequences: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "loss", tuple(map(float, self.loss)))
+        if not self.loss or not np.isfinite(self.loss).all() or self.sequences < 1:
+            raise ValueError("a per-token loss is one finite number for each of one or more positions and sequences.")
+
+    @property
+    def context_length(self) -> int:
+        """T, the number of positions."""
+        return len(self.loss)
+
+    @property
+    def perplexity(self) -> np.ndarray:
+        """P(1) .. P(T), float64; see the function `perplexity`."""
+        return perplexity(self.loss)
+
+    def smoothed(self, window: int = WINDOW) -> np.ndarray:
+        """L(i) with a centred moving average; see `moving_average`."""
+        return moving_average(self.loss, window)
+
+    def summary(self) -> str:
+        """The result in one line."""
+        smooth = self.smoothed()
+        return (
+            f"loss {smooth[len(smooth) // 2]:.3f} in the middle and {smooth[-1]:.3f} at the end of {len(smooth)} tokens "
+            f"(nats, smoothed), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences"
+        )
+
+    def to_json(self) -> str:
+        """The result as a JSON text: settings, the losses, and P(l) at powers of two and at the end.
+
+        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
+        """
+        ends = sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
+        return write_document(
+            "position_loss",
+            FORMAT,
+            settings=self.settings,
+            sequences=self.sequences,
+            perplexity={str(end): float(self.perplexity[end - 1]) for end in ends},
+            loss=self.loss,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> PositionLoss:
+        """The result that `to_json` wrote. Only losses and settings are read; the rest follows from them.
+
+        Raises:
+            ValueError: not such a text, or written by a newer version of the format.
+        """
+        document = read_document(text, "position_loss", FORMAT)
+        return cls(document["loss"], document["sequences"], document["settings"])
+
+    def save(self, path) -> None:
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `PositionLoss.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
+
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
+        """Draw L(i) and P(l) into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_losses`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        from ..retrieval.plot import plot_losses
+
+        plot_losses([self], path, train_length=train_length, title=title)

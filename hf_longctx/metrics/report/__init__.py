@@ -1,0 +1,1 @@
+"""Several results together: a page, a model card, a comparison."""

@@ -1,0 +1,256 @@
+"""A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
+
+In the standard mode the sentence stands alone; in the easy mode the question stands before it, as at the end of the
+prompt, which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
+
+Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023 and
+Qin et al. 2024. Unlike those programs, a prompt has exactly the tokens it is said to have, sentences end at any token
+that ends with a full stop, and the needle stays where it is if no sentence ends before it. This file knows no model.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..result import read_document, save_document, write_document
+from .answers import Answers, check_score
+
+
+FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
+MODES = ("standard", "easy")
+DEPTHS = tuple(i / 10 for i in range(11))
+
+QUESTION = "What is the best thing to do in San Francisco?"
+ANSWER_BEGIN = "The best thing to do in San Francisco is"
+ANSWER = " eat a sandwich and sit in Dolores Park on a sunny day."
+TASK = (
+    "There is an important piece of information hidden inside the above document. Now that you've read the document, I "
+    "will quiz you about it. Answer the following question:"
+)
+
+
+class Pieces(NamedTuple):
+    """What is put around the haystack, as ids, each (n,) int64."""
+
+    bos: np.ndarray
+    needle: np.ndarray
+    question: np.ndarray
+    answer: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self))
+
+
+def needle_pieces(encode: Callable[[str], Sequence[int]], bos: int, mode: str) -> Pieces:
+    """The needle, question and answer of a mode.
+
+    Args:
+        encode: text to ids, without special tokens.
+        mode: "standard" or "easy".
+
+    Raises:
+        ValueError: no such mode, or the tokenizer makes no more than one id of the answer.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
+    asked = f"{QUESTION} Answer: {ANSWER_BEGIN}"
+    question, answer = split_encoding(encode, f"\n{TASK} {asked}", ANSWER)
+    if len(set(answer)) < 2:
+        raise ValueError(
+            f"the tokenizer turns {ANSWER!r} into the ids {answer}: it does not know this language, so that nothing "
+            "can be asked. Give the tokenizer of the model."
+        )
+    needle = encode(f"\n{asked if mode == 'easy' else ANSWER_BEGIN}{ANSWER}\n")
+    return Pieces(*(np.array(ids, dtype=np.int64) for ids in ([bos], needle, question, answer)))
+
+
+def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """Ids of a prompt and of what follows it, encoded together, because tokens may begin with a space.
+
+    The answer is what differs from the encoding of the prompt alone. If a token reaches over the seam, it belongs to
+    the answer.
+    """
+    alone, whole = encode(prompt), list(encode(prompt + answer))
+    seam = next((i for i, (a, b) in enumerate(zip(alone, whole)) if a != b), len(alone))
+    return whole[:seam], whole[seam:]
+
+
+def haystack_length(length: int, pieces: Pieces) -> int:
+    """Tokens of haystack in a prompt that has `length` tokens together with its answer.
+
+    Raises:
+        ValueError: there is no room for any.
+    """
+    room = length - pieces.tokens
+    if room < 1:
+        raise ValueError(
+            f"length {length} is too short: needle, question and answer take {pieces.tokens} tokens with this tokenizer. "
+            f"Start at {pieces.tokens + 1} or, better, at several times that."
+        )
+    return room
+
+
+def draw_begins(corpus_tokens: int, room: int, repeats: int, seed: int) -> list[int]:
+    """Where the haystacks of one length start in the corpus: the same for every depth.
+
+    Raises:
+        ValueError: the corpus is too short.
+    """
+    if corpus_tokens < room:
+        raise ValueError(
+            f"the corpus has {corpus_tokens} tokens, and a haystack needs {room}. Give more text or drop the longest "
+            "lengths."
+        )
+    rng = random.Random(f"{seed} {room}")
+    return [rng.randint(0, corpus_tokens - room) for _ in range(repeats)]
+
+
+def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
+    """After how many tokens of the haystack the needle comes: at the last end of a sentence up to `depth`.
+
+    Where no sentence ends before it, it stays at its depth. At 0 and 1 it is the first and the last thing.
+
+    Args:
+        sentence_ends: (n,) bool, for each token of the haystack whether a sentence ends with it.
+
+    >>> insertion_point(np.array([False, True, False, False]), 0.75)
+    2
+    """
+    at = int(len(sentence_ends) * depth)
+    if at in (0, len(sentence_ends)):
+        return at
+    ends = np.flatnonzero(sentence_ends[:at])
+    return int(ends[-1]) + 1 if len(ends) else at
+
+
+def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
+    """The prompt, (length - answer,) int64: BOS, haystack with the needle after its first `at` tokens, question."""
+    return np.concatenate([pieces.bos, haystack[:at], pieces.needle, haystack[at:], pieces.question])
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether a sentence ends with this token.
+
+    >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!")]
+    [True, True, False, True]
+    """
+    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are Chinese and Japanese
+
+
+@dataclass(frozen=True)
+class NeedleCell(Answers):
+    """The answers at one length and depth.
+
+    Attributes:
+        length: tokens of prompt and answer together.
+        depth: where the needle was to be, 0 (begin) to 1 (end of the haystack).
+        positions: tokens before the needle in each prompt, BOS included.
+    """
+
+    length: int
+    depth: float
+    positions: tuple[int, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "positions", tuple(self.positions))
+
+
+@dataclass(frozen=True)
+class NeedleGrid:
+    """A measured grid of lengths and depths.
+
+    Attributes:
+        cells: one `NeedleCell` per length and depth that was measured, length by length.
+        settings: how it was measured: plain JSON values, kept as they are.
+    """
+
+    cells: tuple[NeedleCell, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "cells", tuple(self.cells))
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({cell.length for cell in self.cells})
+
+    @property
+    def depths(self) -> list[float]:
+        return sorted({cell.depth for cell in self.cells})
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the scores there are; see `answers.Answers`."""
+        return self.cells[0].scores
+
+    def grid(self, score: str = "match_rate") -> np.ndarray:
+        """One score as (depths, lengths) float64, NaN where it was not measured.
+
+        Args:
+            score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
+        """
+        check_score(score)
+        lengths, depths = self.lengths, self.depths
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for cell in self.cells:
+            grid[depths.index(cell.depth), lengths.index(cell.length)] = getattr(cell, score)
+        return grid
+
+    def summary(self) -> str:
+        """The result in one line."""
+        if not self.cells:
+            return "no length measured"
+        means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in self.scores)
+        lengths = self.lengths
+        return f"{means}; {len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
+
+    def to_json(self) -> str:
+        """The result as a JSON text: settings, every answer, and the rates that follow from them.
+
+        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
+        """
+        cells = [
+            {"length": c.length, "depth": c.depth, **c.rates(), "positions": c.positions, "answers": c.to_list()}
+            for c in self.cells
+        ]
+        return write_document("needle", FORMAT, settings=self.settings, cells=cells)
+
+    @classmethod
+    def from_json(cls, text: str) -> NeedleGrid:
+        """The result that `to_json` wrote. Only answers and settings are read; the rest follows from them.
+
+        Raises:
+            ValueError: not such a text, or written by a newer version of the format.
+        """
+        document = read_document(text, "needle", FORMAT)
+        cells = [
+            NeedleCell(Answers.from_list(c["answers"]).answers, c["length"], c["depth"], c["positions"])
+            for c in document["cells"]
+        ]
+        return cls(cells, document["settings"])
+
+    def save(self, path) -> None:
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `NeedleGrid.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
+
+    def plot(self, path, *, score: str | None = None, train_length: int | None = None, title: str | None = None):
+        """Draw a heat map into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_needle`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: nothing was measured.
+        """
+        from .plot import plot_needle
+
+        plot_needle(self, path, score=score, train_length=train_length, title=title)

@@ -1,0 +1,176 @@
+"""Line retrieval: many lines with a name and a number each, and a question for the number of one of them.
+
+As in the line task of LongEval (Li et al. 2023), with a prompt of our own that ends with the beginning of the answer, so
+that models without instruction tuning know what to do. This file knows no model.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from ..result import read_document, save_document, write_document
+from .answers import Answers
+
+
+FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
+LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
+
+ADJECTIVES = (
+    "able amber ample arid basic bold brave brief bright broad calm cheap clean clear clever close cold cool curly damp "
+    "dark deep dense dim dry dull eager early easy empty exact faint fair fast fine firm flat fresh full gentle glad grand "
+    "great green happy hard heavy high honest huge idle kind large late lazy lean level light little lively local lonely "
+    "long loose loud loyal lucky major mellow merry mild minor modern narrow neat new noble odd old open pale plain polite "
+    "proud quick quiet rapid rare ready rich round rough royal safe sharp short shy silent simple slow small smart smooth "
+    "soft solid spare steep still strict strong sunny sweet swift tall tame tidy tiny tough vast warm wide wild wise young"
+)
+NOUNS = (
+    "anchor apple arrow autumn badge barrel basket beach bell bench bird blanket boat book bottle branch bridge brush "
+    "bucket button cabin camel candle carpet castle chair cherry circle cloud coat copper corner cotton cradle crown cup "
+    "desk door dragon drum eagle engine fabric feather fence field finger flag flute forest fountain garden gate glove "
+    "guitar hammer harbor hat helmet hill horse house island jacket jar jungle kettle key ladder lake lamp leaf lemon "
+    "letter lion lock maple market meadow mirror moon mountain needle nest oak ocean onion orange paddle paper parrot "
+    "pencil pepper piano pillow planet pocket pond pumpkin rabbit ribbon river road rocket roof rope saddle sail sandal "
+    "school shell ship silver sky spoon spring stable star stone table tiger tower train tree tunnel valley violin wagon"
+)
+NAMES = ["-".join(pair) for pair in product(ADJECTIVES.split(), NOUNS.split())]
+
+
+class Record(NamedTuple):
+    """One record and what is asked about it."""
+
+    text: str
+    question: str
+    answer: str  # follows the question
+    number: int
+    asked_line: int  # counted from 0
+
+
+def draw_record(lines: int, seed: int, repeat: int) -> Record:
+    """A record of `lines` lines; the same for the same three numbers.
+
+    Raises:
+        ValueError: fewer than one line, or more than there are names for.
+
+    >>> print(draw_record(2, 0, 0).text.splitlines()[-1].split()[2:4])
+    ['REGISTER_CONTENT', 'is']
+    """
+    if not 1 <= lines <= len(NAMES):
+        raise ValueError(f"a record has from 1 to {len(NAMES)} lines, got {lines}.")
+    rng = random.Random(f"{seed} {lines} {repeat}")
+    names = rng.sample(NAMES, lines)
+    numbers = [rng.randint(1, LARGEST) for _ in names]
+    asked = rng.randrange(lines)
+    text = "".join(f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in zip(names, numbers))
+    return Record(
+        "This is a record of lines. Each has a name and a REGISTER_CONTENT, which is a number. At the end of the record "
+        f"you will be asked for the REGISTER_CONTENT of one of them. The record begins:\n\n{text}",
+        f"\nThe record is over. Which number is the REGISTER_CONTENT of line {names[asked]}?\n"
+        f"Answer: line {names[asked]}: REGISTER_CONTENT is",
+        f" <{numbers[asked]}>",
+        numbers[asked],
+        asked,
+    )
+
+
+@dataclass(frozen=True)
+class LinesPoint(Answers):
+    """The answers for one number of lines.
+
+    Attributes:
+        lines: in the record.
+        tokens: of prompt and answer together, one number per repeat.
+        asked_lines: which line was asked for in each, counted from 0.
+    """
+
+    lines: int
+    tokens: tuple[int, ...]
+    asked_lines: tuple[int, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        object.__setattr__(self, "asked_lines", tuple(self.asked_lines))
+
+    @property
+    def mean_tokens(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
+
+@dataclass(frozen=True)
+class LineRetrieval:
+    """Measured line retrieval.
+
+    Attributes:
+        points: one `LinesPoint` per number of lines, ascending.
+        settings: how it was measured: plain JSON values, kept as they are.
+    """
+
+    points: tuple[LinesPoint, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "points", tuple(self.points))
+
+    def summary(self) -> str:
+        """The result in one line."""
+        if not self.points:
+            return "nothing measured"
+        score = self.points[0].scores[0]
+        told = ", ".join(
+            f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
+        )
+        how = "found" if score == "match_rate" else "given token for token"
+        return f"{how}: {told}; {len(self.points[0].answers)} repeats"
+
+    def to_json(self) -> str:
+        """The result as a JSON text: settings, every answer, and the rates that follow from them.
+
+        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
+        """
+        points = [
+            {
+                "lines": p.lines,
+                "mean_tokens": p.mean_tokens,
+                **p.rates(),
+                "tokens": p.tokens,
+                "asked_lines": p.asked_lines,
+                "answers": p.to_list(),
+            }
+            for p in self.points
+        ]
+        return write_document("line_retrieval", FORMAT, settings=self.settings, points=points)
+
+    @classmethod
+    def from_json(cls, text: str) -> LineRetrieval:
+        """The result that `to_json` wrote. Only answers and settings are read; the rest follows from them.
+
+        Raises:
+            ValueError: not such a text, or written by a newer version of the format.
+        """
+        document = read_document(text, "line_retrieval", FORMAT)
+        points = [
+            LinesPoint(Answers.from_list(p["answers"]).answers, p["lines"], p["tokens"], p["asked_lines"])
+            for p in document["points"]
+        ]
+        return cls(points, document["settings"])
+
+    def save(self, path) -> None:
+        """Write `to_json()` to `path`, with the time and our commit.
+
+        Read it again with `LineRetrieval.from_json(Path(path).read_text())`.
+        """
+        save_document(path, self.to_json())
+
+    def plot(self, path, *, title: str | None = None) -> None:
+        """Draw the rates into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_lines`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: nothing was measured.
+        """
+        from .plot import plot_lines
+
+        plot_lines(self, path, title=title)

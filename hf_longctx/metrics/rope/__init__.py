@@ -1,0 +1,1 @@
+"""The RoPE base bound, and what it says about a model."""

@@ -1,0 +1,215 @@
+"""What all benchmarks share: one timer, one description of the machine, one Markdown table, one JSON file.
+
+A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which makes Markdown
+of the JSON. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and
+prints the table.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.metadata
+import json
+import math
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "scripts" / "results"
+PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "flash-linear-attention", "fla-core",
+            "forgetting-transformer")  # fmt: skip
+
+
+# Measuring.
+
+
+def timed(function, *args, device="cpu", scratch=None):
+    """Seconds of one call, and its result.
+
+    On a GPU the time lies between two events, and `scratch` is overwritten before the first of them: this empties the
+    GPU's cache, and keeps the GPU busy while the call is launched.
+    """
+    if device != "cuda":
+        begin = time.perf_counter()
+        result = function(*args)
+        return time.perf_counter() - begin, result
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if scratch is not None:
+        scratch.zero_()
+    begin.record()
+    result = function(*args)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3, result
+
+
+def alternate(contenders, rounds, until=math.inf):
+    """{name: seconds in every round} of {name: a function that returns the seconds of one run}.
+
+    Contenders take turns, so that whatever else the machine does slows down all of them. A first round warms up and is
+    left out. From the fourth on, no round begins after `until` (on the clock of time.monotonic).
+    """
+    seconds = {name: [] for name in contenders}
+    for i in range(1 + rounds):
+        if i > 3 and time.monotonic() > until:
+            break
+        for name, run_once in contenders.items():
+            seconds[name].append(run_once())
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def median_ratio(numerators, denominators):
+    """The median of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators))
+
+
+def resident_mb(field="VmHWM"):
+    """Peak resident memory of this process, or with "VmRSS" the present one. ru_maxrss would count the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def added_mb(function, *args):
+    """MB that one call adds to the resident memory of this process at its peak, and the result of the call."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident_mb("VmRSS")
+    result = function(*args)
+    return resident_mb() - before, result
+
+
+def in_fresh_process(function, *args):
+    """The result of a module's function in an interpreter of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+# Describing.
+
+
+def machine(device="cpu"):
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def versions():
+    numbers = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # absent, or imported from a folder
+            numbers[package] = importlib.metadata.version(package)
+    if torch.cuda.is_available():
+        numbers |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return numbers
+
+
+def commit():
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError):  # no git
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
+    return "unknown"
+
+
+def caption(result):
+    """The command of a result, and where it ran, in one line."""
+    where, numbers = result["machine"], result["versions"]
+    threads = [f"{where['threads']} thread{'s' * (where['threads'] > 1)}"] if "threads" in where else []
+    packages = [f"{package} {numbers[package]}" for package in ("torch", "triton") if package in numbers]
+    return f"`{result['command']}` on {', '.join([where['device'], *threads, *packages])}"
+
+
+def markdown(rows, template):
+    """A table. `template`: its line of headings and a line of formats. A column without any value is left out."""
+
+    def cell(text, row):
+        try:
+            return text.format(**row)
+        except (KeyError, TypeError):  # the row lacks the field, or has None
+            return ""
+
+    headings, formats = ([cell.strip() for cell in line.split("|")[1:-1]] for line in template.strip().splitlines())
+    columns = [[heading, "---", *(cell(text, row) for row in rows)] for heading, text in zip(headings, formats)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*(x for x in columns if any(x[2:]))))
+
+
+# Running.
+
+
+def make_parser(module, description, name=None):
+    """A parser with the options that all benchmarks have. `name` of the JSON: may contain other options in braces."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    name = name or module.removeprefix("scripts.bench.").replace(".", "_")
+    parser.set_defaults(name=name)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"default: scripts/results/{name}.json, on a GPU {name}_cuda.json"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="print the table of such a FILE, and measure nothing"
+    )
+    return parser
+
+
+def describe_run(parser, args, arguments):
+    """A result without rows. Sets the default of --output, and ends the program if there is no such --device."""
+    device = getattr(args, "device", "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
+    threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
+    options = list(map(str, sys.argv[1:] if arguments is None else arguments))
+    if "--output" in options:
+        del options[(i := options.index("--output")) : i + 2]
+    name = args.name.format(**vars(args)) + ("_cuda" if device == "cuda" else "")
+    args.output = args.output or RESULTS / f"{name}.json"
+    return {
+        "command": shlex.join([*threads, *parser.prog.split(), *options]),
+        "commit": commit(),
+        "machine": machine(device),
+        "versions": versions(),
+        "settings": {},
+        "rows": [],
+    }
+
+
+def save(path, result):
+    """Replace the file at once: an interrupted run leaves a complete file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    draft.replace(path)
+
+
+def run(parser, measure, table, arguments=None):
+    """Measure, and write and print the result; or print the table of a file. Rows go to stderr as they come."""
+    args = parser.parse_args(arguments)
+    if args.table is not None:
+        result = json.loads(args.table.read_text())
+        print(table(result))
+        return result
+    result = describe_run(parser, args, arguments)
+    for row in measure(args):
+        result["settings"] = {key: x for key, x in vars(args).items() if key not in ("name", "output", "table")}
+        result["rows"].append(row)
+        save(args.output, result)
+        print(row, file=sys.stderr, flush=True)
+    print(f"{caption(result)}\n\n{table(result)}")
+    return result

@@ -1,0 +1,108 @@
+"""Prefill and decoding of FoX (LLaMA), FoX (Pro) and transformers' Llama of the same size, side by side in one run.
+
+    python -m scripts.bench.generate [--context 2048] [--device cpu|cuda] [--dtype float32]
+
+The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
+narrower MLP, which pays for its output gate. Figures are tokens per second, medians of alternating rounds; ratios are
+medians of the ratio to Llama within a round. Cache bytes are those of a DynamicCache.
+"""
+
+import statistics
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from scripts.bench import common
+
+
+TABLE = """
+| model | parameters | prefill tokens/s | prefill to Llama | decode tokens/s | decode to Llama | cache bytes a token |
+| {name} | {millions:.1f} M | {prefill_tokens_per_s:.0f} | {prefill_to_llama:.2f}x | {decode_tokens_per_s:.1f} |\
+ {decode_to_llama:.2f}x | {cache_bytes_per_token} |
+"""
+
+
+def make_models(args):
+    sizes = dict(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // args.head_dim,
+        max_position_embeddings=args.context + args.tokens + 1,
+    )
+    mlp = args.hidden * 8 // 3 // 64 * 64
+    pro_mlp = mlp - args.hidden // 3 // 64 * 64  # three matrices of hidden / 3 columns are an output gate
+    decay = dict(decay_time_min=8, decay_time_max=args.context)
+    torch.manual_seed(0)
+    models = {
+        "Llama": LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=mlp)),
+        "FoX (LLaMA)": FoxForCausalLM(FoxConfig(**sizes, **decay, intermediate_size=mlp)),
+        "FoX (Pro)": FoxForCausalLM(FoxConfig.pro(**sizes, **decay, intermediate_size=pro_mlp)),
+    }
+    return {name: model.to(args.device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
+
+
+@torch.no_grad()
+def measure(args):
+    models, caches = make_models(args), {}
+    ids = torch.randint(0, args.vocab, (1, args.context), generator=torch.Generator().manual_seed(0)).to(args.device)
+
+    def prefill(name):
+        """Seconds per token of a prompt."""
+        caches[name] = DynamicCache(config=models[name].config)
+        read = lambda: models[name](ids, past_key_values=caches[name], logits_to_keep=1).logits.sum().item()  # noqa: E731
+        return common.timed(read, device=args.device)[0] / args.context
+
+    def decode(name):
+        """Seconds per token of greedy decoding after the prompt; its first token warms up."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=args.device)
+
+        def step(token):
+            token = models[name](token, past_key_values=caches[name]).logits.argmax(-1)
+            token.sum().item()  # waits for the device
+            return token
+
+        def steps(token):
+            for _ in range(args.tokens):
+                token = step(token)
+
+        return common.timed(steps, step(token), device=args.device)[0] / args.tokens
+
+    turns = {
+        (phase, name): lambda phase=phase, name=name: phase(name) for phase in (prefill, decode) for name in models
+    }
+    seconds = common.alternate(turns, args.rounds)
+    for name, model in models.items():
+        cache = caches[name]
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
+        row = {"name": name, "parameters": model.num_parameters(), "cache_bytes_per_token": size}
+        for phase in (prefill, decode):
+            row[f"{phase.__name__}_tokens_per_s"] = 1 / statistics.median(seconds[phase, name])
+            row[f"{phase.__name__}_to_llama"] = common.median_ratio(seconds[phase, "Llama"], seconds[phase, name])
+        yield row
+
+
+def table(result):
+    s = result["settings"]
+    rows = [{"millions": row["parameters"] / 1e6, **row} for row in result["rows"]]
+    text = f"{s['layers']} layers of width {s['hidden']}, context {s['context']}, {s['dtype']}."
+    return f"{text}\n\n{common.markdown(rows, TABLE)}"
+
+
+def main(arguments=None):
+    parser = common.make_parser(__spec__.name, __doc__)
+    parser.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="decoded a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=768, metavar="N", help="width (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32")
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""Speed of the Triton forgetting-attention kernels beside everything else that computes the same or nearly the same.
+
+    python -m scripts.bench.gpu.bench
+
+FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in
+both directions; bytes are each input and output once. "of roofline" is the least time that both allow at the measured
+ceilings, as a share of the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is
+not among them; cuDNN is the nearest to it. The figures that matter most are measured first. `--device cpu` is a dry
+run in Triton's interpreter: it shows that the script works, and nothing about speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+from hf_longctx.fox import bidirectional, bounds_fox, tiles_fox
+from hf_longctx.fox import triton_fox as fox
+from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, folded_attention
+from scripts.bench import common
+
+
+LOGIT_BOUND = 8.0  # |scale * q.k| in the pruning runs, as QK-norm would promise it
+TOLERANCE = -10.0  # arXiv 2504.06949
+ROUNDS = {"cuda": 100, "cpu": 1}
+SECONDS = 0.7  # for the rounds of one row, beyond the first three
+TABLES = {
+    "attention": """
+| name | D | T | B | H | TFLOP/s forward | backward | of roofline forward | backward | difference from ours | error |
+| {name} | {D} | {T} | {B} | {H} | {forward_tflops:.3g} | {backward_tflops:.3g} | {forward_of_roofline:.2f} |\
+ {backward_of_roofline:.2f} | {difference_from_ours:.1e} | {error} |
+""",
+    "pruning": """
+| D | T | B | H | pruned | speed-up forward | backward | both | error |
+| {D} | {T} | {B} | {H} | {share_pruned:.2f} | {forward_speedup:.2f} | {backward_speedup:.2f} | {both_speedup:.2f} |\
+ {error} |
+""",
+    "decode": """
+| B | T | us | us in a graph | TB/s | of a copy's | us pruned | us of plain SDPA | error |
+| {B} | {T} | {us:.1f} | {graph_us:.1f} | {tb_per_s:.3g} | {share_of_copy:.2f} | {pruned_graph_us:.1f} |\
+ {plain_sdpa_graph_us:.1f} | {error} |
+""",
+}
+TITLES = {"attention": "Causal attention", "pruning": "Adaptive computation pruning", "decode": "Decoding one token"}
+
+
+# Competitors: functions of q, k, v, (B, H, T, D), and log_f, (B, H, T).
+
+
+def ours(q, k, v, log_f, **options):
+    return fox.triton_attention(q, k, v, log_f, **options)
+
+
+def ours_both_ways(q, k, v, log_f):
+    return bidirectional.bidirectional_attention(q, k, v, log_f)
+
+
+# As in a model with QK-norm. The random logits exceed the bound a little and seldom, which costs nothing here.
+ours_bounded = functools.partial(ours, logit_bound=LOGIT_BOUND)
+ours_pruned = functools.partial(ours_bounded, log_pruning_tolerance=TOLERANCE)
+
+
+def plain_sdpa(backend):
+    def attention(q, k, v, log_f):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attention
+
+
+def folded(q, k, v, log_f):
+    """The path of every attention implementation of transformers: stock attention computes the decay."""
+    return folded_attention(q, k, v, log_f, q.shape[-1] ** -0.5)  # without the checks, which wait for the device
+
+
+def flex():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.config.recompile_limit = 64  # one for each size; beyond it, flex_attention would run uncompiled
+    compiled = torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
+    masks = {}
+
+    def attention(q, k, v, log_f):
+        T = q.shape[2]
+        if T not in masks:
+            masks[T] = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
+        c = log_f.detach().cumsum(-1)  # timed without dc
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j], block_mask=masks[T])
+
+    return attention
+
+
+def fla():
+    from fla.ops.forgetting_attn import parallel_forgetting_attn
+
+    def attention(q, k, v, log_f):
+        return parallel_forgetting_attn(*(x.transpose(1, 2) for x in (q, k, v, log_f))).transpose(1, 2)
+
+    return attention
+
+
+def official():
+    from forgetting_transformer import forgetting_attention
+
+    return lambda q, k, v, log_f: forgetting_attention(q, k, v, log_f, head_first=True)
+
+
+COMPETITORS = {  # name: (makes the function, whether its results are those of ours)
+    "ours": (lambda: ours, True),
+    "ours, bounded logits": (lambda: ours_bounded, True),
+    "ours, both ways": (lambda: ours_both_ways, False),
+    "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
+    "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
+    "folded gate, SDPA": (lambda: folded, True),
+    "FlexAttention score_mod, no gate gradient": (flex, True),
+    "FLA": (fla, True),
+    "official": (official, True),
+}
+
+
+# Measuring.
+
+
+@functools.cache
+def scratch(device) -> torch.Tensor | None:
+    """The memory that is overwritten before each timed call, as large as that of triton.testing.do_bench."""
+    return torch.empty(2**28, dtype=torch.uint8, device=device) if device == "cuda" else None
+
+
+def seconds_in_turn(functions: dict, device: str) -> dict[str, list[float]]:
+    """Seconds of functions without arguments, in alternating rounds."""
+    turns = {
+        name: lambda function=function: common.timed(function, device=device, scratch=scratch(device))[0]
+        for name, function in functions.items()
+    }
+    return common.alternate(turns, ROUNDS[device], until=time.monotonic() + SECONDS * len(turns))
+
+
+def median_seconds(function, device: str) -> float:
+    return statistics.median(seconds_in_turn({"": function}, device)[""])
+
+
+def draw(B, H, T, D, device, Hkv=None, Tq=None, log_f=None, grad=True):
+    """Random inputs with slowly fading gates (half-lives of about 4 to 700 tokens), or a constant log f."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = (B, Tq or T, H, D), (B, T, Hkv or H, D), (B, T, Hkv or H, D)  # the layout of projections
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for shape in shapes)
+    if log_f is None:
+        gates = F.logsigmoid(torch.linspace(2, 7, H, device=device)[:, None] + torch.randn(B, H, T, device=device))
+    else:
+        gates = torch.full((B, H, T), log_f, device=device)
+    return [x.requires_grad_(grad) for x in (q, k, v, gates)]
+
+
+def both_passes(attention, inputs) -> dict:
+    """The forward pass (as in training) and the backward pass, as functions without arguments."""
+    o = attention(*inputs)
+    do = torch.randn_like(o)
+    used = [x for x, dx in zip(inputs, torch.autograd.grad(o, inputs, do, retain_graph=True, allow_unused=True))
+            if dx is not None]  # fmt: skip
+    return {
+        "forward": lambda: attention(*inputs),
+        "backward": lambda: torch.autograd.grad(o, used, do, retain_graph=True),
+    }
+
+
+def flops(B, H, T, D) -> float:
+    return 2 * B * H * T * T * D
+
+
+def bytes_moved(B, H, T, D, itemsize) -> tuple[int, int]:
+    """Least traffic forward (q, k, v, o, log f, lse) and backward (q, k, v, o, log f, their gradients, lse)."""
+    row, gate = B * H * T * D * itemsize, B * H * T * 4
+    return 4 * row + 2 * gate, 8 * row + 3 * gate
+
+
+def roofline(flop, moved, taken, limits) -> float:
+    """The least time that the measured ceilings allow, as a share of the time taken."""
+    least = max(flop / limits["matmul_tflops"], moved / limits["copy_tb_per_s"]) / 1e12
+    return least / taken
+
+
+def ceilings(device) -> dict:
+    """Rates of a large matrix product and of a large copy, on random data."""
+    n, size = (8192, 2**31) if device == "cuda" else (256, 2**20)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    x = torch.randn(size // 2, device=device, dtype=dtype)
+    y = torch.empty_like(x)
+    return {
+        "matmul_tflops": 2 * n**3 / median_seconds(lambda: a @ b, device) / 1e12,
+        "copy_tb_per_s": 2 * x.nbytes / median_seconds(lambda: y.copy_(x), device) / 1e12,
+    }
+
+
+@functools.cache
+def competitor(name: str):
+    return COMPETITORS[name][0]()
+
+
+def attention_row(name, D, T, B, H, device, limits) -> dict:
+    attention, row = competitor(name), {}
+    if COMPETITORS[name][1]:
+        small = draw(1, H, min(T, 512), D, device, grad=False)
+        expected, actual = ours(*small), attention(*small)
+        row["difference_from_ours"] = ((actual - expected).float().norm() / expected.float().norm()).item()
+    inputs = draw(B, H, T, D, device)
+    seconds = seconds_in_turn(both_passes(attention, inputs), device)
+    flop = flops(B, H, T, D) * (2 if name == "ours, both ways" else 1)
+    moved = bytes_moved(B, H, T, D, inputs[0].itemsize)
+    for direction, work, traffic in (("forward", flop, moved[0]), ("backward", 2.5 * flop, moved[1])):
+        median = statistics.median(seconds[direction])
+        row[f"{direction}_ms"] = median * 1e3
+        row[f"{direction}_tflops"] = work / median / 1e12
+        row[f"{direction}_of_roofline"] = roofline(work, traffic, median, limits)
+    return row
+
+
+def pruning_row(share_aimed_at, D, T, B, H, device) -> dict:
+    """A constant gate that makes everything further than w tokens prunable, which is (1 - w / T)^2 of the blocks."""
+    threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
+    log_f = -threshold / (T * (1 - share_aimed_at**0.5)) if share_aimed_at else 0.0
+    inputs = draw(B, H, T, D, device, log_f=log_f)
+    with bounds_fox.count_pruned_blocks() as blocks:
+        ours_pruned(*inputs)
+    dense, pruned = both_passes(ours_bounded, inputs), both_passes(ours_pruned, inputs)
+    functions = {("dense", d): run for d, run in dense.items()} | {("pruned", d): run for d, run in pruned.items()}
+    seconds, row = seconds_in_turn(functions, device), {"share_pruned": blocks.pruned / blocks.total}
+    for direction in dense:
+        row[f"{direction}_ms"] = statistics.median(seconds["pruned", direction]) * 1e3
+        row[f"{direction}_speedup"] = common.median_ratio(seconds["dense", direction], seconds["pruned", direction])
+    totals = [list(map(sum, zip(*(seconds[kind, d] for d in dense)))) for kind in ("dense", "pruned")]
+    return row | {"both_speedup": common.median_ratio(*totals)}
+
+
+def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
+    """Inputs of `triton_decode`: one query of each head; keys, values and gates as in a cache of folded keys."""
+    q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=log_f, grad=False)
+    keys = fold_keys(k, log_f.cumsum(-1), D**-0.5)
+    values = F.pad(v, (0, keys.shape[-1] - D))  # a cache pads values to the width of keys
+    gates = keys[..., D : D + GATE_PARTS * (H // Hkv)].unflatten(-1, (H // Hkv, GATE_PARTS)).transpose(2, 3)
+    return q, keys[..., :D], values[..., :D], gates
+
+
+def decode_row(B, T, device, limits) -> dict:
+    """One new token, 32 query heads on 8 key heads of 128, from the folded keys of a cache, as a model decodes.
+
+    Bytes are keys, values and gates, each read once; the columns that pad a folded key are not read. Beside it: ours
+    when nine tenths of the keys are forgotten, and plain attention without a gate.
+    """
+    H, Hkv, D = (32, 8, 128) if device == "cuda" else (4, 2, 16)
+    scale = D**-0.5
+    near = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE  # how far the decay falls until a key is forgotten
+    q, keys, values, gates = draw_decoding(B, H, Hkv, T, D, device, log_f=-near / (0.1 * T))
+    k, v = keys.contiguous(), values.contiguous()
+    bound = torch.full((H,), LOGIT_BOUND, device=device)
+
+    def decode(tolerance=None):
+        return fox.triton_decode(q, keys, values, gates, -GATE_QUERY * scale, None, None, scale, tolerance, bound)
+
+    def plain():
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    functions = {
+        "us": decode,
+        "graph_us": captured(decode, device),
+        "pruned_graph_us": captured(lambda: decode(TOLERANCE), device),
+        "plain_sdpa_graph_us": captured(plain, device),
+    }
+    seconds = {name: statistics.median(values) for name, values in seconds_in_turn(functions, device).items()}
+    rate = (k.nbytes + v.nbytes + gates.nbytes) / seconds["graph_us"] / 1e12
+    microseconds = {name: 1e6 * median for name, median in seconds.items()}
+    return microseconds | {"tb_per_s": rate, "share_of_copy": rate / limits["copy_tb_per_s"]}
+
+
+def captured(function, device):
+    """The function as a CUDA graph, because launches cost more than the work of a short context."""
+    if device != "cuda":
+        return function
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def launched_tiles(device: str) -> dict[int, tiles_fox.Tiles]:
+    """The part of the table that a device launches from."""
+    capability = tiles_fox.capability_of(torch.device(device))
+    return tiles_fox.TILES[tiles_fox.nearest_key(capability, 2 if device == "cuda" else 4)]
+
+
+def put_tile(kernel: str, head_dim: int, tile: tiles_fox.Tile, device: str) -> None:
+    """Replaces a tile of the table, to try another one."""
+    tiles, D = launched_tiles(device), tiles_fox.padded(head_dim)
+    tiles[D] = tiles[D]._replace(**{kernel: tile})
+
+
+def plan(args):
+    """(section, the row's own fields, the function that measures it), the rows that matter most first."""
+    on_gpu = args.device == "cuda"
+    first = 16384 if on_gpu else 64
+
+    def sizes(T, D):
+        return {"D": D, "T": T, "B": max(1, args.tokens // T), "H": args.width // D}
+
+    for B in (1, 8) if on_gpu else (1,):
+        for T in (65536, 4096, 16384, 262144) if on_gpu else (64,):
+            yield "decode", {"B": B, "T": T}, decode_row
+    for D in args.head_dim:
+        for share in (0.7, 0.0, 0.5, 0.9) if on_gpu else (0.7,):
+            yield "pruning", {"share_aimed_at": share, **sizes(first, D)}, pruning_row
+    for T in sorted(args.lengths, key=lambda T: (first != T, T)):
+        for D in args.head_dim:
+            for name in COMPETITORS:
+                yield "attention", {"name": name, **sizes(T, D)}, attention_row
+
+
+def measure(args):
+    until = time.monotonic() + 60 * args.minutes
+    if args.device == "cpu":
+        args.tokens, args.width = 64, 32
+        args.lengths, args.head_dim = args.lengths or [64], args.head_dim or [16]
+    args.lengths = args.lengths or [2048, 4096, 8192, 16384, 32768, 65536, 131072]
+    args.head_dim = args.head_dim or [64, 128]
+    for kernel, numbers in (choice.split("=") for choice in args.tile):
+        for D in args.head_dim:
+            put_tile(kernel, D, tiles_fox.Tile(*map(int, numbers.split(","))), args.device)
+    torch.manual_seed(0)
+    limits = ceilings(args.device)
+    yield {"section": "ceilings", **limits}
+    for section, fields, measure_row in plan(args):
+        row = {"section": section, **fields}
+        if time.monotonic() > until:
+            yield row | {"error": "no time left"}
+            continue
+        options = {"device": args.device} | ({} if section == "pruning" else {"limits": limits})
+        try:
+            row |= measure_row(**fields, **options)
+        except Exception as error:  # out of memory, a package that is not there, a compiler's refusal, ...
+            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        yield row
+
+
+def table(result):
+    limits = result["rows"][0]
+    text = [f"Ceilings: {limits['matmul_tflops']:.3g} TFLOP/s, {limits['copy_tb_per_s']:.3g} TB/s."]
+    if result["settings"]["device"] == "cpu":
+        text.insert(0, "A dry run in Triton's interpreter, whose times mean nothing.")
+    for section, template in TABLES.items():
+        rows = [row for row in result["rows"] if row["section"] == section]
+        text.append(f"**{TITLES[section]}**\n\n{common.markdown(rows, template)}")
+    return "\n\n".join(text)
+
+
+def main(arguments=None):
+    parser = common.make_parser(__spec__.name, __doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="default: 2k to 128k")
+    parser.add_argument("--head-dim", type=int, nargs="+", help="default: 64 128")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per batch, where one sequence is shorter")
+    parser.add_argument("--width", type=int, default=2048, help="heads times head size")
+    parser.add_argument("--tile", nargs="*", default=[], metavar="KERNEL=BM,BN,WARPS,STAGES", help="try another tile")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no row begins after them (default: %(default)s)")
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()

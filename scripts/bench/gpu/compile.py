@@ -1,0 +1,294 @@
+"""Compile every kernel specialisation of `hf_longctx.fox.tiles_fox.TILES` to a cubin and report its resources.
+
+    python -m scripts.bench.gpu.compile --capability 90 --head-dim 64 128
+
+No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
+cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they
+fill), follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from
+its instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so
+that a GPU finds them in Triton's cache; each in a process of its own, several at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest import mock
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from hf_longctx.fox import tiles_fox
+from hf_longctx.fox import triton_fox as fox
+from hf_longctx.fox.attention_fox import GATE_PARTS, folded_width
+from scripts.bench import common
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = ("block_decay", "forward", "dq", "dkdv", "decode", "prune", "merge")
+# bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
+# programming guide, table of technical specifications per compute capability)
+LIMITS = {
+    80: (167936, 166912, 65536, 64, 32),
+    86: (102400, 101376, 65536, 48, 16),
+    90: (233472, 232448, 65536, 64, 32),
+    100: (233472, 232448, 65536, 64, 32),
+}
+TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
+SPILL = r"\b(?:LDL|STL)\b"
+# waits: of a warpgroup for its products. The assembler puts a wait behind every product whose registers it cannot tell
+# apart from those of other instructions, and the tensor cores then idle most of the time.
+COUNTED = {"products": TENSOR_CORE, "spills": SPILL, "waits": r"WARPGROUP\.DEPBAR", "exponentials": r"MUFU\.EX2"}
+PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
+FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
+TABLE = """
+| sm | dtype | kernel | head size | bounded | registers | spilled bytes | blocks per multiprocessor | occupancy |\
+ instructions per logit | share of peak | error |
+| {capability} | {dtype} | {kernel} | {head_dim} | {bounded:d} | {registers} | {spill_bytes} | {blocks_per_sm} |\
+ {occupancy:.0%} | {instructions_per_logit:.1f} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
+"""
+
+
+class Target:
+    """A driver for Triton that names a GPU which is not there. One number is both device and capability."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int, H: int, Hkv: int) -> None:
+    """Calls the launcher of a kernel on uninitialised tensors; decoding as from a static cache of folded keys."""
+    T, scale = 64, D**-0.5
+    first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
+    if kernel in ("block_decay", "forward", "dq", "dkdv"):
+        q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
+        k, v = (torch.empty(B, T, Hkv, D, dtype=dtype).transpose(1, 2) for _ in range(2))
+        c, e, lse = (torch.empty(B, H, T) for _ in range(3))
+        if kernel in ("block_decay", "forward"):
+            fox.launch_forward(q, k, v, c, e, first, first, torch.empty(B, H), scale)
+        else:
+            fox.launch_backward(do, lse, q, k, v, c, e, first, first, o, lse, scale)
+    else:
+        group = H // Hkv
+        keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
+        gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
+        q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
+        first = torch.empty(1, 1, 1, dtype=torch.int32) if bounded else None
+        bound = torch.empty(H) if kernel == "prune" else None
+        fox.launch_decode(q, keys[..., :D], keys[..., :D], gates, first, end, bound, scale, 1.0, 1.0, -10.0)
+
+
+def compile_launch(
+    capability: int, kernel: str, tiles: tiles_fox.Tiles, *case
+) -> tuple[triton.compiler.CompiledKernel, tiles_fox.Tile]:
+    """The compiled kernel of a launch, and its tile."""
+    launches = []
+
+    def compile_only(this, programs, tile, *args, **constants):
+        if this is getattr(fox, f"{kernel}_kernel"):
+            options = dict(num_warps=tile.warps, num_stages=tile.stages)
+            launches.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
+
+    driver.set_active(Target(capability))
+    with mock.patch.object(fox, "launch", compile_only), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
+        call_launcher(kernel, *case)
+    return launches[0]
+
+
+def cuobjdump(option: str, cubin: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def hot_loop(sass: str) -> dict[str, int]:
+    """Instruction counts of the loop that does most of the work: the innermost one with the fewest per logit."""
+    code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
+    jumps = [(int(m[1], 16), a) for a, text in code if (m := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text))]
+    loops = [(lo, hi) for lo, hi in jumps if lo < hi]
+    best = dict.fromkeys(("instructions", *COUNTED), 0)
+    for lo, hi in loops:
+        body = [text for a, text in code if lo <= a <= hi]
+        counts = {what: sum(bool(re.search(pattern, text)) for text in body) for what, pattern in COUNTED.items()}
+        counts["instructions"] = len(body)
+        contains_a_loop = any(lo <= other[0] and other[1] <= hi for other in loops if other != (lo, hi))
+        if contains_a_loop or not (counts["products"] and counts["exponentials"]):
+            continue
+        fewer = counts["instructions"] * best["exponentials"] < best["instructions"] * counts["exponentials"]
+        if fewer or not best["products"]:
+            best = counts
+    return best
+
+
+def share_of_peak(capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: int, loop: dict) -> list[float]:
+    """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything
+    does.
+
+    Cycles of a multiprocessor per turn of the loop: products; instructions, one for each of four schedulers;
+    exponentials, 16 at a time. Memory, barriers and everything outside the loop are left out, so this is an estimate.
+    """
+    tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[nearest_limits(capability)]
+    other = tile.warps * max(loop["instructions"] / 4, loop["exponentials"] * 32 / 16)
+    return [tensor / (tensor + other), tensor / max(tensor, other)]
+
+
+def nearest_limits(capability: int) -> int:
+    """The key of `LIMITS` for a capability without a row of its own: that of the capability whose tiles it takes."""
+    return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
+
+
+def report(
+    capability: int,
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    bounded: bool,
+    tile: Iterable[int] | None = None,
+    B: int = 2,
+    H: int = 8,
+    Hkv: int = 2,
+) -> dict:
+    """Compile one specialisation, with the table's tile or another one, and read its resources.
+
+    Triton specialises on sizes that are 1 or multiples of 16, and so on the batch and the heads B, H and Hkv.
+    """
+    tiles = tiles_fox.TILES[tiles_fox.nearest_key(capability, DTYPES[dtype].itemsize)][tiles_fox.padded(head_dim)]
+    if tile is not None:
+        tiles = tiles._replace(**{kernel: tiles_fox.Tile(*tile)})
+    compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, Hkv)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage, sass = cuobjdump("--dump-resource-usage", cubin), cuobjdump("--dump-sass", cubin)
+    registers, stack = (int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
+    shared, loop = compiled.metadata.shared, hot_loop(sass)
+    per_sm, per_block, all_registers, all_warps, all_blocks = LIMITS[nearest_limits(capability)]
+    blocks = min(
+        per_sm // (shared + 1024),  # the driver keeps 1 KiB per block
+        all_registers // (-(-registers // 8) * 8 * 32 * tile.warps),
+        all_warps // tile.warps,
+        all_blocks,
+    )
+    estimated = kernel in PRODUCTS and dtype != "fp32"
+    return {
+        "capability": capability,
+        "kernel": kernel,
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "bounded": bounded,
+        "tile": list(tile),
+        "registers": registers,
+        "spill_bytes": stack,
+        "spill_instructions": len(re.findall(SPILL, sass)),
+        "hot_loop_instructions": loop["instructions"],
+        "hot_loop_spills": loop["spills"],
+        "instructions_per_logit": loop["instructions"] * 32 * tile.warps / (tile.BM * tile.BN),
+        "serialized": loop["waits"] >= loop["products"] > 2,
+        "share_of_peak": share_of_peak(capability, kernel, tile, head_dim, loop) if estimated else None,
+        "shared": shared,
+        "shared_limit": per_block,
+        "tensor_core": "+".join(sorted(set(re.findall(TENSOR_CORE, sass)))) or "no tensor cores",
+        "blocks_per_sm": blocks,
+        "warps_per_sm": blocks * tile.warps,
+        "occupancy": blocks * tile.warps / all_warps,
+    }
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts at once
+
+
+def send_report(pipe: Connection, case: dict) -> None:
+    try:
+        pipe.send(report(**case))
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"})
+
+
+def report_from_process(case: dict) -> dict:
+    """`case` and its report, or the error; a compiler that crashes takes no other case with it."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=send_report, args=(sender, case))
+    process.start()
+    sender.close()
+    try:
+        row = receiver.recv()
+    except EOFError:
+        row = {"error": "the compiler crashed"}
+    process.join()
+    return case | row
+
+
+def reports(cases: Iterable[dict], jobs: int) -> Iterator[dict]:
+    """The reports of cases, each the arguments of `report`, in the order in which they finish, `jobs` at a time."""
+    with ThreadPoolExecutor(jobs) as threads:
+        yield from (
+            task.result() for task in as_completed([threads.submit(report_from_process, case) for case in cases])
+        )
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    cases = [
+        dict(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim, bounded=bool(bounded))
+        for capability in args.capability
+        for dtype in args.dtype
+        for kernel in args.kernel
+        for head_dim in args.head_dim
+        for bounded in args.bounded
+    ]
+    yield from reports(cases, args.jobs)
+
+
+def table(result: dict) -> str:
+    def order(row):
+        return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), row["head_dim"], row["bounded"]
+
+    return common.markdown(sorted(result["rows"], key=order), TABLE)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.make_parser(__spec__.name, __doc__)
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[16, 32, 64, 128, 256])
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
+    parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--bounded", type=int, nargs="+", default=[0, 1], help="without and with padding or pruning")
+    cores = min(32, len(os.sched_getaffinity(0)))  # those that this process may use; each compiler takes memory
+    parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--cases", action="store_true", help="read cases as lines of JSON, and print such lines")
+    args = parser.parse_args(arguments)
+    if args.cases:
+        for row in reports(map(json.loads, sys.stdin), args.jobs):
+            print(json.dumps(row), flush=True)
+        return
+    rows = common.run(parser, measure, table, arguments)["rows"]
+    if any("error" in row for row in rows):
+        raise SystemExit("error: some kernels did not compile")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Decoding with a pruned cache against the full cache: memory, tokens per second, and what pruning changes in the
+logits.
+
+    python -m scripts.bench.pruned [--contexts 16384 65536] [--tolerances 1e-2 1e-4 1e-6]
+
+The model is a FoX (Pro) with random weights, whose heads forget by a factor e in 2 to 2048 tokens. The context is not
+read but made up: normed random keys, random values, gates that scatter around their biases. Tolerance 0 drops
+nothing: it shows what is gained by not copying the cache for every token, and gives the logits that the others are
+compared with (in the full cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by
+token; figures are medians.
+"""
+
+import statistics
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
+from hf_longctx.fox.attention_fox import fold_keys
+from scripts.bench import common
+
+
+TABLE = """
+| context | cache | dropped | cache MB | tokens/s | to full | largest change of logits |
+| {context} | {cache} | {dropped:.1%} | {cache_mb:.0f} | {tokens_per_s:.1f} | {speed_to_full:.2f}x |\
+ {largest_change_of_logits:.1e} |
+"""
+
+
+def make_model(args):
+    torch.manual_seed(0)
+    config = FoxConfig.pro(
+        vocab_size=1024,
+        hidden_size=args.heads * 64,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        decay_time_min=args.decay_times[0],
+        decay_time_max=args.decay_times[1],
+    )
+    return FoxForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
+
+
+def fill(caches, model, length):
+    """Put the same `length` made-up tokens into every cache."""
+    config, g = model.config, torch.Generator(model.device).manual_seed(1)
+    shape = (1, config.num_key_value_heads, length, config.head_dim)
+    for index, layer in enumerate(model.model.layers):
+        k, v = (torch.randn(shape, generator=g, device=model.device, dtype=model.dtype) for _ in range(2))
+        bias = layer.self_attn.f_proj.bias.float()[:, None]
+        log_f = F.logsigmoid(bias + 0.5 * torch.randn(shape[:3], generator=g, device=model.device))
+        k = fold_keys(F.rms_norm(k, k.shape[-1:]), log_f.cumsum(-1), layer.self_attn.scaling)
+        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        state = torch.randn(1, 2 * shape[1] * shape[3], 1, generator=g, device=model.device, dtype=model.dtype)
+        for cache in caches:
+            cache.update(k, v, index)
+            cache.update_conv_state(state, index, conv_kernel_size=1)
+
+
+def megabytes(cache):
+    parts = [part for layer in cache.layers for part in getattr(layer, "groups", [layer])]
+    return sum(part.keys.nbytes + part.values.nbytes for part in parts) / 2**20
+
+
+@torch.no_grad()
+def measure(args):
+    model = make_model(args)
+    for length in args.contexts:
+        pruned = {f"tolerance {tolerance:g}": PrunedCache(model, tolerance) for tolerance in (0.0, *args.tolerances)}
+        caches = {"full cache": DynamicCache(config=model.config), **pruned}
+        fill(caches.values(), model, length)
+        for cache in pruned.values():
+            cache.prune()
+        sizes = {name: megabytes(cache) for name, cache in caches.items()}
+        logits = {name: [torch.zeros(model.config.vocab_size)] for name in caches}
+
+        def decode(name, caches=caches, logits=logits):
+            """Seconds of one token; all caches are given the one that the last of them predicted."""
+            token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
+            read = lambda: model(token, past_key_values=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
+            seconds, last = common.timed(read, device=args.device)
+            logits[name].append(last)
+            return seconds
+
+        turns = {name: lambda name=name, decode=decode: decode(name) for name in caches}
+        seconds = common.alternate(turns, args.tokens)
+        for name, cache in caches.items():
+            changes = [(a - b).abs().max().item() for a, b in zip(logits[name], logits["tolerance 0"])]
+            dropped = cache.dropped.float().mean().item() / cache.get_seq_length() if name in pruned else 0.0
+            yield {
+                "context": length,
+                "cache": name,
+                "dropped": dropped,
+                "cache_mb": sizes[name],
+                "tokens_per_s": 1 / statistics.median(seconds[name]),
+                "speed_to_full": common.median_ratio(seconds["full cache"], seconds[name]),
+                "largest_change_of_logits": max(changes),
+            }
+
+
+def table(result):
+    s = result["settings"]
+    fastest, slowest = s["decay_times"]
+    sizes = f"FoX (Pro), {s['layers']} layers of {s['heads']} heads, decay times {fastest:g} to {slowest:g} tokens"
+    return f"{sizes}, {s['dtype']}.\n\n{common.markdown(result['rows'], TABLE)}"
+
+
+def main(arguments=None):
+    parser = common.make_parser(__spec__.name, __doc__)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[16384, 65536], metavar="TOKENS")
+    parser.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-4, 1e-6], metavar="WEIGHT")
+    parser.add_argument(
+        "--tokens", type=int, default=32, metavar="N", help="decoded in a context (default: %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--heads", type=int, default=8, metavar="N", help="of 64 dimensions (default: %(default)s)")
+    parser.add_argument(
+        "--decay-times", type=float, nargs=2, default=[2, 2048], metavar="TOKENS", help="fastest, slowest"
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32")
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()

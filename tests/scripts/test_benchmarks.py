@@ -1,0 +1,110 @@
+"""Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "attention": "--lengths 32 --rounds 1",
+    "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
+    "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
+    "curve": "--setups small --scale 0.03",
+    "hmt speed": "--tokens 500 --rounds 1",
+    "hmt memory": "--lengths 300 600",
+    "hmt pages": "--segments 40 100 --rounds 1",
+    "rope": "--rounds 1 --distances 1000 --longest 2048",
+    "import_time": "--rounds 1",
+}
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5, "rope": 4}  # 2 elsewhere
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of scripts/bench, with fresh processes replaced by this one, which has imported everything."""
+    monkeypatch.syspath_prepend(ROOT)
+    common = importlib.import_module("scripts.bench.common")
+    monkeypatch.setattr(common, "in_fresh_process", lambda function, *args: function(*args))
+    return lambda name: importlib.import_module(f"scripts.bench.{name}")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "import_time")) for x in TINY])
+def test_benchmark(load, name, tmp_path, capsys):
+    module, output = load(name.split()[0]), tmp_path / "x.json"
+    module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
+    printed, result = capsys.readouterr().out, json.loads(output.read_text())
+    assert len(result["rows"]) == ROWS.get(name, 2)
+    assert result["machine"]["device"] and result["versions"]["torch"] and result["commit"]
+    assert result["command"].endswith(" ".join([f"python -m scripts.bench.{name}", TINY[name]]))
+    module.main(["--table", str(output)])
+    table = capsys.readouterr().out
+    assert "| --- |" in table and printed.endswith(table)
+
+
+@pytest.mark.slow  # compiles
+def test_neighbours(load, tmp_path, capsys):
+    load("neighbours").main(f"--length 16 --hidden 64 --rounds 1 --output {tmp_path}/x.json".split())
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["name"] for row in rows[:5]] == [row["name"] for row in rows[5:]] and len(rows) == 10
+    assert all(row["floor_ms"] > 0 for row in rows if row["name"] != "attention layer")
+
+
+@pytest.mark.slow  # interprets
+@pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
+def test_gpu_benchmark_dry_run(load, tmp_path, capsys):
+    pytest.importorskip("triton")
+    bench = load("gpu.bench")
+    with pytest.MonkeyPatch.context() as patch:
+        tiles = bench.launched_tiles("cpu")
+        patch.setitem(tiles, 16, tiles[16])  # restores what --tile replaces
+        bench.main(f"--device cpu --tile forward=64,32,1,1 --output {tmp_path}/x.json".split())
+    result = json.loads((tmp_path / "x.json").read_text())
+    rows = {section: [row for row in result["rows"] if row["section"] == section] for section in bench.TABLES}
+    assert result["settings"]["tile"] == ["forward=64,32,1,1"]
+    ours = [row for row in rows["attention"] if row["name"].startswith("ours")]
+    assert len(ours) == 3 and all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in ours)
+    assert rows["pruning"][0]["both_speedup"] > 0 and rows["decode"][0]["pruned_graph_us"] > 0
+    assert any("No module named" in row.get("error", "") for row in rows["attention"])
+    assert "dry run" in capsys.readouterr().out
+
+
+def test_contenders_take_turns_and_the_first_round_warms_up(load):
+    calls = []
+    contenders = {name: lambda name=name: calls.append(name) or float(len(calls)) for name in "ab"}
+    assert load("common").alternate(contenders, rounds=2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert calls == list("ababab")
+    assert len(load("common").alternate(contenders, rounds=9, until=0.0)["a"]) == 3, "three rounds even without time"
+
+
+def test_ratios_are_within_a_round(load):
+    assert load("common").median_ratio([1.0, 10.0, 100.0], [2.0, 20.0, 50.0]) == 0.5
+
+
+def test_a_table_leaves_out_cells_and_columns_without_values(load):
+    rows = [{"n": 1, "share": 0.25}, {"n": 2, "share": None}]
+    template = "| N | share | error |\n| {n} | {share:.0%} | {error} |"
+    assert load("common").markdown(rows, template) == "| N | share |\n| --- | --- |\n| 1 | 25% |\n| 2 |  |"
+
+
+def test_an_interrupted_run_keeps_its_rows(load, tmp_path, capsys):
+    common = load("common")
+
+    def measure(args):
+        yield {"n": 1}
+        raise KeyboardInterrupt
+
+    parser = common.make_parser("scripts.bench.none", "")
+    with pytest.raises(KeyboardInterrupt):
+        common.run(parser, measure, None, ["--output", str(tmp_path / "x.json")])
+    assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"n": 1}]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_refused(load, capsys):
+    with pytest.raises(SystemExit):
+        load("generate").main(["--device", "cuda"])
+    assert "no CUDA device" in capsys.readouterr().err

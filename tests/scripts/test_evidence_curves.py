@@ -1,0 +1,52 @@
+"""scripts/evidence_curves.py in a few steps: every model is trained, measured and drawn."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_longctx.metrics import ForgettingCurve
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(tmp_path):
+    command = [sys.executable, "-m", "scripts.evidence_curves", "--quick"]
+    result = subprocess.run(
+        [*command, "--work", tmp_path / "work", "--output", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_script_makes_picture_table_and_curves_and_resumes(tmp_path):
+    first = run(tmp_path)
+    curves = {file.stem: ForgettingCurve.from_json(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
+    assert {"fox_demo__fox_pro", "llama__rope_base_20000", "llama__rope_base_100", "mamba_2"} <= curves.keys()
+    assert "hmt_around_the_llama" in curves
+    assert all([p.length for p in curve.points] == [8, 12] for curve in curves.values())
+    table = (tmp_path / "out" / "README.md").read_text()
+    assert table.count("| random |") == len(curves)
+    assert (tmp_path / "out" / "comparison.png").exists() and (tmp_path / "out" / "comparison.svg").exists()
+    assert first.count(" loss ") == 5
+    assert "step" not in run(tmp_path), "what had been trained and measured is done again"
+
+
+def test_the_committed_evidence_is_that_of_the_script():
+    folder = ROOT / "model_cards" / "evidence" / "curves"
+    table = (folder / "README.md").read_text()
+    curves = [ForgettingCurve.from_json(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    assert len(curves) == table.count("| random |") >= 6
+    for curve in curves:
+        row = next(line for line in table.splitlines() if line.startswith(f"| {curve.settings['model']} |"))
+        assert f"| random | {curve.fine_length} | {curve.coarse_length} |" in row
+    by_base = {curve.settings["model"]: curve.fine_length for curve in curves if "RoPE" in curve.settings["model"]}
+    assert by_base["Llama, RoPE base 20000"] > by_base["Llama, RoPE base 100"]

@@ -1,0 +1,75 @@
+"""Every figure in a table of a README comes from a JSON that is in the repository."""
+
+import importlib.util
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+READMES = sorted([ROOT / "scripts" / "README.md", *ROOT.glob("hf_longctx/**/README.md")])
+GENERATED = re.compile(r"<!-- [\w.]+: \S+ -->\n.*?<!-- end -->", re.DOTALL)
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+SCALES = (1, 100, 1000, 1e-3, 1e-6)  # a ratio in per cent, seconds in ms, bytes in k or M
+
+readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from scripts.bench import tables
+
+    return tables
+
+
+@readmes
+def test_generated_tables_are_those_of_their_json(tables, readme):
+    text = readme.read_text()
+    assert tables.fill(text, readme.parent) == text, "run: python -m scripts.bench.tables"
+
+
+def numbers(value):
+    """All numbers in the JSON of a result, those in its strings included."""
+    if isinstance(value, dict):
+        return {x for part in value.values() for x in numbers(part)}
+    if isinstance(value, list):
+        return {x for part in value for x in numbers(part)}
+    return {float(x) for x in NUMBER.findall(str(value))} if not isinstance(value, bool) else set()
+
+
+def untraced_figures(text, folder):
+    """The figures of the tables of a README that are in no JSON linked in the same row or in the paragraph above."""
+    blocks = ["", *re.split(r"\n\n+", CODE.sub("", GENERATED.sub("", text)))]
+    for paragraph, block in itertools.pairwise(blocks):
+        for row in [line for line in block.splitlines() if line.startswith("|")][2:]:
+            files = re.findall(r"\]\(([^)]+\.json)\)", paragraph + block.partition("|")[0] + row)
+            values = {x for file in files for x in numbers(json.loads((folder / file).read_text()))}
+            for figure in NUMBER.findall(re.sub(r"\[[^]]*\]\([^)]*\)|`[^`]*`", "", row)):
+                decimals = len(figure.partition(".")[2])
+                if not any(round(x * scale, decimals) == float(figure) for x in values for scale in SCALES):
+                    yield f"{figure} in {row}"
+
+
+@readmes
+def test_other_tables_link_the_json_of_their_figures(readme):
+    assert not list(untraced_figures(readme.read_text(), readme.parent))
+
+
+def test_a_figure_without_a_json_is_noticed(tmp_path):
+    (tmp_path / "x.json").write_text('{"rows": [{"share": 0.8979}]}')
+    text = "Measured: [x.json](x.json).\n\n| model | share |\n|---|---|\n| A | 89.8 % |\n| B | 0.91 |\n"
+    assert list(untraced_figures(text, tmp_path)) == ["0.91 in | B | 0.91 |"]
+    assert len(list(untraced_figures(text.replace("[x.json](x.json)", "here"), tmp_path))) == 2
+
+
+@readmes
+def test_scripts_that_are_named_exist(readme, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    text = readme.read_text().replace("bench.NAME", "bench.common")
+    assert all(importlib.util.find_spec(module) for module in re.findall(r"python -m (scripts\.[\w.]*\w)", text))
+    assert all((ROOT / path).exists() for path in re.findall(r"python (scripts/\S+\.py)", text))
