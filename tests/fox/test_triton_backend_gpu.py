@@ -1,4 +1,5 @@
-"""What only a GPU can show of attn_implementation="forgetting_triton": inductor's kernels around ours, CUDA graphs, bf16.
+"""What only a GPU can show of attn_implementation="forgetting_triton": inductor's kernels around ours, CUDA graphs,
+bf16.
 
 The small models of test_triton_backend.py run on the GPU too, wherever there is one.
 """
