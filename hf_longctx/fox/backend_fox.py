@@ -164,9 +164,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.real is not None:
-            c = c.masked_fill(
-                ~visible.real[:, None], 0.0
-            )  # c falls along the row, padding included, as pruning expects
+            c = c.masked_fill(~visible.real[:, None], 0.0)  # pruning needs a c that falls, padding included
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
         bound = None if largest is None else bound_scale * largest
