@@ -52,18 +52,22 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
 }
 IN_16_BITS = {"ragged": BF16, "one token": BF16, "grouped heads": BF16, "both sides, one row empty": BF16}
 IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16, "window and padding": FP16}
+BOTH_WAYS = ["one token", "two tokens", "head of 20", "both sides, one row empty", "padding between tokens"]
+BOTH_WAYS += ["packed, window", "window of one", "window and padding"]
 TRITON = pytest.param("triton", marks=runs_triton)
 
 
 def calls():
     """(backend, causal, case, dtype), pair-wise: the kernels of both directions are those of one."""
-    for case, ((*_, Tq, Tk, _), _) in CASES.items():
+    for case in CASES:
         dtypes = {FP32, IN_16_BITS.get(case, FP32)}
         for dtype in dtypes:
             yield "folded", True, case, dtype
             yield "triton", True, case, dtype
-        if Tq == Tk:
-            yield "triton", False, case, IN_16_BITS.get(case, FP32) if case in ("ragged", "grouped heads") else FP32
+    for case in ("ragged", "grouped heads"):
+        yield "triton", False, case, BF16
+    for case in BOTH_WAYS:
+        yield "triton", False, case, FP32
 
 
 CALLS = [
