@@ -83,14 +83,14 @@ def resident_mb(field="VmHWM"):
 def added_mb(function, *args):
     """MB that one call adds to the resident memory of this process at its peak, and the result of the call."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_mb("VmRSS")
     result = function(*args)
     return resident_mb() - before, result
 
 
 def in_fresh_process(function, *args):
-    """The result of a module's function in an interpreter of its own."""
+    """The result of a module's function, called in a new interpreter."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

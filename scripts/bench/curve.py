@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.curve --model FOLDER TOKENS.npy
 
 The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache.
-Every run has a process of its own; extra MB is its peak memory above that of the loaded model. Without --model, a
+Every run is a new process; extra MB is its peak memory above that of the loaded model. Without --model, a
 small Llama with random weights takes its place: fine for the cost of "reference" and "nested", but "adaptive" looks
 for the end of a model's memory, so give it a model that has some. Ratios compare CPU seconds, which depend less on
 other processes than wall-clock ones.
@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from hf_longctx.metrics import forgetting_curve, linear_lengths
-from hf_longctx.metrics.curve import model_input, order_samples, scored_logits
+from hf_longctx.metrics.curve.result import model_input, order_samples, scored_logits
 from scripts.bench import common
 
 

@@ -140,7 +140,7 @@ def memory(args):
 
 @torch.no_grad()
 def pages(args):
-    """Milliseconds per segment, vectors touched and memories found, over the number of segments."""
+    """Milliseconds per segment, vectors touched and the share of memories found, over the number of segments."""
     torch.manual_seed(0)
     width, mask = PAGES["width"], torch.ones(1, 1, dtype=torch.bool)
     memory = HMTMemory(width, 1, width)

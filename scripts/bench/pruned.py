@@ -75,7 +75,7 @@ def measure(args):
         logits = {name: [torch.zeros(model.config.vocab_size)] for name in caches}
 
         def decode(name, caches=caches, logits=logits):
-            """Seconds of one token; all caches are given the one that the last of them predicted."""
+            """Seconds of one token, which is the same for all caches: the prediction with the last of them."""
             token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
             read = lambda: model(token, past_key_values=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
             seconds, last = common.timed(read, device=args.device)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.rope
 
 "direct cosines" is eq. 16 of arXiv 2405.14591 as numpy computes it one frequency at a time. Wall-clock and CPU
-seconds are both given: on a busy machine, trust the CPU seconds.
+seconds are both reported; on a busy machine, trust the CPU seconds.
 """
 
 import statistics

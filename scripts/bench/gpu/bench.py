@@ -308,7 +308,7 @@ def put_tile(kernel: str, head_dim: int, tile: tiles_fox.Tile, device: str) -> N
 
 
 def plan(args):
-    """(section, the row's own fields, the function that measures it), the rows that matter most first."""
+    """(section, arguments, function that measures a row) of every row, the most important rows first."""
     on_gpu = args.device == "cuda"
     first = 16384 if on_gpu else 64
 

@@ -157,7 +157,7 @@ def share_of_peak(capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: 
 
 
 def nearest_limits(capability: int) -> int:
-    """The key of `LIMITS` for a capability without a row of its own: that of the capability whose tiles it takes."""
+    """The key of `LIMITS` for a capability: that of the capability whose tiles it takes, where it has no limits."""
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 

@@ -45,7 +45,7 @@ from scripts.bench.gpu.bench import LOGIT_BOUND, draw, draw_decoding, flops, fol
 PRODUCTS = {"forward": 1.0, "dq": 1.5, "dkdv": 2.0}  # in units of the two products of the forward pass
 MANY_SPILLS = 0.1  # of the instructions in the hot loop
 ROW_TOLERANCE = 0.03  # bfloat16 results of two tiles, row by row
-ROUNDS = {"cuda": 15, "cpu": 2}
+ROUNDS = {"cuda": 15, "cpu": 1}
 CLEARLY_FASTER = 1.01  # the gain for which a tile replaces the present one
 TABLE = """
 | tile | registers | spills | instructions | serialized | shared | blocks | occupancy |\
@@ -155,7 +155,7 @@ class Report:
 
 
 def compiled(cases: list[dict], jobs: int | None, until: float) -> Iterator[dict]:
-    """Reports of compile.py as they come, from a process of its own, because this one may interpret kernels."""
+    """Reports of compile.py as they come, from another process, because this one may interpret kernels."""
     command = [sys.executable, "-m", "scripts.bench.gpu.compile", "--cases", *(["--jobs", str(jobs)] if jobs else [])]
     process = subprocess.Popen(
         command,
