@@ -18,7 +18,6 @@ _EXPORTS = {
     "HMTConfig": "hf_longctx.hmt",
     "HMTState": "hf_longctx.hmt",
     "HMTWrapper": "hf_longctx.hmt",
-    "bidirectional_forgetting_attention": "hf_longctx.fox",
     "forgetting_attention": "hf_longctx.fox",
     "forgetting_attention_ref": "hf_longctx.fox",
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import TwoProcesses
 
 
 if not torch.cuda.is_available():
@@ -21,6 +22,14 @@ def golden() -> Path:
     if not GOLDEN.is_dir():
         pytest.skip(f"golden data not found at {GOLDEN}")
     return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def two_processes():
+    """Runs a function in two processes at once, see processes.py."""
+    processes = TwoProcesses()
+    yield processes
+    processes.stop()
 
 
 # Marks that transformers' own tests carry (transformers_sdist.py).

@@ -13,8 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .attention_fox import forgetting_attention, forgetting_attention_ref
-from .bidirectional_fox import bidirectional_forgetting_attention
+from .attention_fox import forgetting_attention_ref
 from .configuration_fox import FoxConfig
 from .convert import from_fla, from_llama, from_official, to_fla, to_official
 from .convert_folder import convert_folder
@@ -26,6 +25,7 @@ from .modeling_fox import (
     FoxModel,
     FoxPreTrainedModel,
 )
+from .operator import forgetting_attention
 from .pictures import HeadMap, head_maps
 from .pruned_cache import PrunedCache
 
@@ -52,7 +52,6 @@ __all__ = [
     "FoxPreTrainedModel",
     "HeadMap",
     "PrunedCache",
-    "bidirectional_forgetting_attention",
     "convert_folder",
     "forgetting_attention",
     "forgetting_attention_ref",

@@ -1,13 +1,12 @@
-"""`attn_implementation="forgetting_triton"`: the kernels of kernels_fox.py as an attention implementation of transformers.
+"""`attn_implementation="forgetting_triton"`: the Triton kernels as an attention implementation of transformers.
 
-A mask function says once per forward pass which keys the queries see, in one integer per query; an attention function
-runs the kernels for each layer. New keys come with their gates as they are. Cached keys carry them folded in (see
-attention_fox.py): the decoding kernel reads them there, at no more cost than the few bytes they are.
+A mask function computes once per forward pass which keys the queries see, in one integer per query; an attention
+function runs the kernels for each layer. The gates of new keys are an argument. The gates of cached keys are folded
+into the keys (attention_fox.py): the decoding kernel reads them there, at the cost of a few bytes per key.
 """
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,59 +14,22 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, fold_queries, running_sum
-from .bounds_fox import stop_query
+from .attention_fox import GATE_PARTS, GATE_QUERY, autocast_inputs, fold_keys, fold_queries, running_sum
+from .bounds_fox import VisibleKeys, find_visible_keys, stop_query
 from .inputs_fox import check_gate_heads
 from .kernels_fox import triton
 from .state_fox import AttendingCache
-from .triton_fox import (
-    DECODE_ROWS,
-    attend_few,
-    forgetting_attention_triton,
-    is_decoding,
-    why_not,
-)
-from .triton_fox import attend as attend_many
+from .tiles_fox import DECODE_ROWS
+from .triton_fox import attention_from_sums, is_decoding, triton_attention, triton_decode, why_not
 
 
 NAME = "forgetting_triton"
-# Queries and keys of a bfloat16 model exceed their norm by the rounding of norm, weight and rotation, 2^-8 each, and the
-# product of their weights is rounded once more.
+# In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
+# 2^-8 each, and the product of the weights is rounded once more.
 ROUNDING = 1.03
 
 
-class VisibleKeys(NamedTuple):
-    """Which keys the queries of one call see, the same in every layer: what the mask function hands over.
-
-    first_key: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row; beyond
-        the query's own for none. None: every query sees all keys up to its own.
-    end: the queries are the last of so many keys, the rest is free. An int, or a tensor where only the device knows.
-    order, query_order, real: with padding between real tokens, keys (B, Tk) and queries (B, Tq) in an order that puts it
-        first, and which of the keys are real then. `first_key` counts in this order.
-    """
-
-    first_key: torch.Tensor | None
-    end: int | torch.Tensor
-    order: torch.Tensor | None = None
-    query_order: torch.Tensor | None = None
-    real: torch.Tensor | None = None
-
-    def contiguous(self):
-        """What `generate` asks of every mask."""
-        return self
-
-    def last(self, length):
-        """The same of the last `length` keys alone, for a cache that has dropped those before."""
-        if self.order is not None:
-            raise NotImplementedError(
-                f"{NAME} and a PrunedCache do not go together where padding lies between real tokens. Pad on one side, or "
-                "use another backend: model.set_attn_implementation('sdpa')."
-            )
-        first = None if self.first_key is None else (self.first_key - (self.end - length)).clamp(min=0)
-        return VisibleKeys(first, length)
-
-
-def visible_keys(
+def forgetting_triton_mask(
     batch_size,
     q_length,
     kv_length,
@@ -80,7 +42,7 @@ def visible_keys(
     device=None,
     **kwargs,
 ):
-    """The mask function; arguments are those that transformers gives. None if every query sees all keys up to its own.
+    """The mask function, with the arguments of transformers; returns `VisibleKeys`.
 
     Raises:
         NotImplementedError: a mask function of the caller's own, or attention in both directions.
@@ -90,75 +52,42 @@ def visible_keys(
             f"{NAME} knows causal masks with padding, packed documents and a window, but no other mask function. "
             "Use another backend: model.set_attn_implementation('flex_attention')."
         )
-    compiling = torch.compiler.is_compiling()
-    begin = q_offset - kv_offset
-    if isinstance(begin, torch.Tensor) and q_length > DECODE_ROWS and not compiling:
-        begin = int(begin)  # waits for the device once, so that no layer computes with free slots
-    end = begin + q_length
-    all_keys = not isinstance(end, torch.Tensor) and end == kv_length
+    end = q_offset - kv_offset + q_length  # number of filled slots
+    if isinstance(end, torch.Tensor) and q_length > DECODE_ROWS and not torch.compiler.is_compiling():
+        end = int(end)  # waits for the device once, so that no layer computes with free slots
     if not isinstance(end, torch.Tensor):
-        kv_length = end
-    slots = torch.arange(q_length, device=device) + begin  # of the queries among the keys
-    first = torch.zeros_like(slots)[None]  # (B or 1, Tq)
-    bounded = False
-    if config.sliding_window is not None:
-        first, bounded = (first + slots - config.sliding_window + 1).clamp(min=0), True
-    if mask_function is not causal_mask_function:
-        # Packed documents are known to this function only; one begins where a token does not see the one before it.
-        place, row = torch.arange(q_length, device=device) + q_offset, torch.arange(batch_size, device=device)[:, None]
-        continues = mask_function(row, torch.zeros_like(row), place, place - 1) & (place > 0)
-        first = torch.maximum(first, torch.where(continues, 0, slots).expand(batch_size, -1).cummax(-1).values)
-        bounded = True
-
-    free_slots = isinstance(end, torch.Tensor) and q_length > DECODE_ROWS
-    if attention_mask is None and not free_slots:
-        if all_keys and not bounded:
-            return None
-        return VisibleKeys(first[:, None].int() if bounded else None, end)
-
-    t = torch.arange(kv_length, device=device)
-    if attention_mask is None:
-        real = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    else:
+        kv_length, end = end, None
+    real = None
+    if attention_mask is not None:
         missing = max(kv_offset + kv_length - attention_mask.shape[1], 0)  # free slots of a static cache
         real = F.pad(attention_mask.bool(), (0, missing))[:, kv_offset : kv_offset + kv_length]
-    if not compiling and (real | (t >= end)).all():
-        return VisibleKeys(first[:, None].int() if bounded else None, end)
-    real = real & (t < end)
-    query_real = real[:, slots]  # (B, Tq)
-    before = real.cumsum(-1) - real.long()  # number of real keys before each slot, (B, Tk)
-    count = real.sum(-1, keepdim=True)
-    start = real.int().argmax(-1, keepdim=True)
-    whole = (before == (t - start).clamp(min=0).minimum(count)).all()  # real tokens without padding in between
-    if free_slots or not (compiling or whole):
-        query_order = query_real.int().argsort(dim=-1, stable=True)
-        order = real.int().argsort(dim=-1, stable=True)
-        first = before.gather(1, first.expand(batch_size, -1)) * query_real  # a padding query may see anything
-        first = kv_length - count + first.gather(1, query_order)
-        return VisibleKeys(first[:, None].int(), kv_length, order, query_order, real.gather(1, order))
-    if compiling:
-        torch._assert_async(whole, "forgetting_triton, compiled: attention_mask has padding between real tokens")
-    first = torch.where(slots < start + count, torch.maximum(first, start), kv_length)
-    return VisibleKeys(first[:, None].int(), end)
+    document_start = None
+    if mask_function is not causal_mask_function:
+        # Packed documents are known to mask_function only: one begins where a token does not see the one before it.
+        place, row = torch.arange(q_length, device=device) + q_offset, torch.arange(batch_size, device=device)[:, None]
+        continues = mask_function(row, torch.zeros_like(row), place, place - 1) & (place > 0)
+        document_start = torch.where(continues, 0, place - kv_offset).expand(batch_size, -1).cummax(-1).values
+    options = dict(document_start=document_start, window=config.sliding_window, end=end)
+    return find_visible_keys(q_length, kv_length, device, real=real, **options)
 
 
 def logit_bound_of_norms(attention, heads):
-    """What QK-norm promises of `heads` query heads: |scaling * q.k| <= unit * largest, in few operations.
+    """A bound of the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
 
-    Read anew in every call: FSDP2 gathers new weights into the same tensor under the same version, so that nothing would
-    tell that a stored bound is out of date.
+    The weights are read in every call and the bound is not stored: FSDP2 gathers new weights into the same tensor
+    under the same version, so a stored bound could be out of date unnoticed.
 
     Returns:
-        (largest, unit): fp32, (heads,) or (1,), read from weights; and a number. (None, 1.0) without QK-norm, and where the
-        weights of just these heads are not at hand: they are offloaded or sharded, an adapter stands in their place, or a
-        `PrunedCache` asks for some of its heads.
+        (largest, bound_scale): fp32, (heads,) or (1,), from the weights of the norms; and a number. (None, 1.0)
+        without QK-norm, and where the norms do not hold the weights of exactly these heads: they are offloaded or
+        sharded, an adapter has replaced them, or a `PrunedCache` computes some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm
     if any(type(norm).__name__ not in ("FoxRMSNorm", "FoxHeadRMSNorm") for norm in norms):
         return None, 1.0
     weights = (norm.weight.detach() for norm in norms)
-    # tensor parallelism has left each process the weights of its own heads
+    # under tensor parallelism, each process holds the weights of its heads
     q, k = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights)
     if config.qk_norm_shared:
         heads = group = 1
@@ -166,19 +95,13 @@ def logit_bound_of_norms(attention, heads):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
     largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
-    # a rotation moves weight between dimensions, so under RoPE the two maxima may meet; YaRN and LongRoPE lengthen both
+    # RoPE moves weight between dimensions, so the two maxima may meet; YaRN and LongRoPE lengthen q and k
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
 
-def take(x, order):
-    """Rows of (B, H, T, ...) in the order (B, T)."""
-    index = order.view(order.shape[0], 1, -1, *[1] * (x.ndim - 3))
-    return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
-
-
 def gates_in(module, key, heads):
-    """The parts of c that are folded into keys, (B, Hkv, heads // Hkv, Tk, parts): a view."""
+    """The parts of c that are folded into the keys, (B, Hkv, heads // Hkv, Tk, parts), as a view."""
     if module.f_proj is None:
         gates = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1)
     else:
@@ -188,7 +111,7 @@ def gates_in(module, key, heads):
 
 
 def refuse(module, query, mask, dropout, output_attentions):
-    """Raise what is wrong with a call, if anything is."""
+    """Raise what keeps the kernels from computing a call; see `forgetting_triton_attention`."""
     if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
@@ -210,12 +133,12 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     Args:
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
         query, key, value: keys and values with those of the cache, of plain width or folded.
-        attention_mask: result of `visible_keys`.
+        attention_mask: result of `forgetting_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
 
     Raises:
-        ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size; dropout,
-            attention weights or a mask that was not made by `visible_keys` is asked for.
+        ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size;
+            dropout or attention weights are requested; the mask is not from `forgetting_triton_mask`.
     """
     refuse(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
@@ -224,42 +147,37 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         end = int(end)
     if not isinstance(end, torch.Tensor):
         key, value, end = key[:, :, :end], value[:, :, :end], None
-    cached = query.shape[2] < key.shape[2]
-    if visible.order is not None:
-        query, key, value = take(query, visible.query_order), take(key, visible.order), take(value, visible.order)
-        log_f = None if log_f is None else take(log_f, visible.query_order)
 
-    heads, head_dim = query.shape[1], module.head_dim
-    q, k, v = (x[..., :head_dim] for x in (query, key, value))
-    tolerance = module.config.log_pruning_tolerance
-    largest, unit = logit_bound_of_norms(module, heads)
-    if cached and decoding:
-        gates = gates_in(module, key, heads)
-        bounds = (visible.first_key, end, scaling, tolerance, largest, unit)
-        o = attend_few(q, k, v, gates, -GATE_QUERY * scaling, *bounds)
-    elif not cached:
+    heads, tolerance = query.shape[1], module.config.log_pruning_tolerance
+    largest, bound_scale = logit_bound_of_norms(module, heads)
+    q, k, v = (x[..., : module.head_dim] for x in (query, key, value))
+    if query.shape[2] == key.shape[2]:  # nothing is cached
+        q, k, v = autocast_inputs(q, k, v)
         log_f = q.new_zeros(q.shape[0], 1, q.shape[2], dtype=torch.float32) if log_f is None else log_f
         log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
-        pruning = dict(log_pruning_tolerance=tolerance, logit_bound=None if largest is None else unit * largest)
-        o = forgetting_attention_triton(q, k, v, log_f, scale=scaling, first_key=visible.first_key, **pruning)
+        bound = None if largest is None else bound_scale * largest
+        options = dict(scale=scaling, log_pruning_tolerance=tolerance, logit_bound=bound)
+        return triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
+
+    q, k, v, key = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, key))
+    gates, gate_scale = gates_in(module, key, heads), -GATE_QUERY * scaling
+    if decoding:
+        bounds = visible.first_key, end, scaling, tolerance, largest, bound_scale
+        o = triton_decode(q, k, v, gates, gate_scale, *bounds)
     else:
-        c = gates_in(module, key, heads).float().sum(-1).flatten(1, 2).double() * (
-            -GATE_QUERY * scaling
-        )  # (B, Hq, Tk)
+        c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.real is not None:
-            c = c.masked_fill(~visible.real[:, None], 0.0)  # it falls along the row, as the pruning expects
+            c = c.masked_fill(~visible.real[:, None], 0.0)  # pruning needs a c that falls, padding included
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
-        bound = None if largest is None else unit * largest
-        o, _ = attend_many(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
-    if visible.order is not None:
-        o = take(o, visible.query_order.argsort(dim=-1))
-    return o.transpose(1, 2), None
+        bound = None if largest is None else bound_scale * largest
+        o, _ = attention_from_sums(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
+    return visible.unsort_queries(o).transpose(1, 2), None
 
 
 if triton is not None:
     AttentionInterface.register(NAME, forgetting_triton_attention)
-    AttentionMaskInterface.register(NAME, visible_keys)
+    AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 
 
 # Backends that compute softmax(scaling * q.k + mask) v exactly. Others may drop an argument that they do not know.
@@ -288,9 +206,8 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 def fold_forget_gate(module, q, k, v, log_f, rows, past):
     """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each."""
-    if torch.is_autocast_enabled(q.device.type):
-        # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
+    q, k, v = autocast_inputs(q, k, v)
     c = running_sum(log_f, rows.document_positions)
     if past.cache is not None:
         c = c + past.decay(c)

@@ -1,125 +1,129 @@
-"""What the Triton kernels know of masks: the first key that each query sees.
+"""Which keys a query sees: padding, documents and a window become one integer per query, the first key that it sees.
 
-Padding, packed sequences and a window say so (`first_visible_key`), and so does adaptive computation pruning (arXiv
-2504.06949): the gates have forgotten what lies before (`first_kept_key`), which `count_pruned_blocks` counts.
+`find_visible_keys` computes that integer for the operator and for the model. Adaptive computation pruning (arXiv
+2504.06949) raises it: `first_kept_key` is the first key that the gates have not forgotten, and `count_pruned_blocks`
+counts what was left out.
 """
 
 import contextlib
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from .tiles_fox import Tile
+from .tiles_fox import DECODE_ROWS, Tile
 
 
-def _require(holds: torch.Tensor, error: type[Exception], explain: Callable[[], str]) -> None:
-    """Raises `error` unless `holds`; inside torch.compile, where values are unknown, the device asserts it instead."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(holds, "attention_mask has holes, or cu_seqlens does not rise from 0 to the token count")
-    elif not holds:
-        raise error(explain())
+class VisibleKeys(NamedTuple):
+    """Which keys the queries of one call see; the same in every layer of a model.
+
+    first_key: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
+        first_key > own position: the query sees nothing. None: plain causal attention.
+    end: the queries are the last Tq of the first `end` keys; the slots after them are free. An int, or a tensor of one
+        element where only the device knows.
+    order, query_order, real: set only where padding lies between real tokens. Orders of the keys, (B, Tk), and of the
+        queries, (B, Tq), that put padding first, and which of the ordered keys are real. `first_key` counts in this
+        order.
+    """
+
+    first_key: torch.Tensor | None
+    end: int | torch.Tensor
+    order: torch.Tensor | None = None
+    query_order: torch.Tensor | None = None
+    real: torch.Tensor | None = None
+
+    def contiguous(self):
+        """`generate` calls this on every mask."""
+        return self
+
+    def last(self, length):
+        """The same for the last `length` keys alone, for a cache that has dropped the keys before them."""
+        if self.order is not None:
+            raise NotImplementedError(
+                "forgetting_triton cannot use a PrunedCache where padding lies between real tokens. Pad on one side, or "
+                "use another backend: model.set_attn_implementation('sdpa')."
+            )
+        first = None if self.first_key is None else (self.first_key - (self.end - length)).clamp(min=0)
+        return VisibleKeys(first, length)
+
+    def sort_queries(self, x):
+        """(B, H, Tq, ...), padding first."""
+        return x if self.order is None else take(x, self.query_order)
+
+    def sort_keys(self, x):
+        """(B, H, Tk, ...), padding first."""
+        return x if self.order is None else take(x, self.order)
+
+    def unsort_queries(self, x):
+        """Inverse of `sort_queries`."""
+        return x if self.order is None else take(x, self.query_order.argsort(dim=-1))
 
 
-def first_visible_key(
-    Tq: int,
-    Tk: int,
-    *,
-    attention_mask: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    window: int | None = None,
-    device: torch.device | str | None = None,
-) -> torch.Tensor | None:
-    """The first key that each query sees: padding, packing and window as one integer per row.
+def take(x, order):
+    """Rows of (B, H, T, ...) in the order (B, T)."""
+    index = order.view(order.shape[0], 1, -1, *[1] * (x.ndim - 3))
+    return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
 
-    Compute it once per forward pass and hand it to every layer as `first_key`; checking a mask or `cu_seqlens` waits
-    for the device once.
+
+def find_visible_keys(Tq, Tk, device, *, real=None, document_start=None, window=None, end=None) -> VisibleKeys:
+    """The keys that causal queries see, from padding, documents and a window.
+
+    Call it once per forward pass: looking at `real` waits for the device.
 
     Args:
-        Tq, Tk: number of queries and keys; query i sits at position Tk - Tq + i.
-        attention_mask: (B, Tk), nonzero for real tokens, which must be contiguous in each row.
-        starts, lengths: (B,) integers, the same thing in numbers: row b holds real tokens at starts[b] <= t <
-            starts[b] + lengths[b]. Defaults: 0, and up to the end. They are clamped to the row.
-        cu_seqlens: (N + 1,) integers 0 ... Tk, borders of sequences packed into a batch of one. Needs Tq == Tk.
-        window: number of most recent keys that a query sees, itself included.
-        device: where to put the result if no tensor is given.
-
-    Returns:
-        int32, (B or 1, 1, Tq), not decreasing along each row; a position past the query's own means that it sees
-        nothing. None if every query sees everything before it.
-
-    Raises:
-        ValueError: more than one description of the sequences, or one that does not fit Tq and Tk.
-        NotImplementedError: real tokens on both sides of a padding token.
+        Tq, Tk: number of queries and keys. The queries are the last Tq of the first `end` keys.
+        real: (B, Tk) bool, False at padding.
+        document_start: (B or 1, Tq) integers, position of the first key of each query's document.
+        window: number of most recent positions that a query sees, its own included.
+        end: (1,) or () integer tensor, number of filled key slots where only the device knows it. Default Tk.
     """
-    described = {
-        "attention_mask": attention_mask,
-        "starts/lengths": starts if lengths is None else lengths,
-        "cu_seqlens": cu_seqlens,
-    }
-    given = [name for name, x in described.items() if x is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"Got {' and '.join(given)}; pass one of them, since each says where sequences begin and end."
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it counts the keys a query sees, itself included, so it starts at 1.")
-
-    if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.shape[1] != Tk:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (B, {Tk}), one entry per key, "
-                "those in the cache included."
-            )
-        real = attention_mask.bool()
-        starts, lengths = real.int().argmax(-1), real.sum(-1)
-        t = torch.arange(Tk, device=real.device)
-        holes = real != ((t >= starts[:, None]) & (t < (starts + lengths)[:, None]))
-        _require(
-            ~holes.any(),
-            NotImplementedError,
-            lambda: (
-                f"attention_mask has padding between real tokens (row {int(holes.any(-1).int().argmax())}); the "
-                "Triton backend takes padding on the left and on the right only. Use another backend, or pack."
-            ),
-        )
-        if window is None and not torch.compiler.is_compiling() and real.all():
-            return None
-
-    if starts is not None or lengths is not None:
-        starts = torch.zeros_like(lengths) if starts is None else starts.clamp(min=0)
-        stops = torch.full_like(starts, Tk) if lengths is None else (starts + lengths).clamp(max=Tk)
-        i = torch.arange(Tk - Tq, Tk, device=starts.device)
-        first = torch.where(i < stops[:, None], starts[:, None], Tk)
-    elif cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or Tq != Tk:
-            raise ValueError(
-                f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}, with {Tq} queries and "
-                f"{Tk} keys; it must be a vector of integers, with as many queries as keys."
-            )
-        _require(
-            (cu_seqlens[0] == 0) & (cu_seqlens[-1] == Tk) & (cu_seqlens.diff() >= 0).all(),
-            ValueError,
-            lambda: (
-                f"cu_seqlens is {cu_seqlens.tolist()}; it must rise from 0 to the {Tk} packed tokens, because every "
-                "token belongs to one sequence."
-            ),
-        )
-        i = torch.arange(Tk, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-        first = cu_seqlens[torch.searchsorted(cu_seqlens, i, right=True) - 1][None]
-    elif window is not None:
-        i = torch.arange(Tk - Tq, Tk, device=device)
-        first = torch.zeros_like(i)[None]
-    else:
-        return None
+    compiling = torch.compiler.is_compiling()
+    reorder = end is not None and Tq > DECODE_ROWS  # free slots, like padding, go in front of the keys
+    end = Tk if end is None else end
+    slots = torch.arange(Tq, device=device) + (end - Tq)  # of the queries among the keys
+    first = torch.zeros_like(slots)[None] if document_start is None else document_start  # (B or 1, Tq)
     if window is not None:
-        first = torch.maximum(first, i - window + 1)
-    return first[:, None].int()
+        first = torch.maximum(first, slots - window + 1)
+    bounded = document_start is not None or window is not None
+    unpadded = VisibleKeys(first[:, None].int() if bounded else None, end)
+    if real is None and not reorder:
+        return unpadded
+    t = torch.arange(Tk, device=device)
+    real = torch.ones(len(first), Tk, dtype=torch.bool, device=device) if real is None else real
+    if not compiling and (real | (t >= end)).all():
+        return unpadded
+
+    real = real & (t < end)
+    first = first.expand(len(real), -1)
+    before = real.cumsum(-1) - real.long()  # number of real keys before each slot, (B, Tk)
+    count = real.sum(-1, keepdim=True)
+    start = real.int().argmax(-1, keepdim=True)
+    one_block = (before == (t - start).clamp(min=0).minimum(count)).all()  # no padding between real tokens
+    if reorder or not (compiling or one_block):
+        query_real = real[:, slots]  # (B, Tq)
+        order, query_order = (x.int().argsort(dim=-1, stable=True) for x in (real, query_real))
+        first = before.gather(1, first) * query_real  # a padding query may see anything
+        first = Tk - count + first.gather(1, query_order)
+        return VisibleKeys(first[:, None].int(), Tk, order, query_order, real.gather(1, order))
+    if compiling:
+        torch._assert_async(one_block, "compiled Triton attention: attention_mask has padding between real tokens")
+    first = torch.where(slots < start + count, torch.maximum(first, start), Tk)
+    return VisibleKeys(first[:, None].int(), end)
+
+
+def document_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
+    """Position of the first token of each token's document, (1, T); cu_seqlens: borders of the documents, (N + 1,)."""
+    if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
+        rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
+        torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
+    cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
+    return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 
 
 def stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
-    """The transpose of `first_key`: one past the last query that sees each key, 0 for none. int32, (b, h, Tk)."""
+    """The transpose of first_key, (b, h, Tq): one past the last query that sees each key, int32, (b, h, Tk).
+
+    A key that no query sees has a number of at most its own position.
+    """
     keys = torch.arange(Tk, device=first_key.device, dtype=torch.int32).expand(*first_key.shape[:2], Tk)
     count = torch.searchsorted(first_key.contiguous(), keys.contiguous(), right=True, out_int32=True)
     return torch.where(count > 0, count + (Tk - first_key.shape[-1]), 0).int()
@@ -144,7 +148,7 @@ def first_kept_key(
     Tk = c.shape[-1]
     rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)
     ends = torch.arange(key_block, Tk + key_block, key_block, device=c.device).clamp(max=Tk) - 1
-    # Where c or the threshold is no number, nothing is known to be forgotten.
+    # NaN or inf in c or in the threshold prunes nothing.
     faded = (-c[..., ends]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
     needed = (threshold.double()[..., None] - c[..., rows]).nan_to_num(
         nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
@@ -154,7 +158,7 @@ def first_kept_key(
 
 
 def bound_from_norms(q, k, scale, first_key, stop) -> torch.Tensor:
-    """(B, Hq): upper bound of |scale * q.k| from the largest norms of the rows that take part."""
+    """Upper bound of |scale * q.k| from the largest norms of the queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if first_key is not None:  # padding may hold anything
@@ -165,24 +169,26 @@ def bound_from_norms(q, k, scale, first_key, stop) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """A bound that broadcasts to (B, Hq), as the kernels read it: fp32, contiguous."""
+    """A number or a tensor that broadcasts to (B, Hq) as the kernels read it: (B, Hq), fp32, contiguous."""
     return torch.as_tensor(logit_bound, device=q.device, dtype=torch.float32).expand(q.shape[:2]).contiguous()
 
 
 def pruning_threshold(q, Tk: int, tolerance: float, logit_bound) -> torch.Tensor:
-    """(B, Hq) fp32: what the decay must fall below so that all that is pruned weighs at most e^tolerance of a row."""
+    """(B, Hq) fp32: keys whose decay is below it weigh at most e^tolerance of a row together."""
     bound = bound_per_head(q, logit_bound)
     return tolerance - 2 * bound - bound.new_full((), Tk).log()  # math.log would fix Tk in a compiled graph
 
 
 class PrunedBlocks:
-    """Tally of `count_pruned_blocks`: blocks of the forward tile, over all heads, rows and calls so far."""
+    """What `count_pruned_blocks` yields: blocks of the forward tile, summed over heads, rows and calls."""
 
     def __init__(self):
         self._pruned = self._total = 0
 
     def add(self, first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-        """Counts one call: key blocks of each query block under `first_key`, and those that `pruned_from` drops."""
+        """Count the key blocks that `first_key` leaves to the query blocks of a call, and those `pruned_from`
+        drops.
+        """
         Tq = pruned_from.shape[-1]
         stops = torch.arange(Tk - Tq, Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
         begin = pruned_from[..., :: tile.BM]
@@ -194,12 +200,12 @@ class PrunedBlocks:
 
     @property
     def total(self) -> int:
-        """Blocks that causality, padding and window leave to compute."""
+        """Blocks that causality, padding, documents and window leave."""
         return int(self._total)
 
     @property
     def pruned(self) -> int:
-        """How many of them were not computed."""
+        """How many of the `total` blocks were not computed."""
         return int(self._pruned)
 
 
@@ -207,15 +213,16 @@ _tallies: list[PrunedBlocks] = []
 
 
 def tally_pruned(first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-    """`PrunedBlocks.add` for everyone who counts."""
+    """`PrunedBlocks.add` for every open `count_pruned_blocks`."""
     for tally in _tallies:
         tally.add(first_key, pruned_from, Tk, tile)
 
 
 @contextlib.contextmanager
 def count_pruned_blocks():
-    """Counts what adaptive computation pruning leaves out: `with count_pruned_blocks() as blocks: model(x)`, then read
-    `blocks.pruned` and `blocks.total`. The tally stays on the device until then. A compiled model is not counted.
+    """Count what adaptive computation pruning leaves out: `with count_pruned_blocks() as blocks: model(x)`, then read
+    `blocks.pruned` and `blocks.total`. The counts stay on the device until they are read. Compiled calls are not
+    counted.
     """
     tally = PrunedBlocks()
     _tallies.append(tally)

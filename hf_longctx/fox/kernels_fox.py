@@ -11,9 +11,9 @@ Three ideas carry them.
   are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
 * **One program, one output block.** No atomics: the same inputs give the same bits.
 
-Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position among
-the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential is one
-hardware exp2. D is the head size, BD the power of two that holds it.
+Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
+among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
+is one hardware exp2. D is the head size, BD the power of two that holds it.
 """
 
 from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
@@ -28,17 +28,17 @@ try:
 
     jit = triton.jit
     # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
-    # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the heads
-    # of a group, and the assembler for Hopper then makes each of its products wait for the one before.
+    # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the
+    # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before.
     jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split", "n_halvings", "G"])
     LOG2E = tl.constexpr(1.4426950408889634)
-    # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside the
-    # bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
+    # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside
+    # the bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
     MAX_FIXED = tl.constexpr(42.0)
     # The interpreter multiplies bf16 operands as if their bits were integers and truncates fp32 to bf16 (triton 3.3
     # to 3.9); `dot` and `narrow` do both by hand there.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
-except ImportError:  # CPU wheel or Windows: importing this file works, `why_not` in triton_fox.py is a clear error
+except ImportError:  # CPU wheel or Windows: the import works, and `why_not` in triton_fox.py is the error of a call
     triton, INTERPRETED = None, SimpleNamespace(value=False)
 
     def jit(fn):
@@ -113,7 +113,7 @@ def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: t
     o_i = i_row + tl.arange(0, BM)
     if BOUNDED:
         b_first = tl.load(p_first + o_i, mask=o_i < Tk, other=0)
-        m_i = (b_first <= o_i) & (o_i < Tk)  # rows that see anything at all
+        m_i = (b_first <= o_i) & (o_i < Tk)  # rows that see some key
         begin = tl.min(tl.where(m_i, b_first, Tk), 0)
         end = tl.max(tl.where(m_i, o_i + 1, 0), 0)
         full = tl.cdiv(tl.minimum(tl.max(b_first, 0), end), BN) * BN
@@ -144,10 +144,10 @@ def forward_span(
     """Softmax over key blocks i_from ... i_to, which all rows see; b_m and b_l: maximum and sum, from the first row.
 
     Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
-    (p_d), to the first row (a scalar), to row i. The last one is the same for a whole row and waits until the end.
+    (p_d), to the first row (a scalar), to row i. The last term is the same for a whole row and is added at the end.
 
-    FIXED: b_m is a bound of all logits instead of the largest so far. This saves work on each logit, and a block no
-    longer waits for the one before it.
+    FIXED: b_m is a bound of all logits instead of the largest so far. This saves work on each logit and makes the
+    blocks independent of each other.
     """
     for i_k in range(i_from, i_to, BN):
         b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]
@@ -163,8 +163,8 @@ def forward_span(
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
         b_w = narrow(b_p, b_v.dtype)
-        # A weight that outdoes its row is 1 beside a running maximum, and any number below 1 beside a bound: there its
-        # rounding cancels only if it is summed as it multiplies.
+        # A weight that dominates its row is exactly 1 under a running maximum. Under a bound it is some number below
+        # 1, and its rounding cancels only if the rounded weight is summed.
         b_l += tl.sum(b_w.to(tl.float32) if FIXED else b_p, 1)
         b_o += dot(b_w, b_v)
     return b_o, b_l, b_m
@@ -176,8 +176,8 @@ def forward_masked_span(
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over key blocks i_from ... i_to, some of which some rows do not see; b_m and b_l from each row."""
-    o_i = i_row + tl.arange(0, BM)  # what only this part needs is loaded here, and takes no registers before
+    """Online softmax over key blocks i_from ... i_to, which not all rows see; b_m and b_l are relative to each row."""
+    o_i = i_row + tl.arange(0, BM)  # loaded here, so that it takes no registers in the unmasked loop
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
     if BOUNDED:
         b_first = tl.load(p_first + o_i, mask=o_i < Tk, other=0)  # [BM]
@@ -394,7 +394,7 @@ def dkdv_span(
             m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_stop[:, None]) & m_i[None, :]
             b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])  # [BN, BM]
-            b_ds = tl.where(m_s, b_ds, 0.0)  # a key that nobody sees may hold NaN
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a key that no query sees may hold NaN
         else:
             # key to the end of its block, to the start of the query block (a scalar), to row i
             c_start, e_start = tl.load(p_c + i_q), tl.load(p_e + i_q)
@@ -445,7 +445,7 @@ def dkdv_kernel(
         # Queries [begin, end) see some of these keys; blocks of BM queries in [full, ragged) see all of them.
         if BOUNDED:
             b_stop = tl.load(p_stop + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
-            m_j = b_stop > o_j  # keys that anybody sees
+            m_j = b_stop > o_j  # keys that some query sees
             begin = tl.maximum(tl.min(tl.where(m_j, o_j, Tk), 0), Tk - Tq)
             end = tl.max(tl.where(m_j, b_stop, 0), 0)
             until = tl.min(tl.where(o_j < Tk, b_stop, Tk), 0)
@@ -467,26 +467,30 @@ def dkdv_kernel(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
             b_stop, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
         p_dch = p_dc + i_key + o_j
-        tl.store(p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk)  # dq_kernel has left the queries' share
+        tl.store(
+            p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
+        )  # dq_kernel has written the queries' share
     store_rows(p_dk + i_b * s_dkb + i_hk * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
     store_rows(p_dv + i_b * s_dvb + i_hk * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 
 
 @jit
-def decay_parts(p_i, p_j, s_xp, unit, m_i, m_ij, P: tl.constexpr):
+def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
     """The decay between positions as a sum of P stored parts; each difference is small where the sums are large."""
-    b_d = (tl.load(p_i, mask=m_i, other=0.0).to(tl.float32) - tl.load(p_j, mask=m_ij, other=0.0).to(tl.float32)) * unit
+    b_d = (
+        tl.load(p_i, mask=m_i, other=0.0).to(tl.float32) - tl.load(p_j, mask=m_ij, other=0.0).to(tl.float32)
+    ) * gate_scale
     for i_p in tl.static_range(1, P):
         b_xi = tl.load(p_i + i_p * s_xp, mask=m_i, other=0.0).to(tl.float32)
         b_xj = tl.load(p_j + i_p * s_xp, mask=m_ij, other=0.0).to(tl.float32)
-        b_d += (b_xi - b_xj) * unit
+        b_d += (b_xi - b_xj) * gate_scale
     return b_d
 
 
 @jit_any_length
 def prune_kernel(
     p_x, p_first, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
-    Tq, Tk, Hq, G, n_rows, n_halvings, unit, bound_unit, tolerance,
+    Tq, Tk, Hq, G, n_rows, n_halvings, gate_scale, bound_scale, tolerance,
     BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """The first key of each row whose block of BN keys the decay does not bound below the threshold, (B, Hq, Tq).
@@ -505,7 +509,7 @@ def prune_kernel(
         b_first = tl.zeros([BM], tl.int32)
     m_see = m_r & (b_first <= o_i)
     b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BM]
-    b_threshold = (tolerance - 2 * bound_unit * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
+    b_threshold = (tolerance - 2 * bound_scale * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
     p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
     p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
     b_lo, b_hi = b_first // BN, o_i // BN
@@ -513,7 +517,7 @@ def prune_kernel(
         b_mid = (b_lo + b_hi) // 2
         m_mid = m_see & (b_lo < b_hi)
         p_xj = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
-        m_drop = m_mid & (decay_parts(p_xi, p_xj, s_xp, unit * LOG2E, m_see, m_mid, P) < b_threshold)
+        m_drop = m_mid & (decay_parts(p_xi, p_xj, s_xp, gate_scale * LOG2E, m_see, m_mid, P) < b_threshold)
         b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
     tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first), mask=m_r)
 
@@ -522,21 +526,22 @@ def prune_kernel(
 def decode_kernel(
     p_q, p_k, p_v, p_x, p_first, p_end, p_o, p_lse,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
-    Tq, Tk, Hq, G, B, n_split, scale, unit,
+    Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
     ENDS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Attention of all G * Tq query rows of a kv head over one of n_split equal parts of the keys that they see.
 
-    How much they see is known on the device only: pruning tells the first key, and p_end the last one where a cache has
-    free slots. So the same launch serves every step, and its work stays evenly split.
+    The range of visible keys is known on the device only: pruning determines the first key, and p_end the last one in
+    a cache with free slots. So one launch serves every step, and its work is split evenly.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # neighbours read the same keys
     i_s = tl.program_id(0) // n_r % n_split
     i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
-    # Folded keys are 8 but seldom 16 elements apart, which the compiler would not notice, and load them one by one.
+    # Rows of folded keys are multiples of 8 elements apart, seldom of 16. The compiler would miss the 8 and load
+    # elements one by one.
     s_kb, s_kh, s_kt = s_kb // W * W, s_kh // W * W, s_kt // W * W
     s_vb, s_vh, s_vt = s_vb // W * W, s_vh // W * W, s_vt // W * W
     if ENDS:
@@ -552,7 +557,7 @@ def decode_kernel(
     b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)  # [BM, BD]
     p_x_rows = p_x + i_b * s_xb + i_hk * s_xh + (o_r // Tq).to(tl.int64) * s_xg  # [BM]
     p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
-    unit = unit * LOG2E
+    gate_scale = gate_scale * LOG2E
     if BOUNDED:
         b_first = tl.load(p_first + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
     else:
@@ -575,7 +580,7 @@ def decode_kernel(
         m_s = m_s & (o_j[None, :] <= o_i[:, None])
         p_xj = p_x_rows[:, None] + o_j.to(tl.int64)[None, :] * s_xt
         b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)  # [BM, BN]
-        b_s += decay_parts(p_xi[:, None], p_xj, s_xp, unit, m_see[:, None], m_s, P)
+        b_s += decay_parts(p_xi[:, None], p_xj, s_xp, gate_scale, m_see[:, None], m_s, P)
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)

@@ -40,7 +40,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 from transformers.utils import logging
 
 from .attention_fox import fold_keys, folded_width, unfold_decay
-from .backend_fox import ROUNDING, VisibleKeys, logit_bound_of_norms
+from .backend_fox import ROUNDING, logit_bound_of_norms
+from .bounds_fox import VisibleKeys
 from .modeling_fox import FoxDecoderLayer
 from .state_fox import AttendingCache
 

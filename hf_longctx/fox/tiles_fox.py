@@ -23,40 +23,37 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
+DECODE_ROWS = 16  # calls of at most so many queries without gradients take the split-KV kernel
+
 # TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly
 # a spill in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
 TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     (80, 2): {
-        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
     },
     (86, 2): {  # 8.6, 8.9: 99 KiB of shared memory per block
-        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3)),
         256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 2)),
     },
     (90, 2): {
-        16: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
     },
     (100, 2): {  # with 64 keys of 256 dimensions, the dk/dv pass no longer fits tensor memory and compiles to a trap
-        16: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         32: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
     },
-    # an fp32 product is three tf32 products (`dot`) of operands split in registers: this spills, and is for checking
+    # fp32 is for checking: one product is three tf32 products (`dot`) of operands split in registers, which spills
     (80, 4): {
-        16: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
         32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
         64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 2)),
         128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 2)),
@@ -64,10 +61,12 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     },
     # the interpreter: several blocks even in a small test
     (0, 2): dict.fromkeys(
-        (16, 32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
+        (32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
     ),
 }
 TILES[0, 4] = TILES[0, 2]
+for rows in TILES.values():
+    rows.setdefault(16, rows[32])
 
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Forgetting attention in Triton: checks its input, launches the kernels of kernels_fox.py, and gives them gradients.
+"""Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
 
-The launchers are custom operators, which is what torch.compile and autograd see of them.
-
-Public: `forgetting_attention_triton`; `attend` and `attend_few` for callers that have checked their input.
+The launchers are custom operators: torch.compile and autograd see each as one node of the graph. Three functions call
+them, on checked inputs: `triton_attention` starts from log f, `attention_from_sums` from its running sum, and
+`triton_decode` from a running sum that lies in parts in the keys of a cache.
 """
 
 import contextlib
@@ -10,10 +10,10 @@ import contextlib
 import torch
 
 from .bounds_fox import (
+    VisibleKeys,
     bound_from_norms,
     bound_per_head,
     first_kept_key,
-    first_visible_key,
     pruning_threshold,
     stop_query,
     tally_pruned,
@@ -29,13 +29,14 @@ from .kernels_fox import (
     prune_kernel,
     triton,
 )
-from .tiles_fox import Tile, padded, tiles_for
+from .tiles_fox import DECODE_ROWS, Tile, padded, tiles_for
 
 
-__all__ = ["forgetting_attention_triton"]
+MAX_HEAD_DIM = 256
+GATE_FLOOR = -1e5  # stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight
 
 
-# Launchers: each allocates its outputs and calls its kernels.
+# --- launchers: each allocates its outputs and calls its kernels -----------------------------------------------------
 
 
 def _on(device: torch.device):
@@ -51,7 +52,7 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def _unit_last(x: torch.Tensor) -> torch.Tensor:
+def _contiguous_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -98,7 +99,7 @@ def launch_forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
 def launch_backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    do, dlse = _unit_last(do), dlse.contiguous()
+    do, dlse = _contiguous_last(do), dlse.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
     tiles = tiles_for(q.device, D, q.dtype)
@@ -123,7 +124,7 @@ def launch_backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scal
     return dq, dk, dv, dc
 
 
-def launch_decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance):
+def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
@@ -143,14 +144,14 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit
             launch(
                 prune_kernel, triton.cdiv(B * Hq * Tq, tile.BM), tile._replace(warps=1),
                 gates, first_key, end, bound, kept, *gates.stride(), *s_first, *bound.stride(),
-                Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), unit, bound_unit, tolerance,
+                Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), gate_scale, bound_scale, tolerance,
                 BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
             )  # fmt: skip
             first_key, *s_first = _bound(kept, B, Hq)
         launch(
             decode_kernel, n_split * rows, tile,
             q, k, v, gates, first_key, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
-            Tq, Tk, Hq, G, B, n_split, scale, unit,
+            Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, P=parts, ENDS=ends,
             W=1 if any(s % 8 for s in _strides(k, v)) else 8,
         )  # fmt: skip
@@ -162,7 +163,7 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit
 
 
 if triton is not None:
-    # Remote code may be imported beside the installed package, or twice: each copy has operators of its own.
+    # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
     _SPACE = __name__.removesuffix(".fox.triton_fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor e, Tensor? first_key, Tensor? stop_query"
     fox_forward = torch.library.custom_op(
@@ -182,7 +183,7 @@ if triton is not None:
         launch_decode,
         mutates_args=(),
         schema="(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? bound, "
-        "float scale, float unit, float bound_unit, float tolerance) -> Tensor",
+        "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
     )
 
     @fox_forward.register_fake
@@ -194,7 +195,7 @@ if triton is not None:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(c)
 
     @fox_decode.register_fake
-    def _(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance):
+    def _(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
         return _empty_output(q)
 
     def _save(ctx, inputs, output):
@@ -208,13 +209,11 @@ if triton is not None:
     fox_forward.register_autograd(_chain_rule, setup_context=_save)
 
 
-MAX_HEAD_DIM = 256
-DECODE_ROWS = 16  # up to so many queries without gradients take the split-KV kernel
-GATE_FLOOR = -1e5  # stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight
+# --- attention of checked inputs -------------------------------------------------------------------------------------
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
-    """The error that a call on such heads, dtype and device would raise; None if the kernels can run."""
+    """The exception to raise for heads of this size, dtype and device; None if the kernels can run."""
     if triton is None:
         return ImportError(
             "The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'."
@@ -233,202 +232,113 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
     return None
 
 
-def _check_inputs(q, k, v, log_f, log_pruning_tolerance) -> None:
-    if triton is None:
-        raise why_not(1)
-    if not (q.dim() == k.dim() == v.dim() == 4 and log_f.dim() == 3):
-        raise ValueError(
-            f"q, k, v are {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and log_f is {tuple(log_f.shape)}; "
-            "they must be (B, H, T, D) and (B, Hq, Tk)."
-        )
-    B, Hq, Tq, D = q.shape
-    Hkv, Tk = k.shape[1:3]
-    if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D or Hkv == 0 or Hq % Hkv:
-        raise ValueError(
-            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, q {tuple(q.shape)}; k and v must have one shape, share batch "
-            "and head size with q, and have a number of heads that divides that of q."
-        )
-    if Tq > Tk:
-        raise ValueError(f"{Tq} queries for {Tk} keys; the queries are the last of the positions that the keys cover.")
-    if log_f.shape != (B, Hq, Tk):
-        raise ValueError(f"log_f is {tuple(log_f.shape)}; it must be {(B, Hq, Tk)}: one gate per query head and key.")
-    if log_f.dtype != torch.float32:
-        raise ValueError(
-            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. Cast "
-            "before the log: F.logsigmoid(gate.float())."
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one dtype. Cast them.")
-    if not q.device == k.device == v.device == log_f.device:
-        raise ValueError(
-            f"q, k, v, log_f are on {q.device}, {k.device}, {v.device}, {log_f.device}; move them together."
-        )
-    if log_pruning_tolerance is not None and log_pruning_tolerance > 0:
-        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
-    if (reason := why_not(D, q.dtype, q.device)) is not None:
-        raise reason
+def is_decoding(*tensors: torch.Tensor) -> bool:
+    """Whether the split-KV kernel computes a call: up to 16 queries (the first tensor), and no gradients."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad
 
 
-def _check_first_key(first_key, q) -> None:
-    B, Hq, Tq, _ = q.shape
-    if (
-        first_key.dim() != 3
-        or first_key.shape[0] not in (1, B)
-        or first_key.shape[1] not in (1, Hq)
-        or first_key.shape[2] != Tq
-        or first_key.dtype != torch.int32
-        or first_key.device != q.device
-    ):
-        raise ValueError(
-            f"first_key is {tuple(first_key.shape)}, {first_key.dtype}, on {first_key.device}; it must be ({B} or 1, "
-            f"{Hq} or 1, {Tq}), torch.int32, on {q.device}. A mask or starts of another batch size end here too."
-        )
+def finite_gates(log_f: torch.Tensor, stop: torch.Tensor | None) -> torch.Tensor:
+    """log f ready for cumsum: -inf clamped to -1e5, and 0 at keys that no query sees, which padding is.
 
-
-def checked_call(q, k, v, log_f, scale, log_pruning_tolerance, first_key=None, **described):
-    """What `forgetting_attention_triton` was given, or one clear error: q, k, v as autocast wants them, scale, and the
-    bound of each row, which is `first_key` or `first_visible_key` of what is `described`.
+    stop: result of `stop_query`.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    _check_inputs(q, k, v, log_f, log_pruning_tolerance)
-    bound = first_visible_key(q.shape[2], k.shape[2], device=q.device, **described)
-    if described["cu_seqlens"] is not None and q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens with a batch of {q.shape[0]}; packed sequences form a batch of one.")
-    if first_key is not None and bound is not None:
-        raise ValueError("Got first_key and another description of the sequences; first_key already holds it all.")
-    bound = bound if first_key is None else first_key
-    if bound is not None:
-        _check_first_key(bound, q)
-    return q, k, v, q.shape[-1] ** -0.5 if scale is None else float(scale), bound
-
-
-def counted_gates(log_f, stop) -> torch.Tensor:
-    """log f as it is summed: finite, and 0 where `stop_query` tells that nobody looks across, padding among it."""
     if stop is not None:
         log_f = log_f.masked_fill(stop <= torch.arange(log_f.shape[-1], device=log_f.device), 0.0)
     return log_f.clamp(min=GATE_FLOOR)
 
 
-def forgetting_attention_triton(
+def triton_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     log_f: torch.Tensor,
+    visible: VisibleKeys | None = None,
     *,
     scale: float | None = None,
-    attention_mask: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    window: int | None = None,
-    first_key: torch.Tensor | None = None,
     log_pruning_tolerance: float | None = None,
     logit_bound: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """Softmax attention with a forget gate (arXiv 2503.02130, eq. 11) in O(T) memory, with gradients for all inputs.
+    """Causal forgetting attention (arXiv 2503.02130, eq. 11) of checked inputs.
 
     Args:
-        q: queries, (B, Hq, Tq, D), bf16, fp16 or fp32; D from 1 to 256. The queries are the *last* Tq of Tk positions.
-        k, v: keys and values, (B, Hkv, Tk, D). Query head h uses kv head h // (Hq // Hkv).
-        log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
-        scale: factor on q.k before the decay is added. Default D ** -0.5.
-        attention_mask, starts, lengths, cu_seqlens, window: which keys a query sees; see `first_visible_key`.
-        first_key: the result of `first_visible_key` instead of these five: int32, (B or 1, Hq or 1, Tq).
-        log_pruning_tolerance: leave out key blocks that the decay bounds below e^tolerance of a row's weight in all
-            (arXiv 2504.06949; -10 there). At most 0. None computes everything.
-        logit_bound: upper bound of |scale * q.k|, broadcastable to (B, Hq). QK-norm gives one for free; otherwise pruning
-            takes it from the largest row norms of q and k, except in decoding (up to 16 queries without gradients):
-            there these norms would cost what pruning saves, and everything is computed. Heads whose bound is at most 29
-            need no running maximum in the softmax, which is faster (bf16 and fp32). A bound that does not hold makes
-            the result wrong.
+        q, k, v, log_f, scale, log_pruning_tolerance: as in `forgetting_attention`.
+        visible: result of `find_visible_keys`. None: every query sees all keys up to its own.
+        logit_bound: upper bound of |scale * q.k|, a number or a tensor that broadcasts to (B, Hq). QK-norm gives one
+            for free. Without one, pruning takes the largest row norms of q and k, except in decoding (up to 16 queries
+            without gradients): there the norms would cost what pruning saves, and everything is computed. Heads with a
+            bound of at most 29 need no running maximum in the softmax, which is faster (bf16 and fp32). A bound that
+            does not hold makes the result wrong.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). Rows that see no key are 0. Padding may hold anything, NaN
-        included.
-
-    Raises:
-        ImportError: Triton is not installed.
-        ValueError: a shape, dtype, device or bound above does not hold.
-        NotImplementedError: a head size above 256, another dtype, padding between real tokens.
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens.
     """
-    q, k, v, scale, first_key = checked_call(
-        q,
-        k,
-        v,
-        log_f,
-        scale,
-        log_pruning_tolerance,
-        first_key,
-        attention_mask=attention_mask,
-        starts=starts,
-        lengths=lengths,
-        cu_seqlens=cu_seqlens,
-        window=window,
-    )
-    if q.numel() == 0:
-        return q * (k.sum() + v.sum() + log_f.sum())  # nothing to compute, but gradients have a way back
     Tk = k.shape[2]
-    stop = None if first_key is None else stop_query(first_key, Tk)
-    c = counted_gates(log_f, stop).double().cumsum(-1)  # with dtype=float64, its gradient would be summed in float32
+    visible = VisibleKeys(None, Tk) if visible is None else visible
+    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    stop = None if visible.first_key is None else stop_query(visible.first_key, Tk)
+    c = finite_gates(log_f, stop).double().cumsum(-1)  # cumsum(dtype=float64) would sum its gradient in float32
     if is_decoding(q, k, v, log_f):
         gates = torch.stack([c.float(), (c - c.float()).float()], dim=-1)  # (B, Hq, Tk, 2)
         gates = gates.unflatten(1, (k.shape[1], -1))
         bound = None if logit_bound is None else bound_per_head(q, logit_bound)
-        return attend_few(q, k, v, gates, 1.0, first_key, None, scale, log_pruning_tolerance, bound)
-    return attend(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound)[0]
+        o = triton_decode(q, k, v, gates, 1.0, visible.first_key, None, scale, log_pruning_tolerance, bound)
+    else:
+        bounds = visible.first_key, stop, scale, log_pruning_tolerance, logit_bound
+        o, _ = attention_from_sums(q, k, v, c, *bounds)
+    return visible.unsort_queries(o)
 
 
-def is_decoding(*tensors: torch.Tensor) -> bool:
-    """Whether the split-KV kernel takes a call: up to 16 queries (the first tensor) and no gradient wanted."""
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return tensors[0].shape[2] <= DECODE_ROWS and not wants_grad
+def attention_from_sums(
+    q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`triton_attention` from the float64 running sum c of log f, (B, Hq, Tk), and the keys that queries see.
 
-
-def attend(q, k, v, c, first_key, stop, scale, tolerance, logit_bound) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forgetting_attention_triton` of checked inputs, from the float64 running sum c of log f, (B, Hq, Tk).
+    Args:
+        first_key, stop: `VisibleKeys.first_key` and its `stop_query`, or None twice.
 
     Returns:
         The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
         Both have gradients.
     """
-    q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
+    q, k, v = _contiguous_last(q), _contiguous_last(k), _contiguous_last(v)
     high = c.float()
     with torch.no_grad():
         low = (c - high).float()
         if logit_bound is not None:
             logit_bound = bound_per_head(q, logit_bound)
-        elif tolerance is not None:
+        elif log_pruning_tolerance is not None:
             logit_bound = bound_from_norms(q, k, scale, first_key, stop)
-        if tolerance is not None:
+        if log_pruning_tolerance is not None:
             Tq, Tk, tile = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype).forward
-            kept = first_kept_key(c, pruning_threshold(q, Tk, tolerance, logit_bound), Tq, tile.BM, tile.BN)
-            kept = kept.int().repeat_interleave(tile.BM, -1)[..., :Tq]
+            threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
+            kept = first_kept_key(c, threshold, Tq, tile.BM, tile.BN).int().repeat_interleave(tile.BM, -1)[..., :Tq]
             pruned = kept if first_key is None else torch.maximum(kept, first_key)
             tally_pruned(first_key, pruned, Tk, tile)
             first_key, stop = pruned, stop_query(pruned, Tk)
-        if q.dtype == torch.float16:  # its weights cannot be that small beside a bound: it keeps the running maximum
+        if q.dtype == torch.float16:  # cannot hold weights that are small beside a bound: keeps the running maximum
             logit_bound = None
     return fox_forward(q, k, v, high, low, first_key, stop, logit_bound, scale)
 
 
-def attend_few(
-    q, k, v, gates, unit, first_key, end, scale, tolerance=None, bound=None, bound_unit=1.0
+def triton_decode(
+    q, k, v, gates, gate_scale, first_key, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
 ) -> torch.Tensor:
-    """Up to 16 queries without gradients, whose keys may be the folded keys of a cache.
+    """`triton_attention` of up to 16 queries without gradients, whose keys may be the folded keys of a cache.
 
     Args:
-        q, k, v, scale: as in `forgetting_attention_triton`; any strides.
-        gates, unit: the running sum of log f, c = unit * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts), any strides.
-        first_key: result of `first_visible_key`, or None.
-        end: int tensor of one element: the queries are the last Tq of so many keys, and the rest is unused. None: Tk.
-        tolerance: `log_pruning_tolerance` there.
-        bound, bound_unit: |scale * q.k| <= bound_unit * bound; fp32, of a shape that expands to (B, Hq). Without it nothing
-            is left out.
+        q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
+        gates, gate_scale: the running sum of log f, c = gate_scale * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts),
+            any strides.
+        first_key, end: as in `VisibleKeys`; end is a tensor of one element, or None for Tk.
+        bound, bound_scale: |scale * q.k| <= bound_scale * bound; fp32, of a shape that expands to (B, Hq). Without it
+            nothing is pruned.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.
     """
-    q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
-    bound = None if tolerance is None else bound
-    return fox_decode(q, k, v, gates, first_key, end, bound, scale, unit, bound_unit, tolerance or 0.0)
+    q, k, v = _contiguous_last(q), _contiguous_last(k), _contiguous_last(v)
+    bound = None if log_pruning_tolerance is None else bound
+    tolerance = log_pruning_tolerance or 0.0
+    return fox_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance)

@@ -17,7 +17,7 @@ def weights(tensors, prefix="weights/"):
 
 
 def check(case, tensors, key, got):
-    """Assert that `got` agrees with `tensors[key]` wherever and as closely as the case asks; returns True if it asks."""
+    """Assert that `got` agrees with `tensors[key]` as closely as the case asks; returns True if it asks."""
     checks = [c for c in case["compare"] if c["key"] == key]
     for c in checks:
         want = tensors[key].double()

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from budget import DEVICE, runs_triton
 from golden_fox import check, load_cases, weights
 
 import hf_longctx.fox as fox
@@ -64,16 +65,17 @@ def test_both_layouts_of_one_model_are_one_model(golden):
     assert twins == 2
 
 
-@pytest.mark.parametrize("attention", [fox.forgetting_attention, fox.forgetting_attention_ref])
-def test_operator(golden, attention):
+@pytest.mark.parametrize("backend", ["folded", "reference", pytest.param("triton", marks=runs_triton)])
+def test_operator(golden, backend):
     names = ("q", "k", "v", "log_fgate")
     for case, t in load_cases(golden / "fox_fla", "op"):
-        if case["call"]["window_size"] is not None:
-            continue  # our operator has no window; the model's is in the mask
         leaves = [t[f"inputs/{name}"].requires_grad_() for name in names]  # (B, T, H, ...)
-        out = attention(
-            *(x.transpose(1, 2) for x in leaves), scale=case["call"]["scale"], cu_seqlens=t.get("inputs/cu_seqlens")
-        ).transpose(1, 2)
+        options = {"scale": case["call"]["scale"], "window": case["call"]["window_size"], "backend": backend}
+        if "inputs/cu_seqlens" in t:
+            options["cu_seqlens"] = t["inputs/cu_seqlens"].to(DEVICE)
+        out = (
+            fox.forgetting_attention(*(x.transpose(1, 2).to(DEVICE) for x in leaves), **options).transpose(1, 2).cpu()
+        )
         assert check(case, t, "expected/out", out), case["name"]
         out.backward(t["inputs/dout"])
         for name, x in zip(names, leaves):

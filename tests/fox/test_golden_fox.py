@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from budget import DEVICE, runs_triton
 from golden_fox import check, load_cases, weights
 
 import hf_longctx.fox as fox
@@ -91,15 +92,20 @@ def test_generate(golden):
         assert check(case, t, "expected/scores", torch.stack(out.logits, dim=1))
 
 
-@pytest.mark.parametrize("attention", [fox.forgetting_attention, fox.forgetting_attention_ref])
-def test_operator(golden, attention):
+OPERATORS = ["folded", "reference", pytest.param("triton", marks=[*runs_triton, pytest.mark.slow])]
+
+
+@pytest.mark.parametrize("backend", OPERATORS)
+def test_operator(golden, backend):
     for case, t in load_cases(golden / "fox", "op"):
         inputs = {name: t[f"inputs/{name}"].requires_grad_() for name in ("q", "k", "v", "log_fgate")}
-        mask = None
+        options = {"scale": case["call"]["sm_scale"], "backend": backend}
         if "inputs/seq_start" in t:
             positions = torch.arange(t["inputs/k"].shape[2])
-            mask = positions >= t["inputs/seq_start"][:, None]
-        out = attention(*inputs.values(), scale=case["call"]["sm_scale"], attention_mask=mask)
+            options["attention_mask"] = (positions >= t["inputs/seq_start"][:, None]).to(DEVICE)
+        if backend == "triton" and case["call"]["adaptive_threshold"] == "auto":
+            options["log_pruning_tolerance"] = -10.0
+        out = fox.forgetting_attention(*(x.to(DEVICE) for x in inputs.values()), **options).cpu()
         assert check(case, t, "expected/out", out), case["name"]
         if "inputs/dout" in t:
             out.backward(t["inputs/dout"])

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from hf_longctx.fox import bidirectional_forgetting_attention, bounds_fox, tiles_fox
+from hf_longctx.fox import bidirectional, bounds_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, folded_attention
 from scripts.bench import common
@@ -59,11 +59,11 @@ TITLES = {"attention": "Causal attention", "pruning": "Adaptive computation prun
 
 
 def ours(q, k, v, log_f, **options):
-    return fox.forgetting_attention_triton(q, k, v, log_f, **options)
+    return fox.triton_attention(q, k, v, log_f, **options)
 
 
 def ours_both_ways(q, k, v, log_f):
-    return bidirectional_forgetting_attention(q, k, v, log_f)
+    return bidirectional.bidirectional_attention(q, k, v, log_f)
 
 
 # As in a model with QK-norm. The random logits exceed the bound a little and seldom, which costs nothing here.
@@ -245,7 +245,7 @@ def pruning_row(share_aimed_at, D, T, B, H, device) -> dict:
 
 
 def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
-    """Inputs of `attend_few`: one query of each head; keys, values and gates as in a cache of folded keys."""
+    """Inputs of `triton_decode`: one query of each head; keys, values and gates as in a cache of folded keys."""
     q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=log_f, grad=False)
     keys = fold_keys(k, log_f.cumsum(-1), D**-0.5)
     values = F.pad(v, (0, keys.shape[-1] - D))  # a cache pads values to the width of keys
@@ -267,7 +267,7 @@ def decode_row(B, T, device, limits) -> dict:
     bound = torch.full((H,), LOGIT_BOUND, device=device)
 
     def decode(tolerance=None):
-        return fox.attend_few(q, keys, values, gates, -GATE_QUERY * scale, None, None, scale, tolerance, bound)
+        return fox.triton_decode(q, keys, values, gates, -GATE_QUERY * scale, None, None, scale, tolerance, bound)
 
     def plain():
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)

@@ -104,8 +104,8 @@ class Problem:
         if kernel == "forward":
             return fox.fox_forward(*self.inputs, self.bound, self.scale)
         if kernel == "decode":
-            unit = -GATE_QUERY * self.scale
-            return (fox.attend_few(*self.few, unit, self.first, self.end, self.scale),)
+            gate_scale = -GATE_QUERY * self.scale
+            return (fox.triton_decode(*self.few, gate_scale, self.first, self.end, self.scale),)
         if self.saved is None:
             self.saved = fox.fox_forward(*self.inputs, self.bound, self.scale)
         return fox.fox_backward(self.do, torch.zeros_like(self.saved[1]), *self.inputs, *self.saved, self.scale)

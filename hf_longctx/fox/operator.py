@@ -1,0 +1,141 @@
+"""`forgetting_attention`: one operator in front of the backends that compute it."""
+
+import torch
+
+from .attention_fox import (
+    CLOSED_GATE,
+    autocast_inputs,
+    check_inputs,
+    clear_padding,
+    folded_attention,
+    forgetting_attention_ref,
+)
+from .bidirectional import bidirectional_attention
+from .bounds_fox import document_starts, find_visible_keys
+from .kernels_fox import INTERPRETED
+from .tiles_fox import capability_of
+from .triton_fox import triton_attention, why_not
+
+
+BACKENDS = ("triton", "folded", "reference")
+OLDEST_GPU = 80  # compute capability 8.0, the first for which there are tile sizes
+
+
+def forgetting_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None,
+    log_pruning_tolerance: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Softmax attention whose keys fade by a forget gate, with gradients for q, k, v and log_f.
+
+        o_i = sum_j softmax_j(scale * q_i.k_j - |c_i - c_j|) v_j,        c_t = sum_{l <= t} log f_l
+
+    Args:
+        q: queries, (B, Hq, Tq, D), any floating dtype. The Tq queries are the *last* Tq of the Tk positions.
+        k, v: keys and values, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
+        log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
+            The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
+        causal: a query sees the keys up to its own position. With causal=False, which needs Tq = Tk, it sees the keys
+            on both sides, and a key fades by all gates between the two.
+        scale: factor on q.k before the decay is added. Default D ** -0.5.
+        attention_mask: (B, Tk), 1 = real token, 0 = padding, anywhere in a row. Padding is never attended, does not
+            decay, may hold anything, NaN included, and as a query gives 0.
+        cu_seqlens: (N + 1,) integers from 0 to T, borders of N documents packed into one row (B = 1, Tq = Tk): neither
+            attention nor decay crosses a border.
+        window: number of most recent positions that a query sees, its own included; |i - j| < window.
+        log_pruning_tolerance: permission to leave out keys whose decay bounds their weight in a row below e^tolerance,
+            all together (arXiv 2504.06949; -10 there). At most 0. With causal=False, past and future may each lose
+            this share of their own weight.
+        backend: default "triton" on GPUs of compute capability 8.0 and later, "folded" elsewhere.
+            "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
+            exact at any length; the only one that prunes.
+            "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
+            device; causal only; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
+            "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk.
+
+    Returns:
+        (B, Hq, Tq, D) in q.dtype.
+
+    Raises:
+        ValueError: a shape, dtype, device or value above does not hold.
+        ImportError, NotImplementedError: the backend is not installed or cannot do this.
+
+    Source: arXiv 2503.02130, eq. 11; for causal=False, which the paper leaves to future work, bidirectional.py.
+    """
+    q, k, v = autocast_inputs(q, k, v)
+    attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
+    masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
+    check_inputs(q, k, v, log_f, causal=causal, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
+    if backend is None:
+        backend = "triton" if triton_runs_well(q) else "folded"
+        if backend == "folded" and not causal:
+            raise NotImplementedError(
+                "causal=False runs on Triton kernels (pip install 'hf-longctx[triton]'), on GPUs of compute capability 8.0 "
+                f"and later, in bf16, fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. "
+                "backend='reference' computes it anywhere, in memory that grows with T * T."
+            )
+    else:
+        check_backend(backend, q, causal, log_pruning_tolerance)
+
+    if backend == "reference":
+        return forgetting_attention_ref(q, k, v, log_f, causal=causal, scale=scale, **masks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if backend == "folded":
+        return _run_folded(q, k, v, log_f, scale, **masks)
+    attention = triton_attention if causal else bidirectional_attention
+    options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
+    return _run_triton(attention, q, k, v, log_f, options, **masks)
+
+
+def _run_folded(q, k, v, log_f, scale, attention_mask, cu_seqlens, window):
+    log_f = log_f.clamp(min=CLOSED_GATE)
+    if cu_seqlens is None:
+        real = None if attention_mask is None else attention_mask.bool()
+        return folded_attention(q, k, v, log_f, scale, real, window)
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
+    documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
+    return torch.cat([folded_attention(*document, scale, window=window) for document in documents], dim=2)
+
+
+def _run_triton(attention, q, k, v, log_f, options, attention_mask, cu_seqlens, window):
+    Tq, Tk = q.shape[2], k.shape[2]
+    real = None if attention_mask is None else attention_mask.bool()
+    document_start = None if cu_seqlens is None else document_starts(cu_seqlens, Tk)
+    visible = find_visible_keys(Tq, Tk, q.device, real=real, document_start=document_start, window=window)
+    if visible.order is None:
+        return attention(q, k, v, log_f, visible, **options)
+    # With padding between real tokens, the kernels do not hide queries that are padding.
+    o = attention(*clear_padding(q, k, v, log_f, real), visible, **options)
+    return o.masked_fill(~real[:, None, -Tq:, None], 0.0)
+
+
+def triton_runs_well(q: torch.Tensor) -> bool:
+    """Whether the Triton kernels can run on q and have tile sizes for its GPU; the interpreter does not count."""
+    runs = not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
+    return runs and capability_of(q.device) >= OLDEST_GPU
+
+
+def check_backend(backend: str, q: torch.Tensor, causal: bool, log_pruning_tolerance: float | None) -> None:
+    """Raise what keeps a backend that was named from computing this call."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}, or None.")
+    if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
+        raise reason
+    if backend == "folded" and not causal:
+        raise NotImplementedError(
+            "the folded form is causal only: a decay in the keys cannot grow in both directions. For causal=False use "
+            "backend='triton', or 'reference' in memory that grows with T * T."
+        )
+    if backend != "triton" and log_pruning_tolerance is not None:
+        raise NotImplementedError(
+            f"backend={backend!r} computes every key, so it has no log_pruning_tolerance; leave one of the two out."
+        )

@@ -1,0 +1,268 @@
+"""Which keys a query sees, and which of them pruning leaves out."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from budget import (
+    DEVICE,
+    check_budget,
+    check_close,
+    draw,
+    error,
+    floors,
+    on_triton,
+    padding,
+    run,
+    run_exact,
+    run_plain,
+)
+from golden_fox import check, load_cases
+
+from hf_longctx import forgetting_attention
+from hf_longctx.fox import bounds_fox, tiles_fox
+from hf_longctx.fox.bounds_fox import (
+    VisibleKeys,
+    count_pruned_blocks,
+    document_starts,
+    find_visible_keys,
+    first_kept_key,
+    stop_query,
+)
+from hf_longctx.fox.triton_fox import triton_attention
+
+
+def first_keys(Tq, Tk, **options):
+    return find_visible_keys(Tq, Tk, "cpu", **options).first_key
+
+
+def test_the_first_key_of_each_query():
+    assert first_keys(3, 5) is None
+    assert first_keys(2, 4, real=torch.ones(2, 4, dtype=torch.bool)) is None
+    assert first_keys(2, 4, window=2).tolist() == [[[1, 2]]]
+    real = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    assert first_keys(4, 4, real=real).tolist() == [[[1, 1, 1, 1]], [[0, 0, 4, 4]], [[4, 4, 4, 4]]]
+    assert document_starts(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
+    assert first_keys(5, 5, document_start=torch.tensor([[0, 0, 2, 2, 2]])).tolist() == [[[0, 0, 2, 2, 2]]]
+
+
+def seen(visible, Tq, Tk):
+    """(B, Tq, Tk) bool: what the kernels make of `VisibleKeys`, in the order of time."""
+    end = int(visible.end)
+    i, j = torch.arange(end - Tq, end)[:, None], torch.arange(Tk)
+    first = torch.zeros(1, 1, Tq) if visible.first_key is None else visible.first_key
+    matrix = (first.mT <= j) & (j <= i)  # (B, Tq, Tk)
+    if visible.order is None:
+        return matrix
+    queries, keys = visible.query_order.argsort(-1), visible.order.argsort(-1)
+    matrix = matrix.expand(len(keys), -1, -1)
+    matrix = matrix.gather(1, queries[..., None].expand(-1, -1, Tk))
+    return matrix.gather(2, keys[:, None].expand(-1, Tq, -1))
+
+
+SCATTERED = torch.tensor([[0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1], [1] * 9 + [0] * 3, [0, 0, 1] + [1] * 9])
+
+
+@pytest.mark.parametrize("documents", [None, [0, 1, 6, 12]], ids=["one document", "documents"])
+@pytest.mark.parametrize(
+    "mask", [None, padding(12, (3, 12), (0, 8), (0, 0)).cpu(), SCATTERED], ids=["", "sides", "between"]
+)
+@pytest.mark.parametrize("free", [0, 3], ids=["full", "free slots"])
+def test_visible_keys_are_those_of_the_definition(documents, mask, free):
+    for Tq, window in itertools.product([12, 7, 1], [None, 1, 4]):
+        check_visible_keys(Tq, window, documents, mask, free)
+
+
+def check_visible_keys(Tq, window, documents, mask, free):
+    t, i = torch.arange(12), torch.arange(12 - Tq, 12)[:, None]
+    expected = (t <= i) & (i - t < (window or 12))
+    options = {"window": window}
+    if free:
+        options["end"] = torch.tensor(12)
+    if documents is not None:
+        start = document_starts(torch.tensor(documents), 12)
+        expected = expected & (start == start.mT)[12 - Tq :]
+        options["document_start"] = start[:, 12 - Tq :]
+    expected, real_queries = expected[None], torch.ones(1, Tq, dtype=torch.bool)
+    if mask is not None:
+        real = mask.bool()
+        expected, real_queries = expected & real[:, None], real[:, 12 - Tq :]
+        options["real"] = torch.nn.functional.pad(real, (0, free))
+    visible = find_visible_keys(Tq, 12 + free, "cpu", **options)
+    got = seen(visible, Tq, 12 + free)
+    assert not got[..., 12:].any()
+    got, expected = torch.broadcast_tensors(got[..., :12], expected)
+    compared = real_queries.expand(len(got), -1)  # what a padding query sees is left open
+    assert torch.equal(got[compared], expected[compared])
+    if visible.first_key is not None:
+        assert (visible.first_key.diff(dim=-1) >= 0).all()
+
+
+def test_the_last_query_that_sees_a_key():
+    first = torch.tensor([[[0, 0, 2, 2, 6]]], dtype=torch.int32)  # queries 1 to 5
+    assert stop_query(first, 6).tolist() == [[[3, 3, 5, 5, 5, 5]]]  # none sees the last key
+
+
+# --- pruning ---------------------------------------------------------------------------------------------------------
+
+
+def running_sum(tensors):
+    """c in float64 with the gates before seq_start left out."""
+    log_f = tensors["inputs/log_fgate"].double()
+    if "inputs/seq_start" in tensors:
+        t = torch.arange(log_f.shape[-1])
+        log_f = log_f.masked_fill(t < tensors["inputs/seq_start"][:, None, None], 0.0)
+    return log_f.cumsum(-1)
+
+
+def test_golden_pruning_boundaries_are_exact(golden):
+    for case, t in load_cases(golden / "fox", "op_acp"):
+        for r in case["runs"]:
+            threshold = r["threshold"]
+            threshold = t[threshold] if isinstance(threshold, str) else torch.full(t["inputs/q"].shape[:2], threshold)
+            blocks = r["query_block"], r["key_block"]
+            start = first_kept_key(running_sum(t), threshold, t["inputs/q"].shape[2], *blocks)
+            assert torch.equal(start, t[f"expected/run{r['index']}/start_index"]), (case["name"], r)
+
+
+@pytest.mark.slow
+@on_triton
+def test_golden_outputs_under_pruning(golden):
+    for case, t in load_cases(golden / "fox", "op_acp"):
+        q, k, v, log_f = (t[f"inputs/{name}"].to(DEVICE) for name in ("q", "k", "v", "log_fgate"))
+        Tq, Tk = q.shape[2], k.shape[2]
+        padded = t.get("inputs/seq_start", torch.zeros(1, dtype=torch.long))[:, None, None]
+        for r in case["runs"]:
+            start = t[f"expected/run{r['index']}/start_index"].repeat_interleave(r["query_block"], -1)[..., :Tq]
+            visible = VisibleKeys(torch.maximum(start, padded).int().to(DEVICE), Tk)
+            got = triton_attention(q.requires_grad_(), k, v, log_f, visible).detach()
+            assert check(case, t, f"expected/run{r['index']}/out", got.cpu())
+
+
+def test_golden_thresholds(golden):
+    for case, t in load_cases(golden / "fox", "op"):
+        if "expected/start_index" not in t:
+            continue
+        q, k = t["inputs/q"], t["inputs/k"]
+        threshold = t.get(case["call"]["adaptive_threshold"])
+        if case["call"]["adaptive_threshold"] == "auto":
+            bound = bounds_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
+            threshold = bounds_fox.pruning_threshold(q, k.shape[2], -10.0, bound)
+            assert check(case, t, "expected/threshold", threshold)
+        blocks = case["forward_block_sizes"] if "forward_block_sizes" in case else case["call"]["forward_block_sizes"]
+        blocks = blocks.values() if isinstance(blocks, dict) else blocks
+        assert torch.equal(first_kept_key(running_sum(t), threshold, q.shape[2], *blocks), t["expected/start_index"])
+
+
+def check_pruned(pruned, dense, share, inputs):
+    """Each row loses at most `share` of its weight and spreads it over the rest."""
+    check_close(pruned[0], dense[0], inputs[2].abs().max(), 2 * share)
+    for p, d, floor in list(zip(pruned, dense, floors(*inputs).values()))[1:]:
+        assert error(p, d) <= 20 * share * d.norm() + 2 * floor
+
+
+def decaying(T, log_f=-0.3):
+    """Small logits and a constant gate, which bring what is forgotten just below its bound: it leaves a trace."""
+    q, k, v, gates, do = draw(2, 1, 1, T, T, 16)
+    return 0.1 * q, k, v, torch.full_like(gates, log_f), do
+
+
+@on_triton
+@pytest.mark.parametrize("tolerance, causal", [(0.0, True), (-3.0, False)], ids=["causal", "both ways"])
+def test_pruning_stays_within_its_tolerance(tolerance, causal):
+    inputs = decaying(97)
+    options = {"attention_mask": padding(97, (0, 97), (13, 97)), "causal": causal, "backend": "triton"}
+    dense = run(forgetting_attention, *inputs, **options)
+    with count_pruned_blocks() as blocks:
+        pruned = run(forgetting_attention, *inputs, log_pruning_tolerance=tolerance, **options)
+    assert 0 < blocks.pruned < blocks.total
+    assert not torch.equal(dense[0], pruned[0])
+    check_pruned(pruned, dense, math.exp(tolerance), inputs)
+
+
+@on_triton
+@pytest.mark.parametrize("openness", [3.0, -2.0])
+def test_pruning_of_gates_that_vary(openness):
+    inputs = draw(1, 1, 1, 65, 97, 16, openness=openness)
+    dense = run(forgetting_attention, *inputs, backend="triton")
+    with count_pruned_blocks() as blocks:
+        pruned = run(forgetting_attention, *inputs, log_pruning_tolerance=-10.0, backend="triton")
+    check_pruned(pruned, dense, math.exp(-10.0), inputs)
+    assert (blocks.pruned > 0) == (openness < 0)  # open gates forget little in 97 tokens
+
+
+@on_triton
+def test_the_future_is_pruned_too():
+    inputs, pruned = decaying(97), []
+    for causal in (True, False):
+        with count_pruned_blocks() as blocks:
+            options = dict(log_pruning_tolerance=-3.0, causal=causal, backend="triton")
+            forgetting_attention(*(x.requires_grad_() for x in inputs[:4]), **options)
+        pruned.append(blocks.pruned)
+    assert 0 < pruned[0] < pruned[1]
+
+
+@on_triton
+def test_pruned_gradients_belong_to_the_pruned_function():
+    """Forward and backward drop the same keys, at a threshold so high that dropping them matters."""
+    q, k, v, log_f, do = inputs = draw(1, 1, 1, 90, 90, 16)
+    start = first_kept_key(log_f.double().cumsum(-1), torch.full((1, 1), -3.0, device=DEVICE), 90, 32, 16)[0, 0]
+    assert start[-1] > 0
+    fast = run(
+        triton_attention, *inputs, visible=VisibleKeys(start.int().repeat_interleave(32)[:90].view(1, 1, 90), 90)
+    )
+    plain, exact = [], []
+    for result, f in (
+        (plain, run_plain),
+        (exact, run_exact),
+    ):  # each block of queries with the keys that are left to it
+        result += [torch.zeros_like(x, dtype=torch.double) for x in fast]
+        for n, first in enumerate(start.tolist()):
+            rows, keys = slice(32 * n, min(32 * n + 32, 90)), slice(first, min(32 * n + 32, 90))
+            part = f(q[:, :, rows], k[:, :, keys], v[:, :, keys], log_f[..., keys], do[:, :, rows])
+            for whole, x, span in zip(result, part, (rows, rows, keys, keys, keys)):
+                whole[:, :, span] += x
+    check_budget(fast, plain, exact, inputs)
+
+
+@on_triton
+def test_a_tighter_logit_bound_prunes_more():
+    T = 3 * tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).forward.BM
+    q, k, v, log_f, _ = draw(1, 2, 1, T, T, 16)
+    log_f, counts = torch.full_like(log_f, -20 / T), []
+    for bound in (None, torch.tensor([0.1, 0.1], device=DEVICE)):
+        with count_pruned_blocks() as blocks:
+            triton_attention(q.requires_grad_(), k, v, log_f, log_pruning_tolerance=0.0, logit_bound=bound)
+        counts.append(blocks.pruned)
+    assert counts[0] < counts[1]
+
+
+@on_triton
+def test_a_bound_that_is_no_number_prunes_nothing():
+    q, *inputs, _ = draw(1, 2, 1, 80, 80, 16, openness=-2.0)
+    q.requires_grad_()
+    bound = torch.tensor([torch.nan, torch.inf], device=DEVICE)
+    o = triton_attention(q, *inputs, log_pruning_tolerance=-10.0, logit_bound=bound)
+    assert torch.equal(o, triton_attention(q, *inputs))
+
+
+@on_triton
+def test_decoding_leaves_out_exactly_what_the_rule_says():
+    """NaN in what it leaves out changes nothing, and NaN in the first key that it keeps reaches every result."""
+    tolerance, bound = -3.0, torch.tensor([0.5, 6.0, 15.0], device=DEVICE)
+    block = tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN
+    T = 6 * block + 8
+    q, k, v, log_f, _ = draw(2, 3, 3, 1, T, 16)
+    threshold = bounds_fox.pruning_threshold(q, T, tolerance, bound)
+    start = first_kept_key(log_f.double().cumsum(-1), threshold, 1, 1, block)  # (2, 3, 1)
+    assert (start > 0).all() and start.unique().numel() > 1
+
+    def decode(poisoned):
+        k_poisoned, v_poisoned = (x.masked_fill(poisoned[..., None], torch.nan) for x in (k, v))
+        options = dict(log_pruning_tolerance=tolerance, logit_bound=bound)
+        return triton_attention(q, k_poisoned, v_poisoned, log_f, **options)
+
+    t = torch.arange(T, device=DEVICE)
+    assert torch.equal(decode(t < start), decode(t < 0))
+    assert decode(t == start).isnan().all()
