@@ -4,14 +4,16 @@
     python scripts/planted_bugs.py --check                   # only: does every bug still find its place? Seconds
     python scripts/planted_bugs.py --only fold-sign journal-flush --as after
 
-`planted_bugs.toml` says what a bug replaces, and which tests to ask first. A bug that these miss is given to all tests of
-their files. In the end the tests that failed run once more on the unchanged copy, where they must pass.
+`planted_bugs.toml` says what a bug replaces, and which tests run first. A bug that these tests miss is given to all tests
+of their files. In the end the tests that failed run once more on the unchanged copy, where they must pass.
 """
 
 import argparse
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -20,8 +22,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +32,16 @@ BUGS = HERE / "planted_bugs.toml"
 TIERS = {"fast": "not slow", "slow": "slow"}  # by the marks of the tests
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
 NO_TESTS = 5  # pytest's exit status where nothing was selected
+LIBRARIES = (
+    "matplotlib.figure",
+    "scipy.stats",
+    "transformers.generation",
+    "transformers.masking_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "triton.language",
+)
 
 
 def find_place(tree: Path, bug: dict) -> dict:
@@ -57,23 +70,55 @@ def expand_tests(tree: Path, tests: str) -> list[str]:
     return arguments
 
 
+def import_libraries() -> None:
+    """What all tests import takes longer than most tests, so it is done once, before the tests' processes are forked."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, before transformers imports Triton
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
+
+
 def run_tests(tree: Path, selection: list[str], *options: str) -> tuple[int, list[str], str]:
     """Exit status of pytest, the tests that failed, and what pytest printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *options, *selection]
-    environment = os.environ | {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",  # a bug and its removal within a second would share their bytecode
-        "HF_HOME": str(tree.parent / "hf"),  # what a bug leaves in a cache stays here
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return done.returncode, failed, done.stdout + done.stderr
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            status = -1
+            try:
+                for stream in (1, 2):
+                    os.dup2(output.fileno(), stream)
+                os.chdir(tree)
+                sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+                status = pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *options, *selection])
+                sys.stdout.flush()
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        printed = output.read()
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", printed, re.MULTILINE)
+    return os.waitstatus_to_exitcode(status), failed, printed
 
 
-def plant(tree: Path, bug: dict) -> dict:
-    """Run the tests with the bug in the tree, and take it out again. Returns the bug's entry in the JSON."""
+def copy_tree(tree: Path, folder: Path) -> Path:
+    """A copy of the repository in a folder of its own, with the golden data beside it, where the tests look for it."""
+    copy = shutil.copytree(tree, folder / "tree", ignore=NOT_COPIED)
+    if (tree.parent / "shared").is_dir():
+        (folder / "shared").symlink_to(tree.parent / "shared")
+    return copy
+
+
+def take_copy(copies) -> None:
+    """Give a process of the pool a copy of its own."""
+    global tree
+    tree = copies.get()
+
+
+def plant(bug: dict) -> dict:
+    """Run the tests with the bug in this process's copy, and take it out again. Returns the bug's entry in the JSON."""
     entry = {"name": bug["name"], "breaks": bug["breaks"], "file": str(bug["path"])}
     entry |= {"caught": False, "test": None, "tier": None}
     path, begin = tree / bug["path"], time.perf_counter()
@@ -157,28 +202,22 @@ def main():
         return
 
     commit, entries = describe(tree), []
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
-        copies = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ["HF_HOME"] = temporary  # what a bug leaves in a cache goes with it
+        sys.dont_write_bytecode = True  # a bug and its removal within a second would share their bytecode
+        import_libraries()
+        fork = multiprocessing.get_context("fork")
+        copies = fork.SimpleQueue()
         for job in range(args.jobs):
-            copy = Path(temporary) / str(job) / "tree"
-            shutil.copytree(tree, copy, ignore=NOT_COPIED)
-            if (tree.parent / "shared").is_dir():  # the golden data lies beside the repository
-                (copy.parent / "shared").symlink_to(tree.parent / "shared")
-            copies.put(copy)
-
-        def work(bug):
-            copy = copies.get()
-            try:
-                return plant(copy, bug)
-            finally:
-                copies.put(copy)
-
-        for entry in pool.map(work, chosen):
-            entries.append(entry)
-            found = f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
-            print(f"{entry['name']} ({entry['seconds']} s): {found}", flush=True)
-            write_results(args.output, args.key, commit, entries, names)
-        confirm(copies.get(), entries)
+            copies.put(copy_tree(tree, Path(temporary) / str(job)))
+        with fork.Pool(args.jobs, initializer=take_copy, initargs=(copies,)) as pool:
+            for entry in pool.imap(plant, chosen):
+                entries.append(entry)
+                found = f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
+                print(f"{entry['name']} ({entry['seconds']} s): {found}", flush=True)
+                write_results(args.output, args.key, commit, entries, names)
+        confirm(Path(temporary) / "0" / "tree", entries)
     totals = write_results(args.output, args.key, commit, entries, names)
     print(f"caught {totals['caught']} of {totals['planted']}, {totals['caught_by_the_fast_tier']} by the fast tier")
     for entry in totals["bugs"]:
