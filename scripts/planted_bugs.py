@@ -4,8 +4,8 @@
     python scripts/planted_bugs.py --check                   # only: does every bug still find its place? Seconds
     python scripts/planted_bugs.py --only fold-sign journal-flush --as after
 
-`planted_bugs.toml` says what a bug replaces, and which tests run first. A bug that these tests miss is given to all tests
-of their files. In the end the tests that failed run once more on the unchanged copy, where they must pass.
+`planted_bugs.toml` says what a bug replaces, and which tests run first. If these miss the bug, all tests of their files
+run. In the end the tests that failed run once more on the unchanged copy, where they must pass.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def expand_tests(tree: Path, tests: str) -> list[str]:
 
 
 def import_libraries() -> None:
-    """What all tests import takes longer than most tests, so it is done once, before the tests' processes are forked."""
+    """Import once what takes longer than most tests; the process of each test run is a fork that has it."""
     import torch
 
     if not torch.cuda.is_available():
@@ -118,7 +118,7 @@ def take_copy(copies) -> None:
 
 
 def plant(bug: dict) -> dict:
-    """Run the tests with the bug in this process's copy, and take it out again. Returns the bug's entry in the JSON."""
+    """Run the tests with the bug in this process's copy, then restore it. Returns the bug's entry in the JSON."""
     entry = {"name": bug["name"], "breaks": bug["breaks"], "file": str(bug["path"])}
     entry |= {"caught": False, "test": None, "tier": None}
     path, begin = tree / bug["path"], time.perf_counter()
