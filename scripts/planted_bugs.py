@@ -4,7 +4,7 @@
     python scripts/planted_bugs.py --check                   # only: does every bug still find its place? Seconds
     python scripts/planted_bugs.py --only fold-sign journal-flush --as after
 
-`planted_bugs.toml` says what a bug replaces, and which tests run first. If these miss the bug, all tests of their files
+`planted_bugs.toml` says what a bug replaces, and which tests run first. If these miss it, all tests of their files
 run. In the end the tests that failed run once more on the unchanged copy, where they must pass.
 """
 
