@@ -45,7 +45,7 @@ def run(args):
 
     from ..metrics.report.card import card_snippet
     from ..metrics.report.page import write_report
-    from ..metrics.results import read_result
+    from ..metrics.result import read_result
 
     rank = shared.join_processes()
     folder = Path(args.output)

@@ -12,7 +12,6 @@ Models", section 3. This file knows no model: it needs numpy and scipy only.
 
 from __future__ import annotations
 
-import json
 import operator
 import random
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import save_document
+from ..result import Headline, Result, Table
 from .lengths import READINGS, LengthInterval, length_interval
 
 
-FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
 SHORTEST = 8  # first length of the two standard grids
 DATA_TYPES = ("order", "random")
 
@@ -397,7 +395,7 @@ def memory_lengths(
 
 
 @dataclass(frozen=True)
-class ForgettingCurve:
+class ForgettingCurve(Result):
     """A measured curve.
 
     Attributes:
@@ -406,12 +404,19 @@ class ForgettingCurve:
         not_measured: why a length that was asked for has no point, by length.
     """
 
+    kind = "forgetting_curve"
+    title = "Forgetting curve"
+
     points: tuple[CurvePoint, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     not_measured: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "points", tuple(self.points))
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.points)
 
     @property
     def fine_length(self) -> MemoryLength:
@@ -465,11 +470,47 @@ class ForgettingCurve:
             f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
         )
 
-    def to_json(self) -> str:
-        """The curve as a JSON text: settings, all counts, and the numbers that follow from them.
+    def explanation(self) -> str:
+        return (
+            "The model copies a text that it has read (copy accuracy), and is compared with itself after an unrelated "
+            "text (LM accuracy). The fine length is the longest text copied with an accuracy above 99 %, the coarse "
+            "length the longest copied at least 1 % better than guessed. Lengths are in tokens."
+        )
 
-        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
-        """
+    def headlines(self) -> list[Headline]:
+        """The fine and the coarse length. A value must be a number, so the name says if the length may be larger."""
+        if not self.points:
+            return []
+        lengths = {"fine": self.fine_length, "coarse": self.coarse_length}
+        more = {reading: ", more than" if length.open_ended else "" for reading, length in lengths.items()}
+        return [
+            Headline("forgetting_curve", f"{reading} memory length{more[reading]} (tokens)", int(length))
+            for reading, length in lengths.items()
+        ]
+
+    def table(self) -> Table:
+        columns = ("length", "scored tokens", "repeats", "copy", "± std", "LM", "± std", "p")
+        rows = [
+            (
+                *(p.length, p.scored_tokens, p.repeats),
+                *(f"{value:.1%}" for value in (p.copy_mean, p.copy_std, p.lm_mean, p.lm_std)),
+                f"{p.p_value:.2g}",
+            )
+            for p in self.points
+        ]
+        return Table(columns, rows)
+
+    def header(self) -> dict[str, Any]:
+        return {"format": self.version}  # curves were the only results at first, and still do not name their metric
+
+    @classmethod
+    def mismatch(cls, document: dict[str, Any]) -> str | None:
+        fields = {"format", "settings", "points"}
+        if fields <= document.keys() and document.get("metric", cls.kind) == cls.kind:
+            return None
+        return "this JSON is not a forgetting curve: it lacks format, settings or points."
+
+    def document(self) -> dict[str, Any]:
         points = [
             {
                 "length": p.length,
@@ -489,45 +530,22 @@ class ForgettingCurve:
             name: {"length": int(length), "open_ended": length.open_ended, "next_tested": length.next_tested}
             for name, length in self.memory_lengths.items()
         }
-        document = {"format": FORMAT, "settings": self.settings, "memory_lengths": readings, "points": points}
-        document["intervals_95"] = {reading: self.interval(reading)._asdict() for reading in READINGS}
-        document["not_measured"] = [{"length": n, "reason": why} for n, why in self.not_measured.items()]
-        return json.dumps(document, indent=1) + "\n"
+        return {
+            "settings": self.settings,
+            "memory_lengths": readings,
+            "points": points,
+            "intervals_95": {reading: self.interval(reading)._asdict() for reading in READINGS},
+            "not_measured": [{"length": n, "reason": reason} for n, reason in self.not_measured.items()],
+        }
 
     @classmethod
-    def from_json(cls, text: str) -> ForgettingCurve:
-        """The curve that `to_json` wrote. Only counts and settings are read; the rest follows from them.
-
-        Raises:
-            ValueError: not such a text, or written by a newer version of the format.
-        """
-        document = json.loads(text)
-        if not isinstance(document, dict) or not {"format", "settings", "points"} <= document.keys():
-            raise ValueError("this JSON is not a forgetting curve: it lacks format, settings or points.")
-        if document["format"] > FORMAT:
-            raise ValueError(
-                f"this curve has format {document['format']}, and this version of hf-longctx reads up to {FORMAT}. "
-                "Upgrade: pip install -U hf-longctx"
-            )
+    def from_document(cls, document: dict[str, Any]) -> ForgettingCurve:
         fields = ("length", "copy_correct", "lm_correct", "begin_locs")
         points = [CurvePoint(*(p[name] for name in fields)) for p in document["points"]]
         missing = {entry["length"]: entry["reason"] for entry in document.get("not_measured", [])}
         return cls(points, document["settings"], missing)
 
-    def save(self, path) -> None:
-        """Write `to_json()` to `path`, with the time and our commit.
-
-        Read it again with `ForgettingCurve.from_json(Path(path).read_text())`.
-        """
-        save_document(path, self.to_json())
-
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
-        """Draw the curve into a PNG, SVG or PDF, by the extension of `path`; see `plots.plot_curve`.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: the curve has no point.
-        """
+    def draw(self, path, *, train_length: int | None, title: str | None) -> None:
         from .plot import plot_curve
 
         plot_curve(self, path, train_length=train_length, title=title)

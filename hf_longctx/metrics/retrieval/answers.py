@@ -14,6 +14,11 @@ from dataclasses import asdict, dataclass
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
+COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
+HEADLINE_SCORE = {
+    "match_rate": "The score is the share of answers found in the model's replies.",
+    "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,22 @@ def holds_number(reply: str, expected: int) -> bool:
     """
     found = re.search(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+", reply)
     return found is not None and int(found.group().replace(",", "")) == expected
+
+
+def explain_score(results: Sequence[Answers]) -> str:
+    """A sentence about the first of the scores that these results have."""
+    return HEADLINE_SCORE[results[0].scores[0] if results else "exact_rate"]
+
+
+def headline_score(results: Sequence[Answers]) -> tuple[float, str]:
+    """The mean over results of the first of their scores, 0 to 1, and the name of that score in words."""
+    score = results[0].scores[0]
+    return sum(getattr(result, score) for result in results) / len(results), COLUMNS[score]
+
+
+def score_columns(results: Sequence[Answers]) -> tuple[str, ...]:
+    """Headings for the `rates` of these results."""
+    return tuple(COLUMNS[score] for score in results[0].scores) if results else ()
 
 
 def check_score(score: str) -> str:

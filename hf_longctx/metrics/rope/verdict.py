@@ -8,14 +8,17 @@ gives (by transformers' own functions; from the model's buffers if a model is pa
 rotate count as frequency 0, which is Theorem 1 with those dimensions kept; the figure without them is given too.
 """
 
+from __future__ import annotations
+
 import copy
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..result import Headline, Result, Table
 from .bounds import (
     rope_base_scan,
     rope_base_table,
@@ -121,8 +124,12 @@ class RopeLayers:
 
 
 @dataclass(frozen=True)
-class RopeReport:
+class RopeReport(Result):
     """The bound for a model, one `RopeLayers` per group of layers: print it, or take `to_dict` or `to_json`."""
+
+    kind = "rope"
+    title = "RoPE bound"
+    has_picture = False
 
     model: str
     claimed_context: int
@@ -136,14 +143,64 @@ class RopeReport:
         """Whether no group violates the bound at the claimed context."""
         return all(group.verdict != "violated" for group in self.groups)
 
+    @property
+    def measured(self) -> bool:
+        return True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"model": self.model, "claimed_context": self.claimed_context, "claimed_by": self.claimed_by}
+
+    def explanation(self) -> str:
+        return "Whether the RoPE base keeps B_m at or above 0 over the distances that the claimed context needs."
+
+    def summary(self) -> str:
+        """The result in one line."""
+        verdict = "holds" if self.holds else "violated"
+        return f"{verdict} at {self.claimed_context} tokens ({self.claimed_by})"
+
+    def headlines(self) -> list[Headline]:
+        """None: the bound judges a configuration, not what a model does on a dataset."""
+        return []
+
+    def table(self) -> Table:
+        columns = ("layers", "RoPE", "base", "B_m >= 0 needed up to", "B_m >= 0 up to", "verdict")
+        rows = [
+            (
+                group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}",
+                group.rope_type or "-",
+                "-" if group.base is None else f"{group.base:g}",
+                group.max_distance,
+                "-" if group.context_bound is None else group.context_bound,
+                group.verdict,
+            )
+            for group in self.groups
+        ]
+        return Table(columns, rows)
+
     def to_dict(self) -> dict:
         """Everything as plain JSON types, verdicts included."""
         groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
         return {**asdict(self), "groups": groups, "notes": list(self.notes), "holds": self.holds}
 
+    document = to_dict
+
     def to_json(self, **kwargs) -> str:
         """`to_dict` by `json.dumps`, which takes the keywords."""
         return json.dumps(self.to_dict(), **kwargs)
+
+    @classmethod
+    def mismatch(cls, document: dict[str, Any]) -> str | None:
+        if {"claimed_context", "groups"} <= document.keys():
+            return None
+        return "this JSON is no RoPE report: it lacks claimed_context or groups."
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> RopeReport:
+        names = [field.name for field in fields(RopeLayers)]
+        groups = [RopeLayers(**{name: group[name] for name in names}) for group in document["groups"]]
+        described = {name: document[name] for name in ("model", "claimed_context", "claimed_by", "caveat")}
+        return cls(**described, groups=tuple(groups), notes=tuple(document["notes"]))
 
     def __str__(self):
         title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
