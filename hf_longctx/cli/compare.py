@@ -19,8 +19,8 @@ def run(args):
     from dataclasses import replace
 
     from ..metrics import ForgettingCurve, PositionLoss
-    from ..metrics.report.comparison import plot_comparison
-    from ..metrics.results import comparison_table, named, read_result
+    from ..metrics.report.comparison import comparison_table, named, plot_comparison
+    from ..metrics.result import read_result
     from ..metrics.retrieval.plot import plot_losses
 
     files = [Path(file) for file in args.files]

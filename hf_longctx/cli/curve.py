@@ -51,12 +51,12 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..metrics import forgetting_curve, linear_lengths, log_lengths
-    from ..metrics.run.engine import claimed_context
+    from ..metrics import Run, forgetting_curve, linear_lengths, log_lengths
+    from ..metrics.run.reader import reader_for
 
     rank = shared.join_processes()
     model, tokenizer = shared.load_model(args)
-    claimed = claimed_context(model)
+    claimed = reader_for(model).claimed_context
     tokens = None
     if args.data_type == "order":
         tokens = shared.load_tokens(args, tokenizer, args.max_length or claimed)
@@ -87,14 +87,12 @@ def run(args):
             eos_token_id=args.eos_token_id if args.eos_token_id is not None else tokenizer.eos_token_id,
             data_type=args.data_type,
             protocol=args.protocol,
-            tokens_per_pass=args.tokens_per_pass,
-            journal=args.journal,
             tokenizer=tokenizer,
-            progress=True,
+            run=Run(args.journal, args.tokens_per_pass, progress=True),
         )
     except BaseException as error:
-        if getattr(error, "curve", None) is not None and error.curve.points:
-            write(error.curve)
+        if getattr(error, "result", None) is not None and error.result.points:
+            write(error.result)
         raise
     write(result)
 

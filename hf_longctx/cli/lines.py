@@ -25,7 +25,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import line_retrieval
-    from ..metrics.run.engine import claimed_context
+    from ..metrics.run.reader import reader_for
 
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
@@ -35,7 +35,7 @@ def run(args):
         line_retrieval,
         model,
         tokenizer,
-        lines=args.lines or default_lines(tokenizer, claimed_context(model) or 4096),
+        lines=args.lines or default_lines(tokenizer, reader_for(model).claimed_context or 4096),
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,

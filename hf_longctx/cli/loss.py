@@ -24,11 +24,11 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import position_loss
-    from ..metrics.run.engine import claimed_context
+    from ..metrics.run.reader import reader_for
 
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
-    claimed = claimed_context(model)
+    claimed = reader_for(model).claimed_context
     tokens = shared.load_tokens(args, tokenizer, claimed if args.context_length is None else args.context_length)
     if args.context_length is None:
         args.context_length = min(claimed or 4096, len(tokens))

@@ -47,13 +47,13 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import needle_in_a_haystack
-    from ..metrics.run.engine import claimed_context
+    from ..metrics.run.reader import reader_for
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
     shared.join_processes()
     model, tokenizer = shared.load_model(args)
-    lengths = args.lengths or default_lengths(claimed_context(model) or 4096, tokenizer, args.mode)
+    lengths = args.lengths or default_lengths(reader_for(model).claimed_context or 4096, tokenizer, args.mode)
     tokens = shared.load_tokens(args, tokenizer, max(lengths))
     if args.depths < 2:
         raise ValueError(f"--depths is {args.depths}; it must be at least 2, the beginning and the end.")

@@ -45,7 +45,7 @@ def run(args):
 
     from ..metrics.report.card import card_snippet
     from ..metrics.report.page import write_report
-    from ..metrics.results import read_result
+    from ..metrics.result import read_result
 
     rank = shared.join_processes()
     folder = Path(args.output)
@@ -111,19 +111,19 @@ def load_text(args):
 
 def context(args):
     """The longest input to measure with."""
-    from ..metrics.run.engine import claimed_context
+    from ..metrics.run.reader import reader_for
 
     if args.context_length is not None:
         return args.context_length
-    return claimed_context(args.loaded[0]) or 4096
+    return reader_for(args.loaded[0]).claimed_context or 4096
 
 
 def content(args):
     """What a name may stand for today, and for something else tomorrow."""
-    from ..metrics.curve.measure import identity
     from ..metrics.run.journal import content_hash
+    from ..metrics.run.reader import reader_for
 
-    weights = identity(args.loaded[0]).get("weights_sha256")  # of a served model there are none to see
+    weights = reader_for(args.loaded[0]).identity().get("weights_sha256")  # of a served model there are none to see
     return {"weights_sha256": weights, "corpus_sha256": content_hash(args.loaded_text.tokens)}
 
 

@@ -52,10 +52,10 @@ def load_model(args):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if getattr(args, "endpoint", None):
-        from ..metrics import EndpointModel
+        from ..metrics import ServedModel
 
         tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-        return EndpointModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
+        return ServedModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
     if args.device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         args.device = "cpu" if accelerator is None else accelerator.type
@@ -134,6 +134,8 @@ def measure(args, tokenizer, function, /, *arguments, picture=None, **options):
     Args:
         picture: options of the result's `plot`.
     """
+    from ..metrics import Run
+
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -148,7 +150,7 @@ def measure(args, tokenizer, function, /, *arguments, picture=None, **options):
 
     bos = tokenizer.bos_token_id if args.bos_token_id is None else args.bos_token_id
     try:
-        result = function(*arguments, bos_token_id=bos, journal=args.journal, progress=True, **options)
+        result = function(*arguments, bos_token_id=bos, run=Run(journal=args.journal, progress=True), **options)
     except BaseException as error:
         if getattr(error, "result", None) is not None:
             write(error.result)

@@ -1,7 +1,7 @@
 """How far a language model really remembers.
 
-Names are imported on first use, so that the metric you want is all you load. No module has the name of a function: once
-imported, it would take the function's place.
+Names are imported on first use, so that the metric you want is all you load. No module has the name of a function:
+once imported, it would take the function's place.
 """
 
 import importlib
@@ -12,26 +12,31 @@ _HOME = {
     "register": "evaluate_modules",
     "card_snippet": "report.card",
     "eval_results": "report.card",
-    "comparison_table": "results",
+    "comparison_table": "report.comparison",
     "plot_comparison": "report.comparison",
-    "read_result": "results",
+    "Result": "result",
+    "read_result": "result",
     "write_report": "report.page",
     "CurvePoint": "curve.result",
     "ForgettingCurve": "curve.result",
-    "MemoryLength": "curve.result",
+    "MemoryLength": "curve.lengths",
     "LengthInterval": "curve.lengths",
-    "SourceTest": "curve.lengths",
-    "irrelevant_source_test": "curve.lengths",
+    "SourceTest": "curve.sources",
+    "irrelevant_source_test": "curve.sources",
     "Journal": "run.journal",
-    "linear_lengths": "curve.result",
-    "log_lengths": "curve.result",
+    "linear_lengths": "curve.protocol",
+    "log_lengths": "curve.protocol",
     "NeedleGrid": "retrieval.haystack",
     "LineRetrieval": "retrieval.lines",
     "PositionLoss": "loss.result",
     "line_retrieval": "retrieval.measure",
     "needle_in_a_haystack": "retrieval.measure",
-    "position_loss": "retrieval.measure",
-    "EndpointModel": "run.served",
+    "position_loss": "loss.measure",
+    "Run": "run.parts",
+    "Reader": "run.reader",
+    "LocalReader": "run.reader",
+    "reader_for": "run.reader",
+    "ServedModel": "run.served",
     "PositionLimitError": "curve.measure",
     "forgetting_curve": "curve.measure",
     "RopeBaseBound": "rope.bounds",

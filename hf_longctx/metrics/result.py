@@ -1,52 +1,230 @@
-"""The JSON texts of the results: each names its metric and its format, and a saved one its time and commit."""
+"""The base class of all results: their JSON texts, files, pictures and what a report says about them.
+
+A metric's result is a frozen dataclass that derives from `Result` and keeps counts; all else follows from the counts.
+This file knows no model and no metric but by name.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 
-def write_document(metric: str, version: int, **fields) -> str:
-    """A result as JSON text, one value a line. Raises ValueError on NaN and infinity, which JSON does not have."""
-    return json.dumps({"metric": metric, "format": version, **fields}, indent=1, allow_nan=False) + "\n"
+# Modules whose import registers the results of all metrics.
+RESULT_MODULES = (".curve.result", ".loss.result", ".retrieval.haystack", ".retrieval.lines", ".rope.verdict")
 
 
-def read_document(text: str, metric: str, newest: int) -> dict:
-    """The object that `write_document` wrote.
+class Headline(NamedTuple):
+    """One number for a model card.
+
+    Attributes:
+        metric: what the Hub calls it, such as "perplexity".
+        name: the same in words, with its unit.
+        value: a plain number.
+    """
+
+    metric: str
+    name: str
+    value: int | float
+
+
+class Table(NamedTuple):
+    """The numbers of a result, as strings and numbers to show."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple]
+
+
+class Result:
+    """What a metric measured.
+
+    A subclass is a frozen dataclass with a field or property `settings` (plain JSON values: how it was measured). It
+    sets `kind` and `title` and defines `measured`, `explanation`, `summary`, `headlines`, `table`, `document`,
+    `from_document` and `draw`.
+
+    Attributes:
+        kind: name of the metric in JSON; registers the class for `read_result`.
+        title: heading of the metric in a report.
+        version: of the JSON format; raised when an older reader would misread a newer file.
+        has_picture: whether `plot` can draw it.
+    """
+
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    version: ClassVar[int] = 1
+    has_picture: ClassVar[bool] = True
+    kinds: ClassVar[dict[str, type[Result]]] = {}
+    settings: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Result.kinds[cls.kind] = cls
+
+    # What a subclass tells ------------------------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was measured."""
+        raise NotImplementedError
+
+    def explanation(self) -> str:
+        """What the metric is, for readers of a report."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """The result in one line."""
+        raise NotImplementedError
+
+    def headlines(self) -> list[Headline]:
+        """The numbers for a model card; none if nothing was measured on a dataset."""
+        raise NotImplementedError
+
+    def table(self) -> Table:
+        """The numbers behind the picture."""
+        raise NotImplementedError
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object without its header: settings, counts, and the numbers that follow from them."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Result:
+        """The result with this `document`. Only counts and settings are read; the rest follows from them."""
+        raise NotImplementedError
+
+    def draw(self, path, *, train_length: int | None, title: str | None, **options) -> None:
+        """Draw the picture; imports matplotlib."""
+        raise NotImplementedError(f"{self.title} has no picture.")
+
+    # What all results have in common --------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The model's name on the Hub, the last part of its folder, or "a model"."""
+        name = str(self.settings.get("model") or "a model").rstrip("/")
+        return name if name.count("/") <= 1 and not name.startswith("/") else name.rpartition("/")[2]
+
+    def dataset(self) -> tuple[str, str]:
+        """Name and identifier of the data that the model was measured on."""
+        if self.settings.get("data_type") == "random":
+            return "random tokens", "random-tokens"
+        name = str(self.settings.get("corpus", "text"))
+        return name, re.sub(r"[^\w./-]+", "-", name.lower())
+
+    def with_settings(self, **settings) -> Result:
+        """A copy with more settings."""
+        return replace(self, settings={**self.settings, **settings})
+
+    def header(self) -> dict[str, Any]:
+        """The first entries of the JSON object: which metric it is of, in which format."""
+        return {"metric": self.kind, "format": self.version}
+
+    @classmethod
+    def mismatch(cls, document: dict[str, Any]) -> str | None:
+        """Why a JSON object is no result of this class; None if it is one."""
+        metric = document.get("metric")
+        return None if metric == cls.kind else f'this JSON is no result of {cls.kind}: its "metric" is {metric!r}.'
+
+    def to_json(self) -> str:
+        """The result as a JSON text: settings, counts, and the numbers that follow from them.
+
+        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
+
+        Raises:
+            ValueError: a number is NaN or infinite, which JSON does not have.
+        """
+        return json.dumps({**self.header(), **self.document()}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """The result that `to_json` wrote. Only counts and settings are read; the rest follows from them.
+
+        Raises:
+            ValueError: the text is no result of this class, or has a newer format.
+        """
+        document = json.loads(text)
+        mismatch = cls.mismatch(document if isinstance(document, dict) else {})
+        if mismatch:
+            raise ValueError(mismatch)
+        if document.get("format", 1) > cls.version:
+            raise ValueError(
+                f"this result of {cls.kind} has format {document['format']}, and this version of hf-longctx reads up to "
+                f"{cls.version}. Upgrade: pip install -U hf-longctx"
+            )
+        return cls.from_document(document)
+
+    def save(self, path) -> None:
+        """Write `to_json()` to `path`, with the time and the commit of this package.
+
+        `read_result(path)` reads it again.
+        """
+        save_document(path, self.to_json())
+
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
+        """Draw the result into a PNG, SVG or PDF, by the extension of `path`.
+
+        Args:
+            path: the file to write.
+            train_length: context length of the model's training, in tokens, marked where the picture has tokens on an
+                axis.
+            title: by default, the name of the model, or of the metric and the model.
+            options: of the metric's own picture.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: nothing was measured, or matplotlib does not know the extension.
+            NotImplementedError: this kind of result `has_picture` False.
+        """
+        self.draw(path, train_length=train_length, title=title, **options)
+
+
+def read_result(path) -> Result:
+    """The result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with the modules here.
 
     Raises:
-        ValueError: it is of another metric, or of a format newer than `newest`.
+        ValueError: the file is no JSON, or no result of any metric; it is named.
+        FileNotFoundError: there is no such file.
     """
-    document = json.loads(text)
-    found = document.get("metric") if isinstance(document, dict) else None
-    if found != metric:
-        raise ValueError(f'this JSON is no result of {metric}: its "metric" is {found!r}.')
-    if document["format"] > newest:
-        raise ValueError(
-            f"this result of {metric} has format {document['format']}, and this version of hf-longctx reads up to "
-            f"{newest}. Upgrade: pip install -U hf-longctx"
-        )
-    return document
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        return result_class(json.loads(text)).from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is no saved result of ours: {reason}") from error
+
+
+def result_class(document) -> type[Result]:
+    """The class that a JSON object is a result of."""
+    for module in RESULT_MODULES:
+        importlib.import_module(module, __package__)
+    for cls in Result.kinds.values():
+        if isinstance(document, dict) and cls.mismatch(document) is None:
+            return cls
+    raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
 
 
 def save_document(path, text: str) -> None:
-    """Write the JSON text of a result to a file, with `saved`: the time in UTC, and the commit of our code.
+    """Write the JSON text of a result to a file, with `saved`: the time in UTC, and the commit of this package.
 
-    A result itself knows neither, so that the same measurement gives the same text. The file appears when it is
+    A result itself holds neither, so that the same measurement gives the same text. The file appears when it is
     complete.
     """
     path = Path(path)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    document = {**json.loads(text), "saved": {"time": now, "commit": commit_of(Path(__file__).parents[2])}}
+    document = {**json.loads(text), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
-def commit_of(folder: Path) -> str | None:
+def commit(folder: Path) -> str | None:
     """The commit of a git checkout, with "-dirty" after it if tracked files were changed; None for other folders."""
     if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
         return None

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from hf_longctx.metrics import forgetting_curve, linear_lengths
-from hf_longctx.metrics.curve.result import model_input, order_samples, scored_logits
+from hf_longctx.metrics.curve.protocol import model_input, order_samples, scored_logits
 from scripts.bench import common
 
 

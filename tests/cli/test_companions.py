@@ -95,9 +95,9 @@ def test_a_served_model(folder, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch, capsys):
-    from hf_longctx.metrics.retrieval import measure as run_companions
+    from hf_longctx.metrics.loss import measure as loss_measure
 
-    losses, calls = run_companions.token_losses, []
+    losses, calls = loss_measure.token_losses, []
 
     def fail(*arguments):
         calls.append(0)
@@ -105,7 +105,7 @@ def test_an_interrupted_run_is_written_and_resumed(folder, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return losses(*arguments)
 
-    monkeypatch.setattr(run_companions, "token_losses", fail)
+    monkeypatch.setattr(loss_measure, "token_losses", fail)
     options = ["--context-length", "40", "--sequences", "3", "--journal", str(tmp_path / "journal")]
     status, text = measure(folder, tmp_path / "loss", "loss", *options)
     assert status == 130

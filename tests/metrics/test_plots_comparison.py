@@ -1,5 +1,7 @@
 """Several curves in one picture and in one table."""
 
+from pathlib import Path
+
 import pytest
 
 
@@ -8,7 +10,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 from matplotlib.figure import Figure
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, comparison_table
-from hf_longctx.metrics.report.comparison import STRONG, plot_comparison
+from hf_longctx.metrics.report.comparison import STRONG, named, plot_comparison
 
 
 def curve(*accuracies, lengths=(8, 64, 512), **settings):
@@ -68,3 +70,12 @@ def test_table():
 def test_nothing_to_draw(tmp_path, curves, message):
     with pytest.raises(ValueError, match=message):
         plot_comparison(curves, tmp_path / "picture.png")
+
+
+def test_curves_are_named_by_model_then_file():
+    def curve(model):
+        return ForgettingCurve([], {"model": model} if model else {})
+
+    files = [(Path("a/x.json"), curve("fox")), (Path("b/x.json"), curve("fox")), (Path("y.json"), curve("llama"))]
+    assert list(named(files)) == ["fox (x)", "fox (x)'", "llama"]
+    assert list(named([(Path("results/my_fox.json"), curve(None))])) == ["my_fox"]

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..result import read_document, save_document, write_document
+from ..result import Headline, Result, Table
 
 
-FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
 WINDOW = 101  # tokens in the moving average of the paper's figures
 
 
@@ -74,7 +73,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
 
 
 @dataclass(frozen=True)
-class PositionLoss:
+class PositionLoss(Result):
     """A measured per-token loss.
 
     Attributes:
@@ -82,6 +81,9 @@ class PositionLoss:
         sequences: over how many.
         settings: how it was measured: plain JSON values, kept as they are.
     """
+
+    kind = "position_loss"
+    title = "Per-token loss"
 
     loss: tuple[float, ...]
     sequences: int
@@ -91,6 +93,10 @@ class PositionLoss:
         object.__setattr__(self, "loss", tuple(map(float, self.loss)))
         if not self.loss or not np.isfinite(self.loss).all() or self.sequences < 1:
             raise ValueError("a per-token loss is one finite number for each of one or more positions and sequences.")
+
+    @property
+    def measured(self) -> bool:
+        return True
 
     @property
     def context_length(self) -> int:
@@ -114,44 +120,40 @@ class PositionLoss:
             f"(nats, smoothed), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences"
         )
 
-    def to_json(self) -> str:
-        """The result as a JSON text: settings, the losses, and P(l) at powers of two and at the end.
-
-        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
-        """
-        ends = sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
-        return write_document(
-            "position_loss",
-            FORMAT,
-            settings=self.settings,
-            sequences=self.sequences,
-            perplexity={str(end): float(self.perplexity[end - 1]) for end in ends},
-            loss=self.loss,
+    def explanation(self) -> str:
+        return (
+            "The mean negative log-probability of the i-th token of a text, in nats, given those before it. Where it "
+            "stays level, more context is of no use to the model. P(l) is the perplexity of the first l tokens."
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> PositionLoss:
-        """The result that `to_json` wrote. Only losses and settings are read; the rest follows from them.
+    def headlines(self) -> list[Headline]:
+        name = f"perplexity of {self.context_length} tokens"
+        return [Headline("perplexity", name, round(float(self.perplexity[-1]), 4))]
 
-        Raises:
-            ValueError: not such a text, or written by a newer version of the format.
-        """
-        document = read_document(text, "position_loss", FORMAT)
+    def table(self) -> Table:
+        """The smoothed loss and the perplexity at powers of two and at the end."""
+        smooth, perplexity = self.smoothed(), self.perplexity
+        rows = [(end, f"{smooth[end - 1]:.3f}", f"{perplexity[end - 1]:.2f}") for end in self._ends()]
+        return Table(("tokens", "L(i), smoothed", "P(l)"), rows)
+
+    def _ends(self):
+        """The powers of two up to the context length, and that."""
+        return sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
+
+    def document(self) -> dict[str, Any]:
+        perplexity = self.perplexity
+        return {
+            "settings": self.settings,
+            "sequences": self.sequences,
+            "perplexity": {str(end): float(perplexity[end - 1]) for end in self._ends()},
+            "loss": self.loss,
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> PositionLoss:
         return cls(document["loss"], document["sequences"], document["settings"])
 
-    def save(self, path) -> None:
-        """Write `to_json()` to `path`, with the time and our commit.
-
-        Read it again with `PositionLoss.from_json(Path(path).read_text())`.
-        """
-        save_document(path, self.to_json())
-
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
-        """Draw L(i) and P(l) into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_losses`.
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
+    def draw(self, path, *, train_length: int | None, title: str | None) -> None:
         from ..retrieval.plot import plot_losses
 
         plot_losses([self], path, train_length=train_length, title=title)

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ..curve.result import ForgettingCurve
 from ..loss.result import PositionLoss
-from ..results import Result
+from ..result import Result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..rope.verdict import RopeReport

@@ -5,9 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from itertools import cycle
+from pathlib import Path
 
 from ..curve.plot import INK, QUIET, Figure, Patch, PercentFormatter, StrMethodFormatter, written
 from ..curve.result import ForgettingCurve
+from ..result import Result
 
 
 # colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker for those that do not suffice
@@ -111,3 +113,36 @@ def draw_bars(axes, curves, train_lengths, left):
         label.set_color(colour)
         label.set_fontsize(9)
     axes.set_ylim(len(curves) - 0.4, -0.6)
+
+
+def named(results: list[tuple[Path, Result]]) -> dict[str, Result]:
+    """Results by the name of their model, with the name of the file behind it where two share one."""
+    names = [result.model_name if result.settings.get("model") else Path(path).stem for path, result in results]
+    unique = {}
+    for name, (path, result) in zip(names, results):
+        own = name if names.count(name) == 1 else f"{name} ({path.stem})"
+        while own in unique:
+            own += "'"
+        unique[own] = result
+    return unique
+
+
+def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
+    """The fine and the coarse lengths of several models as a Markdown table, in tokens.
+
+    >>> print(comparison_table({}))
+    | model | data | fine length | coarse length | next tested | measured | training context |
+    |---|---|---|---|---|---|---|
+    <BLANKLINE>
+    """
+    rows = [
+        "| model | data | fine length | coarse length | next tested | measured | training context |",
+        "|---" * 7 + "|",
+    ]
+    for name, curve in curves.items():
+        fine, coarse = curve.fine_length, curve.coarse_length
+        after = ", ".join("-" if x.next_tested is None else str(x.next_tested) for x in (fine, coarse))
+        reach = f"{curve.points[0].length} to {curve.points[-1].length}"
+        cells = [name.replace("|", r"\|"), curve.settings.get("data_type", "-"), fine, coarse, after, reach]
+        rows.append(f"| {' | '.join(map(str, cells))} | {(train_lengths or {}).get(name, '-')} |")
+    return "\n".join(rows) + "\n"

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ..curve.result import ForgettingCurve
 from ..loss.result import PositionLoss
-from ..results import Result, model_name, named
+from ..result import Result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..rope.verdict import RopeReport
-from .comparison import plot_comparison
+from .comparison import named, plot_comparison
 
 
 TITLES = {
@@ -79,7 +79,7 @@ def write_report(
     if not results and not missing:
         raise ValueError("there is no result to report.")
     if title is None:
-        models = list(dict.fromkeys(map(model_name, results))) or ["a model"]
+        models = list(dict.fromkeys(result.model_name for result in results)) or ["a model"]
         title = f"How far {' and '.join(models)} remember{'s' if len(models) == 1 else ''}"
     parts = [f"<h1>{escape(title)}</h1>"]
     curves = [(Path(), result) for result in results if isinstance(result, ForgettingCurve) and result.points]
@@ -109,7 +109,7 @@ def section(title, *parts):
 
 def result_section(result):
     """What was measured, in one line, as a picture, in numbers, and how."""
-    kind, model = type(result), model_name(result)
+    kind, model = type(result), result.model_name
     heading, explained = f"{TITLES[kind]}: {model}", f'<p class="quiet">{escape(explanation(result))}</p>'
     if kind is RopeReport:
         verdict = "holds" if result.holds else "violated"

@@ -1,11 +1,12 @@
 """A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
 
-In the standard mode the sentence stands alone; in the easy mode the question stands before it, as at the end of the
+In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the
 prompt, which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
 
-Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023 and
-Qin et al. 2024. Unlike those programs, a prompt has exactly the tokens it is said to have, sentences end at any token
-that ends with a full stop, and the needle stays where it is if no sentence ends before it. This file knows no model.
+Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
+and Qin et al. 2024. Unlike those programs, a prompt has exactly the tokens that its length says, sentences end at any
+token that ends with a full stop, and the needle stays where it is if no sentence ends before it. This file knows no
+model.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import read_document, save_document, write_document
-from .answers import Answers, check_score
+from ..result import Headline, Result, Table
+from .answers import Answers, check_score, explain_score, headline_score, score_columns
 
 
-FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
 MODES = ("standard", "easy")
 DEPTHS = tuple(i / 10 for i in range(11))
 
@@ -60,14 +60,14 @@ def needle_pieces(encode: Callable[[str], Sequence[int]], bos: int, mode: str) -
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
-    asked = f"{QUESTION} Answer: {ANSWER_BEGIN}"
-    question, answer = split_encoding(encode, f"\n{TASK} {asked}", ANSWER)
+    question_text = f"{QUESTION} Answer: {ANSWER_BEGIN}"
+    question, answer = split_encoding(encode, f"\n{TASK} {question_text}", ANSWER)
     if len(set(answer)) < 2:
         raise ValueError(
             f"the tokenizer turns {ANSWER!r} into the ids {answer}: it does not know this language, so that nothing "
             "can be asked. Give the tokenizer of the model."
         )
-    needle = encode(f"\n{asked if mode == 'easy' else ANSWER_BEGIN}{ANSWER}\n")
+    needle = encode(f"\n{question_text if mode == 'easy' else ANSWER_BEGIN}{ANSWER}\n")
     return Pieces(*(np.array(ids, dtype=np.int64) for ids in ([bos], needle, question, answer)))
 
 
@@ -164,7 +164,7 @@ class NeedleCell(Answers):
 
 
 @dataclass(frozen=True)
-class NeedleGrid:
+class NeedleGrid(Result):
     """A measured grid of lengths and depths.
 
     Attributes:
@@ -172,11 +172,18 @@ class NeedleGrid:
         settings: how it was measured: plain JSON values, kept as they are.
     """
 
+    kind = "needle"
+    title = "Needle in a haystack"
+
     cells: tuple[NeedleCell, ...]
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "cells", tuple(self.cells))
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.cells)
 
     @property
     def lengths(self) -> list[int]:
@@ -212,45 +219,40 @@ class NeedleGrid:
         lengths = self.lengths
         return f"{means}; {len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
 
-    def to_json(self) -> str:
-        """The result as a JSON text: settings, every answer, and the rates that follow from them.
+    def explanation(self) -> str:
+        task = "One sentence is hidden in a long text, at several depths, and asked for at the end."
+        return f"{task} {explain_score(self.cells)}"
 
-        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
-        """
+    def headlines(self) -> list[Headline]:
+        if not self.cells:
+            return []
+        rate, score = headline_score(self.cells)
+        name = f"needle in a haystack, {score} up to {self.lengths[-1]} tokens"
+        return [Headline("accuracy", name, round(rate, 4))]
+
+    def table(self) -> Table:
+        rows = [
+            (cell.length, f"{cell.depth:.0%}", *(f"{rate:.1%}" for rate in cell.rates().values()), len(cell.answers))
+            for cell in self.cells
+        ]
+        return Table(("length", "depth", *score_columns(self.cells), "haystacks"), rows)
+
+    def document(self) -> dict[str, Any]:
         cells = [
             {"length": c.length, "depth": c.depth, **c.rates(), "positions": c.positions, "answers": c.to_list()}
             for c in self.cells
         ]
-        return write_document("needle", FORMAT, settings=self.settings, cells=cells)
+        return {"settings": self.settings, "cells": cells}
 
     @classmethod
-    def from_json(cls, text: str) -> NeedleGrid:
-        """The result that `to_json` wrote. Only answers and settings are read; the rest follows from them.
-
-        Raises:
-            ValueError: not such a text, or written by a newer version of the format.
-        """
-        document = read_document(text, "needle", FORMAT)
+    def from_document(cls, document: dict[str, Any]) -> NeedleGrid:
         cells = [
             NeedleCell(Answers.from_list(c["answers"]).answers, c["length"], c["depth"], c["positions"])
             for c in document["cells"]
         ]
         return cls(cells, document["settings"])
 
-    def save(self, path) -> None:
-        """Write `to_json()` to `path`, with the time and our commit.
-
-        Read it again with `NeedleGrid.from_json(Path(path).read_text())`.
-        """
-        save_document(path, self.to_json())
-
-    def plot(self, path, *, score: str | None = None, train_length: int | None = None, title: str | None = None):
-        """Draw a heat map into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_needle`.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: nothing was measured.
-        """
+    def draw(self, path, *, train_length: int | None, title: str | None, score: str | None = None) -> None:
         from .plot import plot_needle
 
         plot_needle(self, path, score=score, train_length=train_length, title=title)

@@ -1,6 +1,6 @@
 """Line retrieval: many lines with a name and a number each, and a question for the number of one of them.
 
-As in the line task of LongEval (Li et al. 2023), with a prompt of our own that ends with the beginning of the answer, so
+As in the line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, so
 that models without instruction tuning know what to do. This file knows no model.
 """
 
@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..result import read_document, save_document, write_document
-from .answers import Answers
+from ..result import Headline, Result, Table
+from .answers import Answers, explain_score, headline_score, score_columns
 
 
-FORMAT = 1  # of the JSON; raised when an older reader would misread a newer file
 LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
 
 ADJECTIVES = (
@@ -39,7 +38,7 @@ NAMES = ["-".join(pair) for pair in product(ADJECTIVES.split(), NOUNS.split())]
 
 
 class Record(NamedTuple):
-    """One record and what is asked about it."""
+    """One record and the question about it."""
 
     text: str
     question: str
@@ -62,16 +61,16 @@ def draw_record(lines: int, seed: int, repeat: int) -> Record:
     rng = random.Random(f"{seed} {lines} {repeat}")
     names = rng.sample(NAMES, lines)
     numbers = [rng.randint(1, LARGEST) for _ in names]
-    asked = rng.randrange(lines)
+    asked_line = rng.randrange(lines)
     text = "".join(f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in zip(names, numbers))
     return Record(
         "This is a record of lines. Each has a name and a REGISTER_CONTENT, which is a number. At the end of the record "
         f"you will be asked for the REGISTER_CONTENT of one of them. The record begins:\n\n{text}",
-        f"\nThe record is over. Which number is the REGISTER_CONTENT of line {names[asked]}?\n"
-        f"Answer: line {names[asked]}: REGISTER_CONTENT is",
-        f" <{numbers[asked]}>",
-        numbers[asked],
-        asked,
+        f"\nThe record is over. Which number is the REGISTER_CONTENT of line {names[asked_line]}?\n"
+        f"Answer: line {names[asked_line]}: REGISTER_CONTENT is",
+        f" <{numbers[asked_line]}>",
+        numbers[asked_line],
+        asked_line,
     )
 
 
@@ -100,7 +99,7 @@ class LinesPoint(Answers):
 
 
 @dataclass(frozen=True)
-class LineRetrieval:
+class LineRetrieval(Result):
     """Measured line retrieval.
 
     Attributes:
@@ -108,28 +107,51 @@ class LineRetrieval:
         settings: how it was measured: plain JSON values, kept as they are.
     """
 
+    kind = "line_retrieval"
+    title = "Line retrieval"
+
     points: tuple[LinesPoint, ...]
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "points", tuple(self.points))
 
+    @property
+    def measured(self) -> bool:
+        return bool(self.points)
+
     def summary(self) -> str:
         """The result in one line."""
         if not self.points:
             return "nothing measured"
         score = self.points[0].scores[0]
-        told = ", ".join(
+        rates = ", ".join(
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
         how = "found" if score == "match_rate" else "given token for token"
-        return f"{how}: {told}; {len(self.points[0].answers)} repeats"
+        return f"{how}: {rates}; {len(self.points[0].answers)} repeats"
 
-    def to_json(self) -> str:
-        """The result as a JSON text: settings, every answer, and the rates that follow from them.
+    def explanation(self) -> str:
+        return f"The model is asked for the number in one of many lines. {explain_score(self.points)}"
 
-        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
-        """
+    def dataset(self) -> tuple[str, str]:
+        return "generated records", "line-retrieval"
+
+    def headlines(self) -> list[Headline]:
+        if not self.points:
+            return []
+        rate, score = headline_score(self.points)
+        name = f"line retrieval, {score} up to {self.points[-1].lines} lines"
+        return [Headline("accuracy", name, round(rate, 4))]
+
+    def table(self) -> Table:
+        rows = [
+            (p.lines, f"{p.mean_tokens:.0f}", *(f"{rate:.1%}" for rate in p.rates().values()), len(p.answers))
+            for p in self.points
+        ]
+        return Table(("lines", "tokens", *score_columns(self.points), "records"), rows)
+
+    def document(self) -> dict[str, Any]:
         points = [
             {
                 "lines": p.lines,
@@ -141,36 +163,18 @@ class LineRetrieval:
             }
             for p in self.points
         ]
-        return write_document("line_retrieval", FORMAT, settings=self.settings, points=points)
+        return {"settings": self.settings, "points": points}
 
     @classmethod
-    def from_json(cls, text: str) -> LineRetrieval:
-        """The result that `to_json` wrote. Only answers and settings are read; the rest follows from them.
-
-        Raises:
-            ValueError: not such a text, or written by a newer version of the format.
-        """
-        document = read_document(text, "line_retrieval", FORMAT)
+    def from_document(cls, document: dict[str, Any]) -> LineRetrieval:
         points = [
             LinesPoint(Answers.from_list(p["answers"]).answers, p["lines"], p["tokens"], p["asked_lines"])
             for p in document["points"]
         ]
         return cls(points, document["settings"])
 
-    def save(self, path) -> None:
-        """Write `to_json()` to `path`, with the time and our commit.
-
-        Read it again with `LineRetrieval.from_json(Path(path).read_text())`.
-        """
-        save_document(path, self.to_json())
-
-    def plot(self, path, *, title: str | None = None) -> None:
-        """Draw the rates into a PNG, SVG or PDF, by the extension of `path`; see `plots_companions.plot_lines`.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: nothing was measured.
-        """
+    def draw(self, path, *, train_length: int | None, title: str | None) -> None:
+        """The picture counts lines, not tokens, so it has no place for `train_length`."""
         from .plot import plot_lines
 
         plot_lines(self, path, title=title)

@@ -8,14 +8,17 @@ gives (by transformers' own functions; from the model's buffers if a model is pa
 rotate count as frequency 0, which is Theorem 1 with those dimensions kept; the figure without them is given too.
 """
 
+from __future__ import annotations
+
 import copy
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..result import Headline, Result, Table
 from .bounds import (
     rope_base_scan,
     rope_base_table,
@@ -96,16 +99,16 @@ class RopeLayers:
         lines = [f"{self.layer_type}{count}: {self.verdict}"]
         if self.rope_type is None:
             return lines[0]
-        found = _up_to(self.context_bound)
+        reach = _up_to(self.context_bound)
         if self.negative_distances:
-            found += f", negative at {self.negative_distances} of those needed"
+            reach += f", negative at {self.negative_distances} of those needed"
         if 2 * self.rotary_dim <= self.head_dim:
-            found = "always, whatever the base: half of the dimensions or more do not rotate"
+            reach = "always, whatever the base: half of the dimensions or more do not rotate"
         turning = f"{self.rotary_dim} of {self.head_dim} dimensions"
         lines += [
             f"  RoPE              {self.rope_type}, base {self.base:g}, {turning}",
             f"  B_m >= 0 needed   up to m = {self.max_distance}",
-            f"  B_m >= 0 found    {found}",
+            f"  B_m >= 0 found    {reach}",
         ]
         if self.rotary_dim < self.head_dim:
             lines.append(f"                    {_up_to(self.rotary_only_bound)} over the rotating dimensions alone")
@@ -121,8 +124,12 @@ class RopeLayers:
 
 
 @dataclass(frozen=True)
-class RopeReport:
+class RopeReport(Result):
     """The bound for a model, one `RopeLayers` per group of layers: print it, or take `to_dict` or `to_json`."""
+
+    kind = "rope"
+    title = "RoPE bound"
+    has_picture = False
 
     model: str
     claimed_context: int
@@ -136,14 +143,64 @@ class RopeReport:
         """Whether no group violates the bound at the claimed context."""
         return all(group.verdict != "violated" for group in self.groups)
 
+    @property
+    def measured(self) -> bool:
+        return True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"model": self.model, "claimed_context": self.claimed_context, "claimed_by": self.claimed_by}
+
+    def explanation(self) -> str:
+        return "Whether the RoPE base keeps B_m at or above 0 over the distances that the claimed context needs."
+
+    def summary(self) -> str:
+        """The result in one line."""
+        verdict = "holds" if self.holds else "violated"
+        return f"{verdict} at {self.claimed_context} tokens ({self.claimed_by})"
+
+    def headlines(self) -> list[Headline]:
+        """None: the bound judges a configuration, not what a model does on a dataset."""
+        return []
+
+    def table(self) -> Table:
+        columns = ("layers", "RoPE", "base", "B_m >= 0 needed up to", "B_m >= 0 up to", "verdict")
+        rows = [
+            (
+                group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}",
+                group.rope_type or "-",
+                "-" if group.base is None else f"{group.base:g}",
+                group.max_distance,
+                "-" if group.context_bound is None else group.context_bound,
+                group.verdict,
+            )
+            for group in self.groups
+        ]
+        return Table(columns, rows)
+
     def to_dict(self) -> dict:
         """Everything as plain JSON types, verdicts included."""
         groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
         return {**asdict(self), "groups": groups, "notes": list(self.notes), "holds": self.holds}
 
+    document = to_dict
+
     def to_json(self, **kwargs) -> str:
         """`to_dict` by `json.dumps`, which takes the keywords."""
         return json.dumps(self.to_dict(), **kwargs)
+
+    @classmethod
+    def mismatch(cls, document: dict[str, Any]) -> str | None:
+        if {"claimed_context", "groups"} <= document.keys():
+            return None
+        return "this JSON is no RoPE report: it lacks claimed_context or groups."
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> RopeReport:
+        names = [field.name for field in fields(RopeLayers)]
+        groups = [RopeLayers(**{name: group[name] for name in names}) for group in document["groups"]]
+        described = {name: document[name] for name in ("model", "claimed_context", "claimed_by", "caveat")}
+        return cls(**described, groups=tuple(groups), notes=tuple(document["notes"]))
 
     def __str__(self):
         title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
@@ -181,8 +238,8 @@ def rope_report(
         NotImplementedError: the rope type is unknown, or q and k of this model cannot be measured.
     """
     model = model_or_config if hasattr(model_or_config, "config") else None
-    given = model_or_config if model is None else model.config
-    config = _with_rope_parameters(given)
+    original_config = model_or_config if model is None else model.config
+    config = _with_rope_parameters(original_config)
     claimed_by = "max_position_embeddings" if context_length is None else "given"
     claimed = _need(config, claimed_by) if context_length is None else context_length
     if not isinstance(claimed, Integral) or claimed < 2:
@@ -207,7 +264,7 @@ def rope_report(
         groups.append(_bound(rope, kind, layers, reach, spread, minimum_base))
     if not any(group.rope_type for group in groups):
         raise NoRopeError(f"{_no_rope(config)}: none of its layers is an attention layer with RoPE.")
-    name = given.name_or_path or type(model_or_config).__name__
+    name = original_config.name_or_path or type(model_or_config).__name__
     return RopeReport(name, int(claimed), claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
 
@@ -321,8 +378,8 @@ def _frequencies(config, kind, base, layers, claimed):
             ) from error
         inv_freq = inv_freq.double().numpy()
     else:
-        known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
-        raise NotImplementedError(f"rope type {rope_type!r} is not known here; known are {known}.")
+        types = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+        raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {types}.")
     return _Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
 
 

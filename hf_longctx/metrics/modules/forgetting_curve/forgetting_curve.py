@@ -1,4 +1,4 @@
-"""The forgetting curve as a module of the evaluate library: how far does a language model remember what it has read?"""
+"""The forgetting curve as a module of the evaluate library: how far does a language model remember?"""
 
 import datasets
 import evaluate
@@ -31,7 +31,7 @@ Returns:
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
     summary (str): the same in one line.
     settings (dict): how it was measured.
-    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.result.memory_lengths.
+    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
     points (list of dict): counts, means, standard deviations and p-values for each length.
 Examples:
     >>> curve = evaluate.load("forgetting_curve")
@@ -66,15 +66,15 @@ class ForgettingCurve(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or score predictions: those given here and those added before."""
-        options = evaluate_modules.own_options("forgetting_curve", options)
+        options = evaluate_modules.options_for("forgetting_curve", options)
         if model is not None:
             if predictions is not None or references is not None or len(self):
                 raise ValueError("compute() takes a model, or predictions and references, not both.")
             curve = evaluate_modules.measure_curve(model, corpus, tokenizer, **options)
             return evaluate_modules.curve_result(curve)
         if corpus is not None or options:
-            given = ["corpus"] * (corpus is not None) + list(options)
-            raise ValueError(f"{', '.join(given)} came without a model: these are for measuring one, model=...")
+            names = ["corpus"] * (corpus is not None) + list(options)
+            raise ValueError(f"{', '.join(names)} came without a model: these are for measuring one, model=...")
         return super().compute(predictions=predictions, references=references)
 
     def _compute(self, predictions, references):

@@ -59,7 +59,7 @@ class PositionLoss(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or average log-probabilities: those given here and those added before."""
-        options = evaluate_modules.own_options("position_loss", options)
+        options = evaluate_modules.options_for("position_loss", options)
         if references is not None:
             raise ValueError("position_loss takes no references: predictions are the log-probabilities of the tokens.")
         if model is not None:
@@ -68,8 +68,8 @@ class PositionLoss(evaluate.Metric):
             loss = evaluate_modules.measure_loss(model, corpus, tokenizer, **options)
             return evaluate_modules.loss_result(loss)
         if corpus is not None or options:
-            given = ["corpus"] * (corpus is not None) + list(options)
-            raise ValueError(f"{', '.join(given)} came without a model: these are for measuring one, model=...")
+            names = ["corpus"] * (corpus is not None) + list(options)
+            raise ValueError(f"{', '.join(names)} came without a model: these are for measuring one, model=...")
         return super().compute(predictions=predictions)
 
     def _compute(self, predictions):

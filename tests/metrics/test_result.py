@@ -1,0 +1,152 @@
+"""What all results have in common: texts, files, and what a report says about them."""
+
+import json
+import subprocess
+from datetime import datetime, timezone
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_longctx.metrics import (
+    CurvePoint,
+    ForgettingCurve,
+    LineRetrieval,
+    NeedleGrid,
+    PositionLoss,
+    RopeReport,
+    rope_report,
+)
+from hf_longctx.metrics.result import Result, commit, read_result, save_document
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint
+
+
+ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
+EXAMPLES = [
+    ForgettingCurve([CurvePoint(8, [4, 4], [1, 0], [3, 5])], {"model": "someone/fox"}),
+    PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
+    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
+    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
+]
+
+
+@pytest.mark.parametrize("result", EXAMPLES, ids=lambda result: type(result).__name__)
+def test_saved_results(result, tmp_path):
+    result.save(tmp_path / "result.json")
+    assert read_result(tmp_path / "result.json") == result
+    assert Result.kinds[result.kind] is type(result)
+
+
+def test_a_rope_report(tmp_path):
+    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
+    (tmp_path / "rope.json").write_text(report.to_json())
+    again = read_result(tmp_path / "rope.json")
+    assert isinstance(again, RopeReport) and again == report and str(again) == str(report)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "result.json is no saved result of ours: Expecting"),
+        ("[1]", "expected a result of forgetting_curve"),
+        ('{"metric": "bleu"}', "expected a result of forgetting_curve"),
+        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "it lacks 'copy_correct'"),
+        ('{"format": 99, "settings": {}, "points": []}', "Upgrade"),
+        ('{"claimed_context": 1, "groups": []}', "it lacks 'model'"),
+    ],
+    ids=["no JSON", "a list", "another metric", "half a curve", "newer format", "half a report"],
+)
+def test_other_files_are_named(tmp_path, text, message):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_result(tmp_path / "result.json")
+
+
+def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
+    names = {"someone/fox": "someone/fox", "/data/models/fox/": "fox", "fox": "fox", None: "a model"}
+    for model, name in names.items():
+        assert ForgettingCurve([], {"model": model}).model_name == name
+
+
+def test_settings_can_be_added():
+    curve = ForgettingCurve([], {"model": "fox"})
+    assert curve.with_settings(corpus="x").settings == {"model": "fox", "corpus": "x"}
+    assert curve.settings == {"model": "fox"}
+
+
+HEADLINES = [
+    [("forgetting_curve", f"{reading} memory length, more than (tokens)", 8) for reading in ("fine", "coarse")],
+    [("perplexity", "perplexity of 2 tokens", 15.6426)],
+    [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
+    [("accuracy", "line retrieval, found up to 10 lines", 1.0)],
+]
+
+
+@pytest.mark.parametrize("result, headlines", list(zip(EXAMPLES, HEADLINES)), ids=lambda x: getattr(x, "kind", ""))
+def test_what_a_report_says(result, headlines):
+    assert result.measured and result.has_picture and result.title and result.summary() and result.explanation()
+    assert result.headlines() == headlines
+    columns, rows = result.table()
+    assert rows and all(len(row) == len(columns) for row in rows)
+
+
+def test_what_a_report_says_of_a_rope_base():
+    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
+    assert report.summary() == "holds at 512 tokens (max_position_embeddings)"
+    assert report.headlines() == [] and report.settings["claimed_context"] == 512
+    assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
+    with pytest.raises(NotImplementedError, match="no picture"):
+        report.plot("rope.png")
+
+
+def test_what_is_not_measured_has_no_headline():
+    for result in (ForgettingCurve([]), NeedleGrid([]), LineRetrieval([])):
+        assert not result.measured and result.headlines() == [] and result.table().rows == []
+
+
+def test_a_dataset_has_a_name_and_an_identifier():
+    assert ForgettingCurve([], {"corpus": "My Text, 2nd"}).dataset() == ("My Text, 2nd", "my-text-2nd")
+    assert ForgettingCurve([], {"data_type": "random"}).dataset() == ("random tokens", "random-tokens")
+    assert LineRetrieval([]).dataset() == ("generated records", "line-retrieval")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=Fox", "-c", "user.email=fox@example.org"]
+    subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
+
+
+def test_a_saved_result_has_its_time_and_reads_the_same(tmp_path):
+    curve = ForgettingCurve([], {"seed": 3})
+    before = datetime.now(timezone.utc).replace(microsecond=0)
+    curve.save(tmp_path / "curve.json")
+    document = json.loads((tmp_path / "curve.json").read_text())
+    assert before <= datetime.fromisoformat(document["saved"]["time"]) <= datetime.now(timezone.utc)
+    assert "saved" not in curve.to_json()
+    assert ForgettingCurve.from_json((tmp_path / "curve.json").read_text()) == curve
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.json"]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    save_document(tmp_path / "a.json", '{"x": 1}')
+    with pytest.raises(ValueError, match="JSON"):
+        save_document(tmp_path / "a.json", '{"x": NaN}')
+    assert json.loads((tmp_path / "a.json").read_text())["x"] == 1
+
+
+def test_the_commit_is_that_of_a_checkout(tmp_path):
+    (tmp_path / "file").write_text("one")
+    assert commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    head = commit(tmp_path)
+    assert len(head) == 40 and int(head, 16)
+    (tmp_path / "file").write_text("two")
+    assert commit(tmp_path) == f"{head}-dirty"
+    (tmp_path / "site-packages").mkdir()
+    assert commit(tmp_path / "site-packages") is None
