@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -290,8 +289,6 @@ def test_empty_curve():
     assert (curve.fine_length, curve.coarse_length, curve.fine_length.open_ended) == (0, 0, False)
     assert curve.summary() == "no length measured"
     assert ForgettingCurve.from_json(curve.to_json()) == curve
-    with pytest.raises(ValueError, match="no point to draw"):
-        curve.plot("unused.png")
 
 
 def test_json_round_trip(tmp_path):
@@ -319,97 +316,6 @@ def test_unreadable_json(change, message):
     document = json.loads(small_curve().to_json()) | change
     with pytest.raises(ValueError, match=message):
         ForgettingCurve.from_json(json.dumps({key: value for key, value in document.items() if value is not None}))
-
-
-# -- the picture
-
-
-@pytest.mark.parametrize("name, magic", [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
-def test_plot(tmp_path, name, magic):
-    pytest.importorskip("matplotlib")
-    small_curve().plot(tmp_path / name, train_length=64)
-    assert (tmp_path / name).read_bytes().startswith(magic)
-
-
-def svg_texts(tmp_path, curve, **options):
-    """All words in the picture."""
-    matplotlib = pytest.importorskip("matplotlib")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        curve.plot(tmp_path / "curve.svg", **options)
-    return (tmp_path / "curve.svg").read_text()
-
-
-def test_plot_says_how_many_repeats_adaptive_points_have(tmp_path):
-    curve = ForgettingCurve([CurvePoint(8, [4] * 3, [1] * 3), CurvePoint(9, [5] * 10, [1] * 10)])
-    assert "deviation of 3 to 10 repeats" in svg_texts(tmp_path, curve)
-
-
-def test_plot_says_what_was_found(tmp_path):
-    words = svg_texts(tmp_path, small_curve(), train_length=64)
-    for expected in (
-        "Forgetting curve of tiny",
-        "fine length: 18 tokens",
-        "coarse length: 20 tokens",
-        "training context: 64 tokens",
-        "mean and standard deviation of 2 repeats, order data, float32, seed 7",
-    ):
-        assert expected in words
-    open_ended = ForgettingCurve(small_curve().points[:1])
-    words = svg_texts(tmp_path, open_ended, train_length=64, title="A title")
-    for expected in ("A title", "fine length: &gt;18 tokens", "amnesia: not reached", "64 tokens not reached"):
-        assert expected in words
-
-
-@pytest.mark.parametrize(
-    "points, edges",
-    [
-        ([(8, 4, 0), (16, 8, 0), (32, 8, 0), (64, 0, 0)], [5, 16, 32, 70]),
-        ([(8, 4, 0), (16, 8, 0), (32, 8, 0)], [5, 16, 70, 70]),
-        ([(8, 4, 0), (16, 8, 0)], [5, 70, 70, 70]),
-        ([(8, 2, 0), (16, 4, 4)], [5, 5, 8, 70]),
-        ([(8, 1, 2), (16, 4, 4)], [5, 5, 5, 70]),
-        ([(8, 4, 4), (16, 4, 4)], [5, 8, 8, 70]),  # fine, though the text could be guessed
-    ],
-    ids=["all-three", "coarse-open", "fine-open", "no-fine", "nothing", "no-coarse"],
-)
-def test_plot_areas(points, edges):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    from hf_longctx.metrics.curve.plot import shade_areas
-
-    axes = figure.add_subplot()
-    shade_areas(axes, ForgettingCurve([CurvePoint(n, [c], [b]) for n, c, b in points]), left=5, right=70)
-    areas = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]
-    assert areas == list(pairwise(edges))
-
-
-def test_plot_spread_stays_within_accuracies():
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    from hf_longctx.metrics.curve.plot import draw_accuracy
-
-    axes = figure.add_subplot()
-    draw_accuracy(axes, [8, 16, 32], [(0.9, 0.2), (0.5, 0.2), (0.1, 0.2)], "k", "o", "copy")
-    assert list(axes.get_lines()[0].get_ydata()) == [0.9, 0.5, 0.1]
-    ribbon = axes.collections[0].get_paths()[0].vertices
-    spread = {n: sorted({round(float(y), 9) for x, y in ribbon if x == n}) for n in (8, 16, 32)}
-    assert spread == {8: [0.7, 1.0], 16: [0.3, 0.7], 32: [0.0, 0.3]}
-
-
-def test_plot_leaves_the_display_alone(tmp_path):
-    pytest.importorskip("matplotlib")
-    script = (
-        "import sys; from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve;"
-        f"ForgettingCurve([CurvePoint(8, [4], [1])]).plot({str(tmp_path / 'x.png')!r});"
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_plot_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "hf_longctx.metrics.curve.plot", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-longctx\[plot\]'"):
-        small_curve().plot(tmp_path / "x.png")
 
 
 # -- the package
