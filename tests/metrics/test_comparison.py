@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+import matplotlib
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, comparison_table
 from hf_longctx.metrics.report.comparison import bar_ends, mark_place, named, plot_comparison

@@ -3,7 +3,9 @@
 import pytest
 
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+import matplotlib
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve
 from hf_longctx.metrics.curve.plot import area_ends, ribbon

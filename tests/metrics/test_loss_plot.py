@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+import matplotlib
 
 from hf_longctx.metrics.loss.plot import plot_losses
 from hf_longctx.metrics.loss.result import PositionLoss

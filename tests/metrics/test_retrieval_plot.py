@@ -5,7 +5,9 @@ import math
 import pytest
 
 
-matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+import matplotlib
 
 from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell, NeedleGrid

@@ -144,7 +144,7 @@ def draw_curves(axes, curves: Mapping[str, ForgettingCurve]) -> None:
 
 
 def bar_ends(curve: ForgettingCurve, left: float) -> list[float]:
-    """Where the fine, the coarse and the amnesia part of a bar from `left` end: the last is the longest measured length."""
+    """Where the fine, the coarse and the amnesia part of a bar from `left` end, the last at the longest length."""
     end = curve.points[-1].length
     return [*area_ends(curve, left, end), end]
 
