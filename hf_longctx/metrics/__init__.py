@@ -17,6 +17,7 @@ _HOME = {
     "Result": "result",
     "read_result": "result",
     "write_report": "report.page",
+    "measure_all": "report.measure_all",
     "CurvePoint": "curve.result",
     "ForgettingCurve": "curve.result",
     "MemoryLength": "curve.result",
