@@ -2,7 +2,9 @@
 
 import base64
 import re
+import zipfile
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -17,6 +19,7 @@ from hf_longctx.metrics.retrieval.haystack import NeedleCell
 from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
+ROOT = Path(__file__).resolve().parents[2]
 EVIL = "<script>alert('&')</script>"
 SETTINGS = {"model": EVIL, "train_length": 100, "seed": 0}
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=EVIL, matched=True)]
@@ -99,3 +102,9 @@ def test_what_measured_nothing_is_still_reported(tmp_path):
     assert "no length measured" in page.text and not page.images()
     with pytest.raises(ValueError, match="no result to report"):
         write_report([], tmp_path / "report.html")
+
+
+def test_the_template_is_part_of_the_wheel(tmp_path):
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling").WheelBuilder(str(ROOT))
+    (file,) = wheel.build(directory=str(tmp_path), versions=["standard"])
+    assert "hf_longctx/metrics/report/page.html.j2" in zipfile.ZipFile(file).namelist()
