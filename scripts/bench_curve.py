@@ -45,7 +45,7 @@ def plain_curve(model, tokens, lengths, repeats):
     """The protocol as its definition; (copy counts, LM counts) per length."""
     import torch
 
-    from hf_longctx.metrics.curve.result import model_input, order_samples, scored_logits
+    from hf_longctx.metrics.curve.protocol import model_input, order_samples, scored_logits
 
     points = []
     with torch.no_grad():
@@ -72,7 +72,7 @@ def run_one(args):
     import torch
     import transformers
 
-    from hf_longctx.metrics import forgetting_curve, linear_lengths
+    from hf_longctx.metrics import Run, forgetting_curve, linear_lengths
 
     _, config, longest, n, repeats, _ = SETUPS[args.setup]
     longest, repeats = max(16, int(longest * args.scale)), max(1, int(repeats * args.scale))
@@ -94,7 +94,7 @@ def run_one(args):
         found = {"counts": points}
     else:
         options = {"bos_token_id": 1, "eos_token_id": 2, "protocol": args.protocol}
-        options["tokens_per_pass"] = args.tokens_per_pass
+        options["run"] = Run(tokens_per_pass=args.tokens_per_pass)
         curve = forgetting_curve(model, tokens, lengths=lengths, repeats=repeats, **options)
         found = {
             "counts": [(p.copy_correct, p.lm_correct) for p in curve.points],

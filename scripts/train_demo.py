@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.metrics import forgetting_curve, linear_lengths
+from hf_longctx.metrics import Run, forgetting_curve, linear_lengths
 from hf_longctx.training.copying import train_demo_model
 
 
@@ -47,7 +47,7 @@ def publish(work):
     model = FoxForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     model.config._name_or_path = TARGET.name
     tokens = tokenizer(stdlib_text("held_out"), verbose=False)["input_ids"]
-    curve = forgetting_curve(model, tokens, lengths=linear_lengths(1600, 16), progress=True)
+    curve = forgetting_curve(model, tokens, lengths=linear_lengths(1600, 16), run=Run(progress=True))
     curve.save(TARGET / "forgetting_curve.json")
     curve.plot(TARGET / "forgetting_curve.png", train_length=model.config.max_position_embeddings)
     print(curve.summary())

@@ -45,27 +45,25 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..metrics import forgetting_curve, linear_lengths, log_lengths
-    from ..metrics.report.defaults import longest_target
-    from ..metrics.run.engine import claimed_context
+    from ..metrics import Run, forgetting_curve, linear_lengths, log_lengths
+    from ..metrics.curve.protocol import default_lengths
 
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    claimed = claimed_context(model)
+    reader, tokenizer = shared.load_reader(args)
     tokens = corpus_name = None
     if args.data_type == "order":
-        tokens, corpus_name = shared.load_corpus(args, tokenizer, args.max_length or claimed)
-    longest = args.max_length
-    if longest is None:
-        longest = longest_target(claimed, None if tokens is None else len(tokens))
-        shared.say(f"measuring up to {longest} tokens (choose another end with --max-length)")
+        tokens, corpus_name = shared.load_corpus(args, tokenizer, args.max_length or reader.claimed_context)
     grid = log_lengths if args.log_lengths else linear_lengths
-    points = args.points or (32 if args.protocol == "adaptive" else 16)
-    lengths = grid(longest, points)
+    points = shared.first_given(args.points, 32 if args.protocol == "adaptive" else 16)
+    if args.max_length is None:
+        lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens), points, grid)
+        shared.say(f"measuring up to {lengths[-1]} tokens (choose another end with --max-length)")
+    else:
+        lengths = grid(args.max_length, points)
 
     def measure():
         return forgetting_curve(
-            model,
+            reader,
             tokens,
             lengths=lengths,
             repeats=args.repeats,
@@ -74,15 +72,14 @@ def run(args):
             eos_token_id=shared.first_given(args.eos_token_id, tokenizer.eos_token_id),
             data_type=args.data_type,
             protocol=args.protocol,
-            tokens_per_pass=args.tokens_per_pass,
-            journal=args.journal,
             tokenizer=tokenizer,
-            progress=True,
+            corpus_name=corpus_name,
+            train_length=args.train_length,
+            run=Run(args.journal, args.tokens_per_pass, progress=True),
         )
 
     shared.write_measured(
         args,
         measure,
-        settings=dict(corpus=corpus_name, train_length=args.train_length),
         train_length=args.train_length,
     )

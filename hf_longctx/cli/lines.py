@@ -26,25 +26,23 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..metrics import line_retrieval
+    from ..metrics import Run, line_retrieval
     from ..metrics.report.defaults import NO_CLAIM, line_counts
-    from ..metrics.run.engine import claimed_context
 
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    lines = args.lines or line_counts(claimed_context(model) or NO_CLAIM, tokenizer)
+    reader, tokenizer = shared.load_reader(args)
+    lines = args.lines or line_counts(reader.claimed_context or NO_CLAIM, tokenizer)
 
     def measure():
         return line_retrieval(
-            model,
+            reader,
             tokenizer,
             lines=lines,
             repeats=args.repeats,
             seed=args.seed,
             generate=not args.no_replies,
             bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
-            journal=args.journal,
-            progress=True,
+            run=Run(args.journal, progress=True),
         )
 
     shared.write_measured(args, measure)

@@ -25,31 +25,30 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..metrics import position_loss
+    from ..metrics import Run, position_loss
     from ..metrics.report.defaults import NO_CLAIM
-    from ..metrics.run.engine import claimed_context
 
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    claimed = claimed_context(model)
+    reader, tokenizer = shared.load_reader(args)
+    claimed = reader.claimed_context or NO_CLAIM
     tokens, corpus_name = shared.load_corpus(args, tokenizer, shared.first_given(args.context_length, claimed))
-    context_length = shared.first_given(args.context_length, min(claimed or NO_CLAIM, len(tokens)))
+    context_length = shared.first_given(args.context_length, min(claimed, len(tokens)))
 
     def measure():
         return position_loss(
-            model,
+            reader,
             tokens,
             context_length=context_length,
             sequences=args.sequences,
             bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
             tokenizer=tokenizer,
-            journal=args.journal,
-            progress=True,
+            corpus_name=corpus_name,
+            train_length=args.train_length,
+            run=Run(args.journal, progress=True),
         )
 
     shared.write_measured(
         args,
         measure,
-        settings=dict(corpus=corpus_name, train_length=args.train_length),
         train_length=args.train_length,
     )

@@ -42,22 +42,21 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..metrics import needle_in_a_haystack
+    from ..metrics import Run, needle_in_a_haystack
     from ..metrics.report.defaults import NO_CLAIM, needle_lengths
-    from ..metrics.run.engine import claimed_context
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
     if args.depths < 2:
         raise ValueError(f"--depths is {args.depths}; it must be at least 2, the beginning and the end.")
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    lengths = args.lengths or needle_lengths(claimed_context(model) or NO_CLAIM, tokenizer, args.mode)
+    reader, tokenizer = shared.load_reader(args)
+    lengths = args.lengths or needle_lengths(reader.claimed_context or NO_CLAIM, tokenizer, args.mode)
     tokens, corpus_name = shared.load_corpus(args, tokenizer, max(lengths))
 
     def measure():
         return needle_in_a_haystack(
-            model,
+            reader,
             tokenizer,
             tokens,
             lengths=lengths,
@@ -67,14 +66,14 @@ def run(args):
             seed=args.seed,
             generate=not args.no_replies,
             bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
-            journal=args.journal,
-            progress=True,
+            corpus_name=corpus_name,
+            train_length=args.train_length,
+            run=Run(args.journal, progress=True),
         )
 
     shared.write_measured(
         args,
         measure,
-        settings=dict(corpus=corpus_name, train_length=args.train_length),
         score=args.score,
         train_length=args.train_length,
     )

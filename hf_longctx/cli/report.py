@@ -34,13 +34,12 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import measure_all
     from ..metrics.report.defaults import NO_CLAIM
-    from ..metrics.run.engine import claimed_context
 
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    corpus = shared.load_corpus(args, tokenizer, args.context_length or claimed_context(model) or NO_CLAIM)
+    reader, tokenizer = shared.load_reader(args)
+    corpus = shared.load_corpus(args, tokenizer, args.context_length or reader.claimed_context or NO_CLAIM)
     report = measure_all(
-        model,
+        reader,
         tokenizer,
         corpus.tokens,
         args.output,
@@ -49,7 +48,7 @@ def run(args):
         repeats=args.repeats,
         seed=args.seed,
         corpus_name=corpus.name,
-        config=served_config(args) if args.endpoint else model.config,
+        config=served_config(args) if args.endpoint else None,
         progress=True,
     )
     if report is not None:

@@ -73,16 +73,24 @@ def add_run(parser, output):
     return group
 
 
+def load_reader(args):
+    """A reader of the model, or with --endpoint of a served model, and the tokenizer."""
+    from transformers import AutoTokenizer
+
+    from ..metrics import LocalReader, ServedModel
+
+    if args.endpoint is None:
+        model, tokenizer = load_model(args)
+        return LocalReader(model), tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    return ServedModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
+
+
 def load_model(args):
-    """The model, on its device, in eval mode, and its tokenizer; with --endpoint, a served model."""
+    """The model, on its device, in eval mode, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if getattr(args, "endpoint", None):
-        from ..metrics import EndpointModel
-
-        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-        return EndpointModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
     device = args.device
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -15,11 +15,13 @@ import inspect
 import json
 import os
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from .curve.result import CurvePoint, ForgettingCurve, longest_length, scored_tokens
+from .curve.protocol import default_lengths, scored_tokens
+from .curve.result import CurvePoint, ForgettingCurve
 from .loss.result import PositionLoss
 
 
@@ -69,7 +71,7 @@ def register() -> list[Path]:
     return written
 
 
-def own_options(name: str, options: dict) -> dict:
+def options_for(name: str, options: dict) -> dict:
     """Those options that `compute` of the module `name` takes beside model, corpus and tokenizer.
 
     `evaluate.combine` hands every keyword to all its modules, so each leaves alone what belongs to another.
@@ -77,32 +79,36 @@ def own_options(name: str, options: dict) -> dict:
     Raises:
         TypeError: one of them belongs to no module.
     """
-    taken = _taken_options()
-    unknown = sorted(options.keys() - set().union(*taken.values()))
+    names = _option_names()
+    unknown = sorted(options.keys() - set().union(*names.values()))
     if unknown:
-        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(taken[name])}.")
-    return {option: value for option, value in options.items() if option in taken[name]}
+        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(names[name])}.")
+    return {option: value for option, value in options.items() if option in names[name]}
 
 
-def _taken_options():
-    """The options of each module: those of the function that measures, and for a check of bases their head_dim."""
+def _option_names():
+    """The options of each module: keywords of the function that measures, the fields of its `run`, a bound's head_dim."""
     from .curve.measure import forgetting_curve
-    from .retrieval.measure import position_loss
+    from .loss.measure import position_loss
     from .rope.verdict import rope_report
 
-    functions = dict(zip(NAMES, (forgetting_curve, position_loss, rope_report)))
-    taken = {}
-    for name, function in functions.items():
-        parameters = inspect.signature(function).parameters.values()
-        taken[name] = [
-            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("tokenizer", "input_ids")
-        ]
-    taken["rope_base_check"].append("head_dim")
-    return taken
+    names = {}
+    for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
+        keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "input_ids", "run")]
+        names[name] += _run_options() if "run" in keywords else []
+    names["rope_base_check"].append("head_dim")
+    return names
+
+
+def _run_options():
+    from .run.parts import Run
+
+    return [field.name for field in fields(Run)]
 
 
 def load(model, corpus=None, tokenizer=None):
-    """A model given by name or as an object, and a corpus given as text or ids.
+    """A model by name or as an object, and a corpus as text or ids.
 
     Args:
         model: a causal language model, or its name or folder.
@@ -110,7 +116,7 @@ def load(model, corpus=None, tokenizer=None):
         tokenizer: for a text; by default, that of the model's name.
 
     Returns:
-        the model, the ids (None without a corpus), and the tokenizer that made them (None if they were given).
+        the model, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
 
     Raises:
         ValueError: a text came without a tokenizer.
@@ -135,18 +141,21 @@ def load(model, corpus=None, tokenizer=None):
     return model, tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"], tokenizer
 
 
-def completed(options: dict, tokenizer, name: str) -> dict:
-    """The options with BOS and EOS of the tokenizer, where it is known, and with a journal of the module's own.
+def complete(options: dict, tokenizer, name: str) -> dict:
+    """The keywords for the function that measures: `run` made of its fields, BOS and EOS of the tokenizer where known.
 
-    `evaluate.combine` hands the same path to all its modules, so ours append their names to it.
+    The journal gets the module's name appended, because `evaluate.combine` hands the same path to all its modules.
     """
+    from .run.parts import Run
+
     options = dict(options)
-    if options.get("journal") is not None:
-        options["journal"] = f"{os.fspath(options['journal'])}.{name}"
+    run = {option: options.pop(option) for option in _run_options() if option in options}
+    if run.get("journal") is not None:
+        run["journal"] = f"{os.fspath(run['journal'])}.{name}"
     for token in ("bos_token_id", "eos_token_id"):
-        if token in _taken_options()[name] and getattr(tokenizer, token, None) is not None:
+        if token in _option_names()[name] and getattr(tokenizer, token, None) is not None:
             options.setdefault(token, getattr(tokenizer, token))
-    return options
+    return options | {"run": Run(**run)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,27 +199,19 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
 
     Args:
         lengths: default: 16 from 8 tokens to what the model claims to read, as far as the corpus reaches.
-        options: of `forgetting_curve`.
+        options: of `forgetting_curve`, and the fields of `Run`.
 
     Raises:
         ValueError: there is nothing to tell how far to measure.
     """
     from .curve.measure import forgetting_curve
-    from .curve.result import linear_lengths
-    from .run.engine import claimed_context
+    from .run.reader import reader_for
 
-    model, tokens, used = load(model, corpus, tokenizer)
-    options = completed(options, tokenizer if used is None else used, "forgetting_curve")
+    model, tokens, encoder = load(model, corpus, tokenizer)
     if lengths is None:
-        claimed = claimed_context(model)
-        ends = [] if claimed is None else [longest_length(claimed)]
-        ends += [] if tokens is None else [len(tokens) // 3]
-        if not ends:
-            raise ValueError(
-                "the model claims no context and there is no corpus; say how far to measure: lengths=[...]."
-            )
-        lengths = linear_lengths(min(ends), 16)
-    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=used, **options)
+        lengths = default_lengths(reader_for(model).claimed_context, None if tokens is None else len(tokens))
+    options = complete(options, tokenizer if encoder is None else encoder, "forgetting_curve")
+    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=encoder, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
@@ -259,21 +260,21 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
 
     Args:
         context_length: default: the context that the model claims, as far as the corpus reaches.
-        options: of `position_loss`.
+        options: of `position_loss`, and the fields of `Run`.
 
     Raises:
         ValueError: there is no corpus.
     """
-    from .retrieval.measure import position_loss
-    from .run.engine import claimed_context
+    from .loss.measure import position_loss
+    from .run.reader import reader_for
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    model, tokens, used = load(model, corpus, tokenizer)
-    options = completed(options, tokenizer if used is None else used, "position_loss")
+    model, tokens, encoder = load(model, corpus, tokenizer)
     if context_length is None:
-        context_length = min(claimed_context(model) or len(tokens), len(tokens))
-    return position_loss(model, tokens, context_length=context_length, tokenizer=used, **options)
+        context_length = min(reader_for(model).claimed_context or len(tokens), len(tokens))
+    options = complete(options, tokenizer if encoder is None else encoder, "position_loss")
+    return position_loss(model, tokens, context_length=context_length, tokenizer=encoder, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:

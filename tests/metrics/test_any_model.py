@@ -11,8 +11,8 @@ from torch import nn
 
 import hf_longctx  # noqa: F401 - registers FoX
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics import forgetting_curve, position_loss
-from hf_longctx.metrics.curve.result import model_input, order_samples, scored_logits
+from hf_longctx.metrics import Run, forgetting_curve, position_loss
+from hf_longctx.metrics.curve.protocol import model_input, order_samples, scored_logits
 
 
 # PEFT 0.21 asks transformers for this under its old name
@@ -94,7 +94,7 @@ def all_logits(model, ids):
         return model(torch.tensor(ids)[None]).logits[0].float()
 
 
-@pytest.mark.filterwarnings("ignore:lengths above")
+@pytest.mark.filterwarnings("ignore:length .* needs")
 def test_curve(model):
     lengths, repeats = [1, 6, 25], 3
     curve = forgetting_curve(model, CORPUS, lengths=lengths, repeats=repeats, seed=2)
@@ -115,7 +115,7 @@ def test_curve(model):
 
 @pytest.mark.filterwarnings("ignore:context_length needs")
 def test_loss(model):
-    result = position_loss(model, CORPUS, context_length=40, starts=[7, 200], tokens_per_pass=16)
+    result = position_loss(model, CORPUS, context_length=40, starts=[7, 200], run=Run(tokens_per_pass=16))
     losses = []
     for start in (7, 200):
         targets = CORPUS[start : start + 40]

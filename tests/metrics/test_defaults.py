@@ -1,28 +1,16 @@
-"""How far is measured where nobody says so."""
+"""How far retrieval is measured by default."""
 
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from hf_longctx.metrics.report.defaults import line_counts, longest_target, needle_lengths, record_tokens
+from hf_longctx.metrics.report.defaults import line_counts, needle_lengths, record_tokens
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo")
-
-
-@pytest.mark.parametrize(
-    "claimed, corpus_tokens, longest", [(2048, 1500, 500), (2048, 99_999, 1022), (2048, None, 1022), (None, 300, 100)]
-)
-def test_longest_target(claimed, corpus_tokens, longest):
-    assert longest_target(claimed, corpus_tokens) == longest
-
-
-def test_nothing_says_how_far_to_measure():
-    with pytest.raises(ValueError, match="say how far"):
-        longest_target(None, None)
 
 
 def test_needle_lengths(tokenizer):

@@ -2,7 +2,7 @@
 
 The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
 between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a t test
-tells on which side each lies. This file knows no model: it needs numpy and scipy only.
+tells on which side each lies. This file knows no model.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-import numpy as np
+from scipy.optimize import isotonic_regression
 
-from .lengths import READINGS, margins, verdict
-from .result import CurvePoint, input_tokens
+from .lengths import READINGS
+from .protocol import input_tokens
+from .result import CurvePoint
 
 
 LOOKS = (3, 5, 7, 10)  # repeats after which a point is tested
@@ -80,9 +81,9 @@ class _Search:
     def bracket(self, reading):
         """Grid indices of the last length that passes and of the next measured one, by a fit that only falls."""
         measured = sorted(self.points)
-        values = [margins(self.points[n], reading) for n in measured]
-        weights = [len(v) * self.points[n].scored_tokens for n, v in zip(measured, values)]
-        fit = falling_fit([v.mean() for v in values], weights)
+        values = [self.points[n].margins(reading).mean() for n in measured]
+        weights = [self.points[n].repeats * self.points[n].scored_tokens for n in measured]
+        fit = isotonic_regression(values, weights=weights, increasing=False).x
         passing = sum(1 for value in fit if value > 0 or (value == 0 and reading == "coarse"))
         low = self.lengths.index(measured[passing - 1]) if passing else -1
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
@@ -96,24 +97,9 @@ class _Search:
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
         outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
         for position, i in enumerate(outside):
-            if verdict(self.points[self.lengths[i]], reading, level) == -direction:
+            if self.points[self.lengths[i]].verdict(reading, level) == -direction:
                 middle = (i + outside[position - 1]) // 2 if position else i
                 return middle not in indices and self.look(self.lengths[middle])
             if self.look(self.lengths[i]):
                 return True
         return False
-
-
-def falling_fit(values: Sequence[float], weights: Sequence[float]) -> np.ndarray:
-    """The non-increasing sequence nearest to the values, by weighted squares (pool adjacent violators).
-
-    >>> falling_fit([3.0, 1.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0]).tolist()
-    [3.0, 1.5, 1.5, 0.0]
-    """
-    pools = []  # (mean, weight, how many)
-    for pool in ((value, weight, 1) for value, weight in zip(values, weights)):
-        while pools and pools[-1][0] < pool[0]:
-            (a, v, m), (b, w, n) = pools.pop(), pool
-            pool = ((a * v + b * w) / (v + w), v + w, m + n)
-        pools.append(pool)
-    return np.repeat([mean for mean, _, _ in pools], [count for *_, count in pools])

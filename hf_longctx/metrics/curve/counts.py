@@ -7,72 +7,65 @@ Journal entries: `(length, first repeat): {"copy": counts, "LM": counts}` for co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
-from torch import nn
 
-from ..run.engine import Engine, batches
-from ..run.served import EndpointModel
-from .result import CurvePoint, Sample, input_tokens, model_input, scored_logits
+from ..run.engine import OutOfMemory, batches
+from ..run.parts import Shift
+from ..run.reader import Reader
+from ..run.scoring import OVERFLOW
+from .protocol import Sample, input_tokens, model_input, scored_logits
+from .result import CurvePoint
 
 
 KINDS = ("copy", "LM")
 OUT_OF_MEMORY = "out of memory, even in the smallest passes"
 
 
-def engine_for(model: nn.Module, ids: np.ndarray, tokens_per_pass: int | None) -> Engine | EndpointModel:
-    """What reads for this model; ids (T,) are tried, of which an engine needs three."""
-    if isinstance(model, EndpointModel):
-        return model
-    return Engine(model, np.resize(ids, max(len(ids), 3)), tokens_per_pass)
-
-
 class Measurement:
     """Measures parts of a curve, unless the journal has them.
 
     Args:
-        model: in eval and inference mode.
+        reader: within its `reading`.
         samples: the repeats at each length.
         bos, eos: ids.
-        tokens_per_pass: see `Engine`.
-        journal: where the counts go.
-        bar: advanced by the `cost` of every input that was counted.
-        cost: of reading an input at a length.
+        shift: its journal takes the counts; its bar advances by the `cost` of every input that was counted.
     """
 
-    def __init__(
-        self, model: nn.Module, samples: dict[int, list[Sample]], bos, eos, tokens_per_pass, journal, bar, cost
-    ):
-        self.model, self.samples, self.bos, self.eos = model, samples, bos, eos
-        self.tokens_per_pass, self.journal, self.bar, self.cost = tokens_per_pass, journal, bar, cost
+    def __init__(self, reader: Reader, samples: dict[int, list[Sample]], bos: int, eos: int, shift: Shift):
+        self.reader, self.samples, self.bos, self.eos = reader, samples, bos, eos
+        self.journal, self.bar = shift.journal, shift.bar
 
-    @cached_property
-    def engine(self) -> Engine | EndpointModel:
-        return engine_for(self.model, self.inputs("copy", min(self.samples), [0])[0], self.tokens_per_pass)
+    def cost(self, length: int) -> float:
+        """Of reading one input at a length."""
+        return self.reader.cost(input_tokens(length))
+
+    def expect(self, total: float) -> None:
+        """Say how much work the bar stands for; part of it is in the journal already."""
+        self.bar.reset(total)
+        counted = ((key[0], sum(map(len, result.values()))) for key, result in self.journal.done.items() if key[1:])
+        self.bar.update(sum(inputs * self.cost(length) for length, inputs in counted))
 
     def inputs(self, kind: str, length: int, repeats: Sequence[int]) -> np.ndarray:
         """(R, 2n + 3) int64"""
         samples = [self.samples[length][repeat] for repeat in repeats]
-        prefixes = [s.target if kind == "copy" else s.irrelevant for s in samples]
-        return np.stack([model_input(p, s.target, self.bos, self.eos) for p, s in zip(prefixes, samples)])
+        return np.stack([sample_input(sample, kind, self.bos, self.eos) for sample in samples])
 
     def measure(self, length: int, first: int, stop: int) -> None:
         """Both kinds of input at one length, repeats first to stop - 1."""
         if {(length, first), (length,)} & self.journal.done.keys():
             return
         repeats = range(first, stop)
-        predicted = self.engine.with_less_memory(self._predict_both, length, repeats)
-        if predicted is None:
+        try:
+            self.journal.append((length, first), {kind: self._predict(kind, length, repeats) for kind in KINDS})
+        except OutOfMemory:
             self.give_up(length)
-        else:
-            counts = {kind: self.count(kind, length, repeats, found) for kind, found in predicted.items()}
-            self.journal.append((length, first), counts)
         self.bar.update(2 * len(repeats) * self.cost(length))
 
-    def _predict_both(self, length, repeats):
-        inputs = {kind: self.inputs(kind, length, repeats) for kind in KINDS}
-        return {kind: self.engine.predict(x, 1 + length, scored_logits(length)) for kind, x in inputs.items()}
+    def _predict(self, kind, length, repeats):
+        """Right predictions of each repeat."""
+        inputs = self.inputs(kind, length, repeats)
+        return self.count(kind, length, repeats, self.reader.predict(inputs, 1 + length, scored_logits(length)))
 
     def measure_nested(self, lengths: Sequence[int], repeats: Sequence[int]) -> None:
         """These repeats at all lengths, whose samples are starts of each other, reading no beginning twice.
@@ -83,64 +76,72 @@ class Measurement:
         parts = [{(n, r, kind) for kind in KINDS} for n in lengths for r in repeats if not {(n,), (n, r)} & done]
         if all(part <= done for part in parts):
             return
-        if not self.engine.reuses_prefixes:
+        if not self.reader.reuses_prefixes:
             for length in lengths:
                 for repeat in repeats:
                     self.measure(length, repeat, repeat + 1)
             return
+        engine = self.reader.engine
         fitting = [length for length in lengths if (length,) not in self.journal.done]
-        together = max(1, self.engine.tokens_per_pass // input_tokens(max(lengths)))
+        together = max(1, engine.tokens_per_pass // input_tokens(max(lengths)))
         for kind, group in [("LM", repeats), *(("copy", some) for some in batches(list(repeats), together))]:
-            while self.engine.with_less_memory(self._measure_group, kind, fitting, group) is None:
-                reached = next(n for n in fitting if self._todo(n, group, kind))
-                for length in [n for n in fitting if n >= reached]:
-                    fitting.remove(length)
-                    self.give_up(length)
+            while fitting:
+                try:
+                    engine.with_less_memory(self._measure_group, engine, kind, fitting, group)
+                    break
+                except OutOfMemory:
+                    reached = next(n for n in fitting if self._remaining(n, group, kind))
+                    for length in [n for n in fitting if n >= reached]:
+                        fitting.remove(length)
+                        self.give_up(length)
 
-    def _todo(self, length, repeats, kind):
+    def _remaining(self, length, repeats, kind):
         return [repeat for repeat in repeats if (length, repeat, kind) not in self.journal.done]
 
-    def _measure_group(self, kind, lengths, repeats):
-        """Inputs of one kind whose beginnings, length by length, go on from each other. Returns True when done."""
-        engine, cache, texts, read = self.engine, None, 1 if kind == "LM" else len(repeats), 0
+    def _measure_group(self, engine, kind, lengths, repeats):
+        """Inputs of one kind whose beginnings, length by length, go on from each other."""
+        cache, texts, read = None, 1 if kind == "LM" else len(repeats), 0
         for length in lengths:
-            if not self._todo(length, repeats, kind):
+            if not self._remaining(length, repeats, kind):
                 continue
             cache = engine.new_cache() if cache is None else cache
             inputs, scored = self.inputs(kind, length, repeats), scored_logits(length)
             engine.read(inputs[:texts, read : 1 + length], cache)
             read = 1 + length
             size = texts if kind == "copy" else max(1, engine.tokens_per_pass // inputs.shape[1])
-            for some in batches(list(range(len(repeats))), size):
-                chosen = [repeats[i] for i in some]
-                todo = self._todo(length, chosen, kind)
-                if not todo:
+            for rows in batches(list(range(len(repeats))), size):
+                batch = [repeats[i] for i in rows]
+                remaining = self._remaining(length, batch, kind)
+                if not remaining:
                     continue
-                found = engine.read_after(cache, inputs[some, read : scored.stop], len(scored), texts)
-                for repeat, count in zip(chosen, self.count(kind, length, chosen, found)):
-                    if repeat in todo:
+                predictions = engine.read_after(cache, inputs[rows, read : scored.stop], len(scored), texts)
+                for repeat, count in zip(batch, self.count(kind, length, batch, predictions)):
+                    if repeat in remaining:
                         self.journal.append((length, repeat, kind), {kind: [count]})
                         self.bar.update(self.cost(length))
-        return True
 
-    def count(self, kind: str, length: int, repeats: Sequence[int], predicted: np.ndarray) -> list[int]:
+    def count(self, kind: str, length: int, repeats: Sequence[int], predictions: np.ndarray) -> list[int]:
         """Right predictions of each repeat.
 
         Raises:
             ValueError: a prediction is -1, as there was NaN.
         """
         scored, inputs = scored_logits(length), self.inputs(kind, length, repeats)
-        bad = np.argwhere(predicted == -1)
+        bad = np.argwhere(predictions == -1)
         if len(bad):
             raise ValueError(
                 f"length {length}, repeat {repeats[bad[0][0]]}, {kind} input: the logits at position "
-                f"{scored[bad[0][1]]} of {inputs.shape[1]} are NaN, so there is no prediction to count. A common cause "
-                "is float16 overflow: load the model in torch.bfloat16 or torch.float32."
+                f"{scored[bad[0][1]]} of {inputs.shape[1]} are NaN, so there is no prediction to count. {OVERFLOW}"
             )
-        return (predicted == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
+        return (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
 
     def give_up(self, length: int) -> None:
         self.journal.append((length,), {"not_measured": OUT_OF_MEMORY})
+
+
+def sample_input(sample: Sample, kind: str, bos: int, eos: int) -> np.ndarray:
+    """The "copy" or the "LM" input of a sample, (2n + 3,) int64."""
+    return model_input(sample.target if kind == "copy" else sample.irrelevant, sample.target, bos, eos)
 
 
 def tally(entries: dict, samples: dict[int, list[Sample]]) -> tuple[list[CurvePoint], dict[int, str]]:
@@ -161,9 +162,6 @@ def tally(entries: dict, samples: dict[int, list[Sample]]) -> tuple[list[CurvePo
         repeats = sorted(copy.keys() & lm.keys())
         if repeats:
             begins = [samples[length][repeat].begin for repeat in repeats]
-            points.append(
-                CurvePoint(
-                    length, [copy[r] for r in repeats], [lm[r] for r in repeats], None if None in begins else begins
-                )
-            )
+            begins = None if None in begins else begins
+            points.append(CurvePoint(length, [copy[r] for r in repeats], [lm[r] for r in repeats], begins))
     return points, dict(sorted(missing.items()))

@@ -1,43 +1,125 @@
-"""How sure the lengths read off a forgetting curve are, and whether the source of the irrelevant text matters.
+"""Which lengths the counts of a forgetting curve show, and how surely.
 
 A length passes as fine if its copy accuracy is above 99 %, as coarse if that is at least 1 % above its LM accuracy. Both
 are statements about a mean over targets, so each has a t test over the repeats; the coarse one is paired, as copy and
-LM input have the same target. This file knows no model: it needs numpy and scipy only.
+LM input have the same target. This file knows plain sequences of counts only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtr
 
 
-if TYPE_CHECKING:
-    from .result import CurvePoint, ForgettingCurve
-
-
 READINGS = ("fine", "coarse")
 
 
-def margins(point: CurvePoint, reading: str) -> np.ndarray:
-    """By how much each repeat is above the threshold of a reading, as a share of the scored tokens; (R,) float64."""
-    copy, lm = (np.array(counts) / point.scored_tokens for counts in (point.copy_correct, point.lm_correct))
+class MemoryLength(int):
+    """A length read off a curve, in tokens: the last tested one that passes, 0 if none does.
+
+    Attributes:
+        open_ended: the longest tested length passes, so the true one may be larger; printed as ">1400".
+        next_tested: the tested length after it, so that the true one lies in [self, next_tested); None if open ended.
+
+    >>> print(MemoryLength(1400, open_ended=True), MemoryLength(767, next_tested=893) + 1)
+    >1400 768
+    """
+
+    open_ended: bool
+    next_tested: int | None
+
+    def __new__(cls, tokens: int, *, open_ended: bool = False, next_tested: int | None = None):
+        self = super().__new__(cls, tokens)
+        self.open_ended = open_ended
+        self.next_tested = next_tested
+        return self
+
+    def __str__(self):
+        return f">{int(self)}" if self.open_ended else str(int(self))
+
+    def __repr__(self):
+        return f"MemoryLength({int(self)}, open_ended={self.open_ended}, next_tested={self.next_tested})"
+
+
+def memory_lengths(
+    lengths: Sequence[int], copy: Sequence[int], lm: Sequence[int], scored: Sequence[int], p_values: Sequence[float]
+) -> dict[str, MemoryLength]:
+    """Five readings of "memory length" from the counts of a curve, decided in integers.
+
+    A length passes as *fine* if copy accuracy is above 99 %, as *coarse* if it is at least 1 % above LM accuracy.
+
+    Args:
+        lengths: tested lengths in tokens, ascending.
+        copy, lm, scored: per length, correct copy tokens, correct LM tokens and scored tokens, summed over repeats.
+        p_values: per length, of the paired test of copy against LM.
+
+    Returns:
+        `fine_max`, `coarse_max`: the largest length that passes (Table 3 of the paper: the headline).
+        `fine_first_run`, `coarse_first_run`: the end of the first uninterrupted stretch of passing lengths. Lengths
+        that fail before it are skipped: very short targets do not show yet that the task is to copy (footnote 7).
+        `coarse_max_significant`: the largest length that passes as coarse with p < 0.05.
+
+    >>> memory_lengths([8, 64, 128], [4, 31, 50], [1, 9, 50], [4, 32, 64], [0.01, 0.01, 1])["coarse_max"]
+    MemoryLength(64, open_ended=False, next_tested=128)
+    """
+    fine = [100 * c > 99 * n for c, n in zip(copy, scored)]
+    coarse = [100 * (c - b) >= n for c, b, n in zip(copy, lm, scored)]
+    significant = [passes and p < 0.05 for passes, p in zip(coarse, p_values)]
+
+    def largest(passing):
+        return max((i for i, passes in enumerate(passing) if passes), default=-1)
+
+    def first_run(passing):
+        if True not in passing:
+            return -1
+        start = passing.index(True)
+        return passing.index(False, start) - 1 if False in passing[start:] else len(passing) - 1
+
+    def reading(i):
+        last = i == len(lengths) - 1
+        return MemoryLength(
+            lengths[i] if i >= 0 else 0, open_ended=last and i >= 0, next_tested=None if last else lengths[i + 1]
+        )
+
+    return {
+        "fine_max": reading(largest(fine)),
+        "fine_first_run": reading(first_run(fine)),
+        "coarse_max": reading(largest(coarse)),
+        "coarse_first_run": reading(first_run(coarse)),
+        "coarse_max_significant": reading(largest(significant)),
+    }
+
+
+def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, reading: str) -> np.ndarray:
+    """By how much each repeat is above the threshold of a reading, as a share of the scored tokens; (R,) float64.
+
+    Raises:
+        ValueError: the reading is neither "fine" nor "coarse".
+    """
+    if reading not in READINGS:
+        raise ValueError(f"reading must be one of {READINGS}, got {reading!r}.")
+    copy, lm = (np.array(counts) / scored_tokens for counts in (copy_correct, lm_correct))
     return copy - 0.99 if reading == "fine" else copy - lm - 0.01
 
 
-def verdict(point: CurvePoint, reading: str, level: float) -> int:
-    """1 if the point passes for sure, -1 if it fails for sure, 0 if either may be: one-sided t tests at this level.
+def verdict(margins: np.ndarray, scored_tokens: int, level: float) -> int:
+    """1 if a length passes for sure, -1 if it fails for sure, 0 if either may be: one-sided t tests at this level.
 
     The standard error is not taken to be below one token in all that were scored: three repeats of four tokens, all
     right, do not show an accuracy above 99 %.
+
+    Args:
+        margins: of the repeats, (R,).
+        scored_tokens: of each repeat.
     """
-    values = margins(point, reading)
-    if len(values) < 2:
+    repeats = len(margins)
+    if repeats < 2:
         return 0
-    error = np.hypot(values.std(ddof=1) / len(values) ** 0.5, 1 / (len(values) * point.scored_tokens))
-    return int(np.sign(values.mean())) if stdtr(len(values) - 1, -abs(values.mean()) / error) < level else 0
+    error = np.hypot(margins.std(ddof=1) / repeats**0.5, 1 / (repeats * scored_tokens))
+    return int(np.sign(margins.mean())) if stdtr(repeats - 1, -abs(margins.mean()) / error) < level else 0
 
 
 class LengthInterval(NamedTuple):
@@ -58,71 +140,23 @@ class LengthInterval(NamedTuple):
         return f">={self.low}" if self.high is None else f"[{self.low}, {self.high})"
 
 
-def length_interval(points: Sequence[CurvePoint], reading: str, *, confidence: float = 0.95) -> LengthInterval:
+def length_interval(
+    lengths: Sequence[int], margins: Sequence[np.ndarray], scored: Sequence[int], confidence: float = 0.95
+) -> LengthInterval:
     """Confidence interval of the fine or coarse length, if memory only fades as targets grow.
 
-    The two ends share the risk 1 - confidence, and each divides its half among all points (Bonferroni), so that
+    The two ends share the risk 1 - confidence, and each divides its half among all lengths (Bonferroni), so that
     a long flat tail, of which some point is always lucky, does not widen the risk. Conservative.
 
     Args:
-        points: of a curve, ascending.
-        reading: "fine" or "coarse".
+        lengths: tested lengths in tokens, ascending.
+        margins: per length, of its repeats above the threshold; see `margins`.
+        scored: per length, scored tokens of a repeat.
+        confidence: between 0 and 1.
     """
-    if reading not in READINGS:
-        raise ValueError(f"reading must be one of {READINGS}, got {reading!r}.")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
-    level = (1 - confidence) / (2 * max(len(points), 1))
-    verdicts = {point.length: verdict(point, reading, level) for point in points}
+    level = (1 - confidence) / (2 * max(len(lengths), 1))
+    verdicts = {length: verdict(m, n, level) for length, m, n in zip(lengths, margins, scored)}
     low = max((length for length, v in verdicts.items() if v > 0), default=0)
     return LengthInterval(low, min((length for length, v in verdicts.items() if v < 0 and length > low), default=None))
-
-
-class SourceTest(NamedTuple):
-    """Do LM accuracies at one length differ between sources of irrelevant text? Small p-values say so.
-
-    Attributes:
-        length: tokens in the target.
-        f, anova_p: one-way analysis of variance.
-        h, kruskal_p: Kruskal-Wallis, which asks for no normal distribution.
-    """
-
-    length: int
-    f: float
-    anova_p: float
-    h: float
-    kruskal_p: float
-
-
-def irrelevant_source_test(curves: Mapping[str, ForgettingCurve] | Sequence[ForgettingCurve]) -> list[SourceTest]:
-    """Compare curves that differ in the source of their irrelevant text only (Appendix A of the paper).
-
-    Args:
-        curves: two or more, measured with different `irrelevant_tokens`.
-
-    Returns:
-        One test for each length that all of them have.
-
-    Raises:
-        ValueError: fewer than two curves, no common length, or fewer than two repeats.
-    """
-    from scipy.stats import f_oneway, kruskal
-
-    curves = list(curves.values() if isinstance(curves, Mapping) else curves)
-    groups = [{p.length: np.array(p.lm_correct) / p.scored_tokens for p in curve.points} for curve in curves]
-    common = sorted(set.intersection(*map(set, groups))) if groups else []
-    if len(curves) < 2 or not common or any(len(group[n]) < 2 for group in groups for n in common):
-        raise ValueError(
-            f"comparing sources needs two or more curves with common lengths and at least two repeats; got "
-            f"{len(curves)} with {len(common)} common lengths."
-        )
-    tests = []
-    for length in common:
-        values = [group[length] for group in groups]
-        if len(np.unique(np.concatenate(values))) == 1:  # the tests divide by a variance
-            tests.append(SourceTest(length, 0.0, 1.0, 0.0, 1.0))
-            continue
-        spread = any(np.ptp(v) for v in values)
-        f, anova_p = f_oneway(*values) if spread else (np.inf, 0.0)
-        tests.append(SourceTest(length, float(f), float(anova_p), *map(float, kruskal(*values))))
-    return tests

@@ -15,22 +15,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from ..curve.measure import forgetting_curve, identity, model_settings
-from ..curve.result import ForgettingCurve, log_lengths, longest_length
+from ..curve.measure import forgetting_curve
+from ..curve.protocol import default_lengths, log_lengths, longest_length
+from ..curve.result import ForgettingCurve
+from ..loss.measure import position_loss
 from ..loss.result import PositionLoss
 from ..result import Result, read_result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
-from ..retrieval.measure import line_retrieval, needle_in_a_haystack, position_loss
+from ..retrieval.measure import line_retrieval, needle_in_a_haystack
 from ..rope.verdict import RopeReport, rope_report
-from ..run.engine import claimed_context
 from ..run.journal import content_hash
+from ..run.parts import Run
+from ..run.reader import Reader, reader_for
 from .card import card_snippet, eval_results
-from .defaults import NO_CLAIM, line_counts, longest_target, needle_lengths, record_tokens
+from .defaults import NO_CLAIM, line_counts, needle_lengths, record_tokens
 from .page import write_report
 
 
+POINTS = 16  # lengths of the forgetting curve
 # What a metric raises where a model, a text or an installation does not suit it.
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
 # Names for changes that no argument shows: a name or a file may stand for something else today.
@@ -52,84 +57,92 @@ class Report(NamedTuple):
 class Subject(NamedTuple):
     """What is measured, and how far: the arguments of `measure_all` that a metric may need."""
 
-    model: Any
+    reader: Reader
     tokenizer: Any
     tokens: Sequence[int]
     config: Any
     context_length: int | None
+    train_length: int | None
     repeats: int
     seed: int
+    corpus_name: str | None
 
     @property
     def context(self) -> int:
         """The longest input to measure with."""
-        return self.context_length or claimed_context(self.model) or NO_CLAIM
+        return self.context_length or self.reader.claimed_context or NO_CLAIM
 
 
-def measure_curve(subject: Subject, **run) -> ForgettingCurve:
+def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
     if subject.context_length is None:
-        longest = longest_target(claimed_context(subject.model), len(subject.tokens))
+        lengths = default_lengths(subject.reader.claimed_context, len(subject.tokens), POINTS, log_lengths)
     else:
-        longest = longest_length(subject.context_length)
+        lengths = log_lengths(longest_length(subject.context_length), POINTS)
     return forgetting_curve(
-        subject.model,
+        subject.reader,
         subject.tokens,
-        lengths=log_lengths(longest, 16),
+        lengths=lengths,
         repeats=subject.repeats,
         seed=subject.seed,
         bos_token_id=subject.tokenizer.bos_token_id,
         eos_token_id=subject.tokenizer.eos_token_id,
         tokenizer=subject.tokenizer,
-        **run,
+        corpus_name=subject.corpus_name,
+        train_length=subject.train_length,
+        run=run,
     )
 
 
-def measure_loss(subject: Subject, **run) -> PositionLoss:
+def measure_loss(subject: Subject, run: Run) -> PositionLoss:
     return position_loss(
-        subject.model,
+        subject.reader,
         subject.tokens,
         context_length=subject.context_length or min(subject.context, len(subject.tokens)),
         bos_token_id=subject.tokenizer.bos_token_id,
         tokenizer=subject.tokenizer,
-        **run,
+        corpus_name=subject.corpus_name,
+        train_length=subject.train_length,
+        run=run,
     )
 
 
-def measure_needle(subject: Subject, **run) -> NeedleGrid:
+def measure_needle(subject: Subject, run: Run) -> NeedleGrid:
     return needle_in_a_haystack(
-        subject.model,
+        subject.reader,
         subject.tokenizer,
         subject.tokens,
         lengths=needle_lengths(subject.context, subject.tokenizer, "easy"),
         mode="easy",
         seed=subject.seed,
         bos_token_id=subject.tokenizer.bos_token_id,
-        **run,
+        corpus_name=subject.corpus_name,
+        train_length=subject.train_length,
+        run=run,
     )
 
 
-def measure_lines(subject: Subject, **run) -> LineRetrieval:
+def measure_lines(subject: Subject, run: Run) -> LineRetrieval:
     counts = line_counts(subject.context, subject.tokenizer)
     if subject.context_length is not None and record_tokens(counts[0], subject.tokenizer) > subject.context_length:
         raise ValueError(f"{subject.context_length} tokens are too few for a record of {counts[0]} lines.")
     return line_retrieval(
-        subject.model,
+        subject.reader,
         subject.tokenizer,
         lines=counts,
         seed=subject.seed,
         bos_token_id=subject.tokenizer.bos_token_id,
-        **run,
+        run=run,
     )
 
 
-def check_rope(subject: Subject, **_) -> RopeReport:
+def check_rope(subject: Subject, run: Run) -> RopeReport:
     if subject.config is None:
         raise ValueError("the configuration of a served model is not known: give config=...")
     return rope_report(subject.config, context_length=subject.context_length)
 
 
 # What is measured, in the order of the page, by the names of the files: the class of the result, and the function.
-METRICS: dict[str, tuple[type[Result], Callable[..., Result]]] = {
+METRICS: dict[str, tuple[type[Result], Callable[[Subject, Run], Result]]] = {
     "curve": (ForgettingCurve, measure_curve),
     "loss": (PositionLoss, measure_loss),
     "needle": (NeedleGrid, measure_needle),
@@ -139,7 +152,7 @@ METRICS: dict[str, tuple[type[Result], Callable[..., Result]]] = {
 
 
 def measure_all(
-    model,
+    model: nn.Module | Reader,
     tokenizer,
     tokens: Sequence[int],
     folder,
@@ -162,7 +175,7 @@ def measure_all(
     measured is not measured again. Where torch.distributed is initialized, the processes share the work.
 
     Args:
-        model: a causal language model, in its own dtype, on its own device; or a served one.
+        model: a causal language model, in its own dtype, on its own device; or a reader, such as `ServedModel`.
         tokenizer: that of the model.
         tokens: the text, a flat sequence of ids, encoded without special tokens.
         context_length: the longest input to measure with, in tokens. Default: the context that the model claims.
@@ -181,14 +194,16 @@ def measure_all(
     """
     folder, rank = Path(folder), process_rank()
     say = partial(print, file=sys.stderr) if progress and rank == 0 else lambda message: None
-    config = getattr(model, "config", None) if config is None else config
-    subject = Subject(model, tokenizer, tokens, config, context_length, repeats, seed)
-    name = str(model_settings(model)["model"])
+    reader = reader_for(model)
+    if config is None:
+        config = getattr(getattr(reader, "model", None), "config", None)
+    subject = Subject(reader, tokenizer, tokens, config, context_length, train_length, repeats, seed, corpus_name)
+    name = str(reader.settings()["model"])
     arguments = {
-        **model_settings(model),
+        **reader.settings(),
         **dict(context_length=context_length, train_length=train_length, repeats=repeats, seed=seed),
         **dict(model=absolute(name), text=absolute(corpus_name), corpus_sha256=content_hash(subject.tokens)),
-        **identity(model),
+        **reader.identity(),
     }
     check_unchanged(folder, arguments)
     measured_before = {metric for metric in METRICS if (folder / f"{metric}.json").exists()}
@@ -196,7 +211,6 @@ def measure_all(
     if rank == 0:
         begin(folder, arguments)
     wait()
-    described = {"corpus": corpus_name, "train_length": train_length}
     missing = {}
     for metric, (result_class, measure) in METRICS.items():
         if metric in measured_before:
@@ -208,8 +222,7 @@ def measure_all(
         try:
             measure_into(
                 unfinished,
-                partial(measure, subject, journal=journal, progress=progress),
-                settings=described,
+                partial(measure, subject, Run(journal, progress=progress)),
                 tell=lambda result: say(result.summary()),
             )
         except EXPECTED as error:
@@ -229,14 +242,12 @@ def measure_into(
     measure: Callable[[], Result],
     *,
     tell: Callable[[Result], None],
-    settings: dict[str, Any] | None = None,  # INTERIM
     **picture,
 ) -> None:
     """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and `output`.png.
 
     Args:
         output: path without an ending.
-        settings: what the result is to say beside how it was measured; None is left out.
         tell: gets the result when it is written.
         picture: options of the result's `plot`.
 
@@ -246,8 +257,6 @@ def measure_into(
     def write(result):
         if process_rank() > 0:
             return
-        if "corpus_sha256" in result.settings:  # INTERIM
-            result = result.with_settings(**{k: v for k, v in (settings or {}).items() if v is not None})
         result.save(output.with_name(f"{output.name}.json"))
         if result.has_picture:
             result.plot(output.with_name(f"{output.name}.png"), **picture)
@@ -257,7 +266,7 @@ def measure_into(
     try:
         result = measure()
     except BaseException as error:
-        partial_result = getattr(error, "result", getattr(error, "curve", None))  # INTERIM
+        partial_result = getattr(error, "result", None)
         if partial_result is not None and partial_result.measured:
             write(partial_result)
         raise
@@ -294,7 +303,7 @@ def check_unchanged(folder: Path, arguments: dict[str, Any]) -> None:
     changed = [CHANGES.get(name, name) for name, value in arguments.items() if before.get(name) != value]
     if changed:
         raise ValueError(
-            f"{folder} holds a report with another {' and '.join(changed)}. Take another folder: --output FOLDER"
+            f"{folder} holds a report with another {' and '.join(changed)}. Take another folder (--output FOLDER)."
         )
 
 

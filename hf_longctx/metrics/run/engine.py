@@ -6,8 +6,8 @@
 - long inputs are read in passes of a bounded number of tokens, and short inputs share a pass;
 - hidden states are projected only where a prediction is wanted, tile by tile, so that no (T, V) logits exist.
 
-What a model says it cannot do it is not asked to do, and what it can do is tried on a short input first; the definition
-takes the place of either.
+A shortcut is used only if the model advertises it and a trial on a short input reproduces the plain logits; otherwise
+`predict_plainly` is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from .model import first_parameter, text_config
+
 
 # Tokens per pass, and (positions, vocabulary rows) per tile of logits: small where memory is what they cost and larger
 # ones are no faster, large where a device waits for work.
@@ -35,6 +37,10 @@ TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 
 T = TypeVar("T")
+
+
+class OutOfMemory(RuntimeError):
+    """Memory ran out even in the smallest passes."""
 
 
 class Engine:
@@ -66,8 +72,12 @@ class Engine:
         self.head = plain_head(model, hidden, logits)
         self.reuses_prefixes = can_continue(model) and self._continues_exactly(trial, logits)
 
-    def with_less_memory(self, work: Callable[..., T], *args) -> T | None:
-        """`work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16; then None."""
+    def with_less_memory(self, work: Callable[..., T], *args) -> T:
+        """`work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16.
+
+        Raises:
+            OutOfMemory: 16 tokens per pass are too many.
+        """
         while True:
             try:
                 return work(*args)
@@ -75,7 +85,7 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 if self.tokens_per_pass <= SMALLEST_PASS:
-                    return None
+                    raise OutOfMemory("memory ran out, even in the smallest passes") from error
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -104,10 +114,10 @@ class Engine:
                 alone += group
         for some in batches(alone, batch):
             best[some] = self._predict_alone(rows[some], positions)
-        found = np.empty((len(inputs), len(positions)), dtype=np.int64)
+        predictions = np.empty((len(inputs), len(positions)), dtype=np.int64)
         for row, group in enumerate(copies):
-            found[group] = best[row]
-        return found
+            predictions[group] = best[row]
+        return predictions
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of the layers that this model needs."""
@@ -138,7 +148,7 @@ class Engine:
         return np.concatenate(best, axis=1)
 
     def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int, texts: int = 1) -> np.ndarray:
-        """As `read`, but the cache is as before afterwards. It has so many `texts`: B, or 1 that all B continue."""
+        """As `read`, but the cache is restored afterwards. It holds `texts` texts: B, or 1 that all B rows continue."""
         if len(ids) == texts and all(type(layer) is DynamicLayer for layer in cache.layers):
             best = self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
@@ -156,8 +166,8 @@ class Engine:
             positions: consecutive input positions, ascending.
 
         Yields:
-            (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A model
-            that can neither continue a cache nor be projected apart makes all of them at once before.
+            (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A model that
+            can neither continue a cache nor be projected apart computes all of them at once first.
         """
         rows = max(1, LOGITS_PER_PASS // self.vocab_size)
         if self.head is None and not self.reuses_prefixes:
@@ -207,7 +217,7 @@ class Engine:
     def _logits(self, ids, cache, keep):
         """(B, keep, V), at the last positions."""
         options = accepted(self.model, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
-        logits = logits_of(self.model(torch.from_numpy(ids).to(self.device), **options))
+        logits = output_logits(self.model(torch.from_numpy(ids).to(self.device), **options))
         if logits.shape[1] < keep:
             raise wrong_logits(self.model, logits.shape[1], keep, ids.shape[1])
         return logits[:, logits.shape[1] - keep :]
@@ -220,7 +230,7 @@ class Engine:
         hook = base.register_forward_hook(lambda *args: seen.append(args[-1])) if watch else None
         try:
             options = accepted(self.model, use_cache=False)
-            logits = logits_of(self.model(torch.from_numpy(ids).to(self.device), **options))
+            logits = output_logits(self.model(torch.from_numpy(ids).to(self.device), **options))
         finally:
             if hook is not None:
                 hook.remove()
@@ -273,7 +283,7 @@ def logits_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> torch
         # accelerate would move an index tensor to the first device, while the hidden states end on the last one
         keep = len(ids) - positions.start
     options = accepted(model, use_cache=False, logits_to_keep=keep)
-    logits = logits_of(model(torch.from_numpy(ids)[None].to(input_device(model)), **options))[0]  # (rows, V)
+    logits = output_logits(model(torch.from_numpy(ids)[None].to(input_device(model)), **options))[0]  # (rows, V)
     if len(logits) in (len(ids), len(ids) - positions.start):  # no logits_to_keep, or a number to keep
         logits = logits[len(logits) - len(ids) + positions.start :][: len(positions)]
     if len(logits) != len(positions):
@@ -302,7 +312,7 @@ def argmax_tiled(
         (B, P) int64.
     """
     rows, columns = tile
-    found = []
+    indices = []
     for part in hidden.reshape(-1, hidden.shape[-1]).to(weight.device).split(rows):
         best, index = None, None
         for start in range(0, len(weight), columns):
@@ -314,8 +324,10 @@ def argmax_tiled(
             better = (tile_best.values > best) | tile_best.values.isnan()  # not >=: the first of equal logits counts
             best = torch.where(better, tile_best.values, best)
             index = torch.where(better, tile_best.indices + start, index)
-        found.append(index.masked_fill(best.isnan(), -1))
-    return (torch.cat(found) if found else hidden.new_empty(0, dtype=torch.long)).view(hidden.shape[:2]).cpu().numpy()
+        indices.append(index.masked_fill(best.isnan(), -1))
+    return (
+        (torch.cat(indices) if indices else hidden.new_empty(0, dtype=torch.long)).view(hidden.shape[:2]).cpu().numpy()
+    )
 
 
 def plain_head(
@@ -367,13 +379,13 @@ def batches(items: list, size: int) -> Iterator[list]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def logits_of(output) -> torch.Tensor:
+def output_logits(output) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output.logits
 
 
-def wrong_logits(model, returned, asked, length):
+def wrong_logits(model, returned, wanted, length):
     return ValueError(
-        f"{type(model).__name__} returned logits for {returned} positions; {asked} were asked for, and the input has "
+        f"{type(model).__name__} returned logits for {returned} positions; {wanted} were asked for, and the input has "
         f"{length}. Its forward should honour logits_to_keep or return all logits."
     )
 
@@ -398,24 +410,8 @@ def evaluating(model: nn.Module):
             module.training = True
 
 
-def first_parameter(model: nn.Module) -> torch.Tensor:
-    """A tensor with the dtype of the model and the device of its input."""
-    return next(model.parameters(), torch.empty(0))
-
-
 def input_device(model: nn.Module) -> torch.device:
     """Where the model takes its ids."""
     device = first_parameter(model).device
     # on "meta" the weights are offloaded, and accelerate moves the input to where they will be
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def text_config(model: nn.Module):
-    """The configuration of the language model, which multimodal models keep inside theirs."""
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def claimed_context(model: nn.Module) -> int | None:
-    """The context that a model claims (max_position_embeddings), in tokens."""
-    return getattr(text_config(model), "max_position_embeddings", None)

@@ -31,7 +31,7 @@ Returns:
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
     summary (str): the same in one line.
     settings (dict): how it was measured.
-    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.result.memory_lengths.
+    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
     points (list of dict): counts, means, standard deviations and p-values for each length.
 Examples:
     >>> curve = evaluate.load("forgetting_curve")
@@ -66,7 +66,7 @@ class ForgettingCurve(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or score predictions: those given here and those added before."""
-        options = evaluate_modules.own_options("forgetting_curve", options)
+        options = evaluate_modules.options_for("forgetting_curve", options)
         if model is not None:
             if predictions is not None or references is not None or len(self):
                 raise ValueError("compute() takes a model, or predictions and references, not both.")

@@ -59,7 +59,7 @@ class PositionLoss(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or average log-probabilities: those given here and those added before."""
-        options = evaluate_modules.own_options("position_loss", options)
+        options = evaluate_modules.options_for("position_loss", options)
         if references is not None:
             raise ValueError("position_loss takes no references: predictions are the log-probabilities of the tokens.")
         if model is not None:

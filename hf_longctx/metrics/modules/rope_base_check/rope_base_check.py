@@ -60,7 +60,7 @@ class RopeBaseCheck(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Check a model, or pairs of a base and a context: those given here and those added before."""
-        options = evaluate_modules.own_options("rope_base_check", options)
+        options = evaluate_modules.options_for("rope_base_check", options)
         if model is None:
             if options.keys() != {"head_dim"}:
                 raise ValueError("bases and contexts need head_dim=..., and nothing else; a model, model=...")

@@ -15,10 +15,13 @@ import transformers
 from torch import nn
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics.curve import result as core
-from hf_longctx.metrics.curve.measure import PositionLimitError, forgetting_curve, position_limit, weights_hash
+from hf_longctx.metrics import ForgettingCurve, Run
+from hf_longctx.metrics import forgetting_curve as measure
+from hf_longctx.metrics.curve import protocol as core
+from hf_longctx.metrics.curve.measure import PositionLimitError
 from hf_longctx.metrics.run.engine import predict_plainly as predict
 from hf_longctx.metrics.run.journal import content_hash
+from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
@@ -26,6 +29,10 @@ TINY = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attenti
 CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
 
 slow = pytest.mark.slow
+
+
+def forgetting_curve(model, tokens, *, journal=None, tokens_per_pass=None, progress=False, **options):
+    return measure(model, tokens, run=Run(journal, tokens_per_pass, progress), **options)
 
 
 def tiny_llama(**options):
@@ -86,7 +93,7 @@ def assert_reproduces(curve, run, tolerance):
 # -- recorded curves. README_metrics.md of the golden data allows 5 tokens a run in float32
 
 
-@pytest.mark.filterwarnings("ignore:lengths above 254")  # several of them go beyond what the model claims
+@pytest.mark.filterwarnings("ignore:length .* needs .* positions")  # several of them go beyond what the model claims
 @pytest.mark.parametrize(
     "name",
     [
@@ -106,7 +113,7 @@ def test_recorded_curve(trained, tokens, recorded, name):
     assert curve.settings.get("id_range") == run.get("id_range")
 
 
-@pytest.mark.filterwarnings("ignore:lengths above 254")
+@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 def test_recorded_curve_on_a_short_corpus(trained, tokens, recorded):
     """The reference program stops there without a word; we name the longest possible length."""
     run = recorded["short_corpus"]
@@ -118,7 +125,7 @@ def test_recorded_curve_on_a_short_corpus(trained, tokens, recorded):
 
 
 @slow
-@pytest.mark.filterwarnings("ignore:lengths above 254")
+@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 def test_recorded_curve_with_irrelevant_text(trained, tokens, recorded):
     run = recorded["irrelevant_text"]
     curve = forgetting_curve(trained, tokens, irrelevant_tokens=tokens[:2000], **settings_of(run))
@@ -356,7 +363,7 @@ def test_settings_and_seed():
         "corpus_tokens": 200,
         "corpus_sha256": content_hash(CORPUS),
     }
-    assert core.ForgettingCurve.from_json(curve.to_json()) == curve
+    assert ForgettingCurve.from_json(curve.to_json()) == curve
     other = forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2, seed=6)
     assert [p.begin_locs for p in other.points] != [p.begin_locs for p in curve.points]
 
@@ -412,7 +419,7 @@ def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per
     assert sum(sum(p.copy_correct) + sum(p.lm_correct) for p in curve.points) > 10
 
 
-@pytest.mark.filterwarnings("ignore:lengths above 254")
+@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 @pytest.mark.parametrize("data", ["order", "random"])
 @pytest.mark.parametrize("protocol", ["reference", "nested"])
 def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, tokens, protocol, data):
@@ -423,21 +430,7 @@ def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, to
     assert curve.points[0].copy_mean > curve.points[0].lm_mean + 0.1
 
 
-def test_nested_samples_begin_alike():
-    lengths = [3, 5, 9]
-    for draw, source in ((core.nested_order_samples, CORPUS), (core.nested_random_samples, (3, 31))):
-        *shorter, longest = draw(source, lengths, 4, seed=1)
-        for length, samples in zip(lengths, shorter):
-            for sample, whole in zip(samples, longest):
-                assert sample.begin == whole.begin
-                assert np.array_equal(sample.target, whole.target[:length])
-                assert np.array_equal(sample.irrelevant, whole.irrelevant[:length])
-    reference = next(core.order_samples(CORPUS, [9], 4, seed=1))
-    nested = next(core.nested_order_samples(CORPUS, [9], 4, seed=1))
-    assert [s.begin for s in nested] == [s.begin for s in reference]
-
-
-@pytest.mark.filterwarnings("ignore:lengths above 254")
+@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 def test_nested_estimates_the_same_curve(trained, tokens):
     """Means of many targets agree within the noise that their spread leaves, at lengths where the curve is steep."""
     options = {"lengths": [16, 48, 100], "repeats": 24}
@@ -465,8 +458,7 @@ def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
 WORKER = """
 import sys
 import torch.distributed as dist
-from test_runner import CORPUS, PROTOCOLS, SHARED, tiny_llama, tokens_read
-from hf_longctx.metrics import forgetting_curve
+from test_curve_measure import CORPUS, PROTOCOLS, SHARED, forgetting_curve, tiny_llama, tokens_read
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
 model = tiny_llama(vocab_size=8)
@@ -563,7 +555,7 @@ def test_a_killed_run_resumes(counting, tmp_path, protocol):
         hook.remove()
         lines = path.read_bytes().splitlines()
         assert (tmp_path / "whole").read_bytes().splitlines()[: len(lines)] == lines
-        assert len(caught.value.curve.points) <= 3
+        assert len(caught.value.result.points) <= 3
         assert forgetting_curve(counting, corpus, journal=path, **options) == whole
         assert path.read_bytes() == (tmp_path / "whole").read_bytes()
 
@@ -643,7 +635,7 @@ def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol
     assert [p.length for p in curve.points] == [9, 15]
     assert set(curve.not_measured) == {30, 60}
     assert "2 lengths from 30 to 60 not measured: out of memory" in curve.summary()
-    assert core.ForgettingCurve.from_json(curve.to_json()) == curve
+    assert ForgettingCurve.from_json(curve.to_json()) == curve
     before = path.read_bytes()
     assert forgetting_curve(counting, CORPUS % 8, lengths=[9, 15, 30, 60], journal=path, **options) == curve
     assert path.read_bytes() == before
@@ -794,21 +786,21 @@ def test_beyond_the_position_table():
         forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
     error = caught.value
     assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (23, 10, True)
-    assert error.curve.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
-    assert error.curve.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
-    assert [p.length for p in error.curve.points] == [2, 10]
-    assert error.curve.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
+    assert error.result.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
+    assert error.result.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
+    assert [p.length for p in error.result.points] == [2, 10]
+    assert error.result.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
 
 
 def test_nothing_fits_into_the_position_table():
     with pytest.raises(PositionLimitError) as caught:
         forgetting_curve(tiny_gpt2(n_positions=24), CORPUS, lengths=[11], repeats=3)
-    assert caught.value.curve.points == ()
+    assert caught.value.result.points == ()
 
 
 def test_beyond_the_claim_of_a_rotary_model():
     model = tiny_llama(max_position_embeddings=19)
-    with pytest.warns(UserWarning, match="lengths above 8 need more than the 19 positions") as caught:
+    with pytest.warns(UserWarning, match="length 20 needs 43 positions, more than the 19") as caught:
         curve = forgetting_curve(model, CORPUS, lengths=[8, 9, 20], repeats=2)
     assert len(caught) == 1
     assert len(curve.points) == 3
@@ -834,9 +826,8 @@ def test_a_failure_keeps_what_was_measured(error):
     with pytest.raises(type(error)) as caught:
         forgetting_curve(model, CORPUS, lengths=[8, 9, 10, 11], repeats=2)
     assert caught.value is error
-    assert error.curve == expected
-    if hasattr(error, "__notes__"):
-        assert error.__notes__ == ["2 of 4 lengths had been measured: they are in this error's .curve."]
+    assert error.result == expected
+    assert any(".result: fine length" in note for note in error.__notes__)
 
 
 @pytest.mark.parametrize("call, message", [(6, "repeat 1, copy"), (8, "repeat 1, LM")])
@@ -856,7 +847,7 @@ def test_nan_logits(call, message):
         ValueError, match=f"length 9, {message} input: the logits at position 17 of 21 are NaN"
     ) as caught:
         forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2)
-    assert [p.length for p in caught.value.curve.points] == [8]
+    assert [p.length for p in caught.value.result.points] == [8]
 
 
 class NeverRun(nn.Module):

@@ -11,10 +11,10 @@ import transformers
 from endpoint_server import serving
 from torch import nn
 
-from hf_longctx.metrics import EndpointModel, run_companions
+from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
 from hf_longctx.metrics.retrieval.haystack import ANSWER
-from hf_longctx.metrics.retrieval.measure import line_retrieval, needle_in_a_haystack, position_loss
 from hf_longctx.metrics.run import engine as engine_module
+from hf_longctx.metrics.run import parts as parts_module
 from hf_longctx.metrics.run.engine import Engine, evaluating
 
 
@@ -96,7 +96,7 @@ def test_recorded_loss(golden, length):
 
 
 def test_loss_is_that_of_the_definition(model):
-    result = position_loss(model, CORPUS, context_length=30, sequences=3, tokens_per_pass=7)
+    result = position_loss(model, CORPUS, context_length=30, sequences=3, run=Run(tokens_per_pass=7))
     starts = [0, 185, 370]
     assert result.settings["starts"] == starts
     expected = np.mean([losses_of(model, 1, CORPUS[start : start + 30]) for start in starts], axis=0)
@@ -142,7 +142,7 @@ def test_nan_is_named_with_its_position():
     with pytest.raises(
         ValueError, match=r"sequence from 0: the loss of token 18 of 30 is nan: the logits at position 17"
     ):
-        position_loss(model, CORPUS, context_length=30, sequences=2, tokens_per_pass=7)
+        position_loss(model, CORPUS, context_length=30, sequences=2, run=Run(tokens_per_pass=7))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_served_models(bytes_tokenizer, prose, form, k):
     local = Talker(k)
     with serving(local, form) as server:
         server.decode = lambda ids: bytes_tokenizer.decode(ids, skip_special_tokens=True)
-        served = EndpointModel(server.url)
+        served = ServedModel(server.url)
         loss = position_loss(served, prose, context_length=50, sequences=2, bos_token_id=1)
         needle = needle_in_a_haystack(served, bytes_tokenizer, prose, lengths=[500], depths=[0, 1], bos_token_id=1)
         lines = line_retrieval(served, bytes_tokenizer, lines=[2, 3], repeats=2, bos_token_id=1)
@@ -356,7 +356,7 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_killed_run_ends_with_the_same_file(tmp_path, bytes_tokenizer, prose, run):
-    expected = run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "whole")
+    expected = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "whole"))
     whole = (tmp_path / "whole").read_bytes()
     assert len(whole.splitlines()) == 1 + 4
     for kept in range(4):
@@ -370,15 +370,15 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, bytes_tokenizer, prose, 
 
         hook = model.register_forward_pre_hook(fail)
         with pytest.raises(KeyboardInterrupt) as caught:
-            run(model, bytes_tokenizer, prose, journal=path)
+            run(model, bytes_tokenizer, prose, run=Run(path))
         hook.remove()
         partial = caught.value.result
         done = 0 if partial is None else len(getattr(partial, "cells", getattr(partial, "points", range(kept))))
         assert done == kept == len(path.read_bytes().splitlines()) - 1
-        assert run(model, bytes_tokenizer, prose, journal=path) == expected
+        assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected
         assert path.read_bytes() == whole
     model.register_forward_pre_hook(lambda *_: 1 / 0)
-    assert run(model, bytes_tokenizer, prose, journal=path) == expected  # nothing is left to do
+    assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected  # nothing is left to do
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -392,10 +392,10 @@ def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose
         shared.update(entries)
         return dict(shared), failure
 
-    monkeypatch.setattr(run_companions, "exchange", exchange)
+    monkeypatch.setattr(parts_module, "exchange", exchange)
     for rank in (0, 1):
-        monkeypatch.setattr(run_companions, "place_of", lambda model, rank=rank: (rank, 2))
-        found = run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal")
+        monkeypatch.setattr(parts_module, "process_place", lambda reader, rank=rank: (rank, 2))
+        found = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
         assert len(shared) == 2 * (rank + 1)
     assert found == expected
     assert len((tmp_path / "journal").read_bytes().splitlines()) == 3
@@ -404,9 +404,9 @@ def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_journal_of_another_run(tmp_path, bytes_tokenizer, prose, run):
-    run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal")
+    run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
     with pytest.raises(ValueError, match="journal from another run: bos_token_id is 1 there and 5 here"):
-        run(Copier(12), bytes_tokenizer, prose, journal=tmp_path / "journal", bos_token_id=5)
+        run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"), bos_token_id=5)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -429,7 +429,7 @@ def test_smaller_passes_when_memory_runs_out():
             raise torch.OutOfMemoryError("no memory")
 
     model.model.embed_tokens.register_forward_pre_hook(refuse)
-    found = position_loss(model, CORPUS, context_length=90, sequences=1, tokens_per_pass=80)
+    found = position_loss(model, CORPUS, context_length=90, sequences=1, run=Run(tokens_per_pass=80))
     assert np.allclose(found.loss, expected.loss, atol=1e-5)
     assert passes[-6:] == [80, 20, 20, 20, 20, 10]
 
@@ -452,7 +452,7 @@ def test_memory_that_does_not_suffice(bytes_tokenizer, prose, run):
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_progress_bar(capsys, bytes_tokenizer, prose, run):
-    run(Copier(12), bytes_tokenizer, prose, progress=True)
+    run(Copier(12), bytes_tokenizer, prose, run=Run(progress=True))
     assert "100%" in capsys.readouterr().err
 
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from endpoint_server import serving
 
-from hf_longctx.metrics import PositionLimitError, forgetting_curve
-from hf_longctx.metrics.run.served import ANOTHER, EndpointModel
+from hf_longctx.metrics import PositionLimitError, Run, forgetting_curve
+from hf_longctx.metrics.run.served import ANOTHER, ServedModel
 
 
 CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
@@ -32,7 +32,7 @@ def no_key_or_proxy(monkeypatch):
 
 
 def connect(server, **options):
-    return EndpointModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)
+    return ServedModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)
 
 
 # -- how servers fail
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_model(model, form):
     likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
     with serving(model, form) as server:
         endpoint = connect(server)
-        top, own = endpoint.score(CORPUS[:60])
+        top, own = endpoint.score_prompt(CORPUS[:60])
         assert endpoint.form == FORMS[form]
     assert np.allclose(own[1:], log_probs[range(59), right], rtol=1e-6)
     assert np.isnan(own[0])
@@ -122,7 +122,7 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
 
 
 @slow
-@pytest.mark.filterwarnings("ignore:lengths above 254")
+@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 def test_recorded_curve(golden):
     folder = golden / "forgetting_curve"
     trained = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -139,18 +139,18 @@ def test_an_interrupted_curve_goes_on(model, tmp_path, trouble):
     with serving(model) as server:
         endpoint = connect(server, retries=0, concurrency=1)
         asked = len(server.requests)
-        expected = forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "whole")
+        expected = forgetting_curve(endpoint, CORPUS, **OPTIONS, run=Run(tmp_path / "whole"))
         asked, before = len(server.requests) - asked, len(server.requests)
         server.troubles.extend([None] * 13 + [trouble])
         with pytest.raises((RuntimeError, ConnectionError)) as caught:
-            forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "part")
-        assert caught.value.curve.points == expected.points[:2]
+            forgetting_curve(endpoint, CORPUS, **OPTIONS, run=Run(tmp_path / "part"))
+        assert caught.value.result.points == expected.points[:2]
         server.troubles.clear()
-        assert forgetting_curve(endpoint, CORPUS, **OPTIONS, journal=tmp_path / "part") == expected
+        assert forgetting_curve(endpoint, CORPUS, **OPTIONS, run=Run(tmp_path / "part")) == expected
         assert len(server.requests) - before < 2 * asked
     assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
     with serving(model) as server, pytest.raises(ValueError, match="another run: endpoint is 'http"):
-        forgetting_curve(connect(server), CORPUS, **OPTIONS, journal=tmp_path / "whole")
+        forgetting_curve(connect(server), CORPUS, **OPTIONS, run=Run(tmp_path / "whole"))
 
 
 def test_lengths_beyond_what_is_served(model):
@@ -159,7 +159,7 @@ def test_lengths_beyond_what_is_served(model):
         pytest.raises(PositionLimitError, match=r"length 20 needs an input of 43 tokens.*ends at 29") as caught,
     ):
         forgetting_curve(connect(server), CORPUS, **OPTIONS)
-    assert [point.length for point in caught.value.curve.points] == [4, 9]
+    assert [point.length for point in caught.value.result.points] == [4, 9]
 
 
 def test_nan_is_named(model):
@@ -192,7 +192,7 @@ def test_the_vocabulary_can_be_told(model):
         with pytest.raises(ValueError, match=r"tokens\[3\] is 12, but the model's vocabulary has 12 ids"):
             forgetting_curve(endpoint, [3, 4, 5, 12] * 20, **OPTIONS)
         with pytest.raises(ValueError, match="id 12 is not in the vocabulary of tiny"):
-            endpoint.score([1, 12])
+            endpoint.score_prompt([1, 12])
 
 
 # -- finding the model
@@ -200,9 +200,9 @@ def test_the_vocabulary_can_be_told(model):
 
 def test_the_only_model_is_found(model):
     with serving(model, max_model_len=100) as server:
-        endpoint = EndpointModel(server.url + "/completions/")
+        endpoint = ServedModel(server.url + "/completions/")
         assert (endpoint.model, endpoint.position_limit) == ("tiny", 99)
-        assert repr(endpoint) == f"EndpointModel('{server.url}', 'tiny')"
+        assert repr(endpoint) == f"ServedModel('{server.url}', 'tiny')"
         assert server.requests[-1]["model"] == "tiny"
 
 
@@ -252,9 +252,9 @@ def test_nobody_there(model):
     with serving(model) as server:
         url = server.url
     with pytest.raises(ConnectionError, match=r"/models cannot be reached"):
-        EndpointModel(url, retries=1, backoff=0.01)
+        ServedModel(url, retries=1, backoff=0.01)
     with pytest.raises(ValueError, match="give one like http://localhost:8000/v1"):
-        EndpointModel("localhost:8000")
+        ServedModel("localhost:8000")
 
 
 def drop_entry(choice):
@@ -291,7 +291,7 @@ def test_replies_that_do_not_fit(model, form, spoil, message):
         endpoint = connect(server)
         server.spoil = spoil
         with pytest.raises(ValueError, match=message):
-            endpoint.score(CORPUS[:30])
+            endpoint.score_prompt(CORPUS[:30])
 
 
 @pytest.mark.parametrize("form", ["vllm", "openai"])
@@ -312,10 +312,10 @@ def test_nan_is_no_prediction(model, form):
 def test_passing_trouble(model, trouble):
     with serving(model) as server:
         endpoint = connect(server, timeout=0.2 if trouble is hang else 10.0)
-        expected = endpoint.score(CORPUS[:30])[0]
+        expected = endpoint.score_prompt(CORPUS[:30])[0]
         server.troubles.extend([trouble] * 2)
         asked = len(server.requests)
-        assert np.array_equal(endpoint.score(CORPUS[:30])[0], expected)
+        assert np.array_equal(endpoint.score_prompt(CORPUS[:30])[0], expected)
         assert len(server.requests) - asked == 3
 
 
@@ -334,10 +334,10 @@ def test_lasting_trouble(model, trouble, asked, error, message):
         before = len(server.requests)
         server.troubles.extend([trouble] * 9)
         with pytest.raises(error, match=message):
-            endpoint.score(CORPUS[:30])
+            endpoint.score_prompt(CORPUS[:30])
         assert len(server.requests) - before == asked
 
 
 def test_too_long_for_the_server(model):
     with serving(model, max_model_len=20) as server, pytest.raises(RuntimeError, match="400: maximum context length"):
-        connect(server).score(CORPUS[:30])
+        connect(server).score_prompt(CORPUS[:30])

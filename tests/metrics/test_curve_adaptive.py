@@ -1,15 +1,13 @@
 """Adaptive placement of points on recorded and made-up curves: no model runs here."""
 
-import doctest
 import json
 
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.curve import adaptive as module
-from hf_longctx.metrics.curve.adaptive import BUDGET, falling_fit, locate
-from hf_longctx.metrics.curve.lengths import length_interval
-from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve, input_tokens, linear_lengths
+from hf_longctx.metrics.curve.adaptive import BUDGET, locate
+from hf_longctx.metrics.curve.protocol import input_tokens, linear_lengths
+from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
 GRID = linear_lengths(1400, 32)
@@ -54,10 +52,6 @@ CURVES = {
 }
 
 
-def test_examples_in_docstrings():
-    assert doctest.testmod(module) == (0, 1)
-
-
 @pytest.mark.parametrize("name", CURVES)
 def test_simulated_curves(name):
     """At most a fifth of the full cost; the interval covers the truth, and is hardly wider than that of all points."""
@@ -68,7 +62,7 @@ def test_simulated_curves(name):
         curve, cost = run(points)
         assert 5 * cost <= full_cost
         for reading in ("fine", "coarse"):
-            intervals = [length_interval(ps, reading) for ps in (curve.points, points)]
+            intervals = [c.interval(reading) for c in (curve, ForgettingCurve(points))]
             ends = [(i.low, 1450 if i.high is None else i.high) for i in intervals]
             covered += ends[0][0] <= truth[reading] < ends[0][1]
             widths[reading].append([high - low for low, high in ends])
@@ -101,16 +95,3 @@ def test_few_repeats():
     assert {p.repeats for p in curve.points} == {2}
     curve, _ = run(points[:1])
     assert [p.length for p in curve.points] == [8]
-
-
-@pytest.mark.parametrize("values", [[1, 2, 3], [3, 2, 1], [2, 5, 1, 1, 4, 0]], ids=str)
-def test_falling_fit(values):
-    """Never rises, keeps the weighted sum, and no other falling sequence on a grid is nearer."""
-    weights = np.arange(1, len(values) + 1)
-    fit = falling_fit(values, weights)
-    assert (np.diff(fit) <= 0).all()
-    assert fit @ weights == pytest.approx(np.dot(values, weights))
-    rng = np.random.default_rng(0)
-    others = -np.sort(-rng.uniform(min(values), max(values), (2000, len(values))), axis=1)
-    best = ((others - values) ** 2 @ weights).min()
-    assert ((fit - values) ** 2) @ weights <= best

@@ -1,0 +1,121 @@
+"""Runs a model over the per-token loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import nn
+
+from ..curve.protocol import check_ids
+from ..run.journal import content_hash
+from ..run.parts import Run, labels, run_parts, versions
+from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
+from ..run.scoring import token_losses
+from .result import PositionLoss, window_starts
+
+
+def position_loss(
+    model: nn.Module | Reader,
+    tokens: Sequence[int],
+    *,
+    context_length: int,
+    sequences: int | None = None,
+    starts: Sequence[int] | None = None,
+    bos_token_id: int | None = None,
+    tokenizer=None,
+    corpus_name: str | None = None,
+    train_length: int | None = None,
+    run: Run | None = None,
+) -> PositionLoss:
+    """Measure the loss of each token of a text, given those before it (Lin et al. 2025, section 4.2).
+
+    A sequence of T tokens is read as `[bos]` and all of them but the last. Logits are made in parts, never (T, V).
+    Where torch.distributed is initialized, every process measures a share of the sequences, and all return the result.
+
+    Args:
+        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such as
+            `ServedModel`.
+        tokens: the corpus, a flat sequence of ids, encoded without special tokens.
+        context_length: T, tokens per sequence.
+        sequences: how many stretches of the corpus are read, evenly spaced. Default: as many as fit side by side, but
+            at most 32.
+        starts: where the sequences start in the corpus, in place of `sequences`: the beginnings of documents, say.
+        bos_token_id: defaults to that of the model's configuration, or its EOS.
+        tokenizer: name it, or give it, to have its name in the settings.
+        corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
+        run: journal, memory budget and progress bar.
+
+    Returns:
+        `PositionLoss`.
+
+    Raises:
+        ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
+            journal is of another run, or a loss is not finite.
+        RuntimeError: memory runs out even in the smallest passes.
+
+    An exception that leaves this function while measuring has an attribute `result`: the `PositionLoss` over the
+    sequences measured until then, or None.
+    """
+    reader = reader_for(model)
+    corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
+    bos, _ = special_ids(reader, bos_token_id, None)
+    starts = check_starts(starts, sequences, len(corpus), context_length)
+    check_positions(reader, context_length, "context_length")
+    settings = reader.settings() | {
+        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
+        "bos_token_id": bos,
+        "context_length": context_length,
+        "starts": starts,
+        "corpus_tokens": len(corpus),
+        "corpus_sha256": content_hash(corpus),
+    }
+
+    def sequence(start):
+        targets = corpus[start : start + context_length]
+        return np.concatenate([[bos], targets[:-1]]), targets
+
+    def work(shift):
+        shift.measure(
+            starts,
+            cost=lambda start: context_length,
+            measure=lambda start: token_losses(reader, *sequence(start), f"sequence from {start}").tolist(),
+        )
+
+    def result(entries):
+        if not entries:
+            return None
+        losses = np.mean([entries[start] for start in starts if start in entries], axis=0)
+        names = {"versions": versions()} | labels(corpus_name, train_length)
+        return PositionLoss(losses, len(entries), settings | names)
+
+    return run_parts(
+        reader,
+        "position loss",
+        work,
+        result,
+        depends_on={"metric": PositionLoss.kind, **settings},
+        trial=sequence(starts[0])[0],
+        run=run,
+    )
+
+
+def check_starts(
+    starts: Sequence[int] | None, sequences: int | None, corpus_tokens: int, context_length: int
+) -> list[int]:
+    """Where the sequences start, ascending.
+
+    Raises:
+        ValueError: both starts and sequences came, or a sequence does not fit into the corpus.
+    """
+    if starts is None:
+        return sorted(set(window_starts(corpus_tokens, context_length, sequences)))
+    if sequences is not None:
+        raise ValueError("give sequences or starts, not both: starts says how many there are.")
+    starts = sorted({int(start) for start in starts})
+    if not starts or starts[0] < 0 or starts[-1] + context_length > corpus_tokens or context_length < 1:
+        raise ValueError(
+            f"starts must lie between 0 and {corpus_tokens - context_length}, so that {context_length} tokens follow each "
+            f"in a corpus of {corpus_tokens}; got {starts}."
+        )
+    return starts

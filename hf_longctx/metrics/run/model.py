@@ -1,0 +1,128 @@
+"""What is known of a model before it runs: identity, settings, vocabulary, special ids, positions, the cost of reading."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+
+# Entries of a configuration that say where a model came from and how it runs, not what it computes: the settings of a
+# result have dtype and attention.
+VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
+VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
+
+POSITION = re.compile(r"(^|_)(wpe|pos|position|positions|positional)(_|$)")
+NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audio|patch)([._]|$)")
+
+
+def text_config(model: nn.Module):
+    """The configuration of the language model, which multimodal models keep inside theirs."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def first_parameter(model: nn.Module) -> torch.Tensor:
+    """A tensor with the dtype of the model and the device of its input."""
+    return next(model.parameters(), torch.empty(0))
+
+
+def model_settings(model: nn.Module) -> dict[str, str | None]:
+    """What the settings of a result say about its model."""
+    return {
+        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
+        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
+        "attention": getattr(text_config(model), "_attn_implementation", None),
+    }
+
+
+def weights_hash(model: nn.Module) -> str:
+    """SHA-256 over the configuration, and over name, shape and up to 64 values of every parameter.
+
+    Two models that differ in the base of RoPE, a window or a scale only have different hashes too.
+    """
+
+    def lasting(value):
+        if isinstance(value, dict):
+            return {str(key): lasting(entry) for key, entry in value.items() if key not in VOLATILE}
+        return [lasting(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+    config = model.config.to_dict() if hasattr(model.config, "to_dict") else vars(model.config)
+    digest = hashlib.sha256(json.dumps(lasting(config), sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if parameter.device.type != "meta" and parameter.numel():
+            values = parameter.detach().flatten()
+            digest.update(values[:: max(1, len(values) // 64)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """How many ids the model can embed."""
+    with suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings().num_embeddings
+    return text_config(model).vocab_size
+
+
+def configured_id(model: nn.Module, name: str) -> int | None:
+    """A special id ("bos_token_id" or "eos_token_id") of the model's config, else of its generation config."""
+    for config in (text_config(model), getattr(model, "generation_config", None)):
+        value = getattr(config, name, None)
+        if value is not None:
+            return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
+    return None
+
+
+def claimed_context(model: nn.Module) -> int | None:
+    """The context that a model claims (max_position_embeddings), in tokens."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """How many tokens fit into the model's table of absolute positions; None if any number do.
+
+    The table itself is looked for, learned or fixed, because `max_position_embeddings` is its size in some models (GPT-2,
+    OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one segment at a
+    time, so the table limits no input.
+    """
+    if getattr(model, "reads_in_segments", False):
+        return None
+
+    def position_tables(items):
+        return (x for name, x in items if POSITION.search(name.rpartition(".")[2]) and not NOT_OF_TEXT.search(name))
+
+    limits = []
+    for table in position_tables(model.named_modules()):
+        if isinstance(table, nn.Embedding):
+            # OPT and BART keep their first rows free, as .offset says; RoBERTa starts after its padding row
+            start = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
+            limits.append(table.num_embeddings - start)
+    for table in position_tables((*model.named_parameters(), *model.named_buffers())):
+        if table.is_floating_point() and table.ndim > 1:  # (..., positions, width), as in GPT-J and CTRL
+            limits.append(table.shape[-2])
+    return min(limits, default=None)
+
+
+def reading_cost(model: nn.Module) -> Callable[[int], float]:
+    """A function of the number of tokens: how long the model takes to read them, in units of one token of a short input.
+
+    Attention to n earlier tokens costs n / (parameters / (layers * width)) as much as all matrix products of a token.
+    """
+    config = text_config(model)
+    embedding = sum(p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+    matrices = max(sum(p.numel() for p in model.parameters()) - embedding, 1)
+    attends = getattr(config, "num_attention_heads", None) is not None
+    width = config.num_hidden_layers * config.hidden_size if attends else 0
+    return lambda tokens: tokens * (1 + tokens * width / matrices)
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether the parameters are spread over processes (tensor parallel or FSDP)."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -1,0 +1,157 @@
+"""How a metric is run: in parts that a journal keeps, that processes share, and whose progress is shown.
+
+def work(shift):
+    shift.measure(parts, cost, measure)
+
+run_parts(reader, "needle", work, result, depends_on=settings, trial=ids, run=Run(journal="needle.jsonl"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from tqdm.auto import tqdm
+
+from ... import __version__
+from ..result import Result
+from .journal import Journal
+from .reader import Reader
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a metric is run, which changes no number but by rounding.
+
+    Attributes:
+        journal: path of a file that gets a line for every finished part at once. Given again after a crash, the run goes on
+            from there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
+        tokens_per_pass: memory budget: most tokens in a forward pass, see `engine.Engine`.
+        progress: show a progress bar, in work to do: long inputs count for more than their tokens.
+
+    Raises:
+        ValueError: tokens_per_pass is below 1.
+    """
+
+    journal: str | os.PathLike | None = None
+    tokens_per_pass: int | None = None
+    progress: bool = False
+
+    def __post_init__(self):
+        if self.tokens_per_pass is not None and self.tokens_per_pass < 1:
+            raise ValueError(f"tokens_per_pass must be at least 1, got {self.tokens_per_pass}.")
+
+
+class Shift(NamedTuple):
+    """What one process works with."""
+
+    journal: Journal
+    bar: tqdm
+    rank: int
+    processes: int
+
+    def share(self, parts: Sequence, cost: Callable[[Any], float]) -> list:
+        """The parts that this process measures: the costliest are dealt out first, to the process with least to do."""
+        loads, shares = [0.0] * self.processes, [set() for _ in range(self.processes)]
+        for i in sorted(range(len(parts)), key=lambda i: cost(parts[i]), reverse=True):
+            least = loads.index(min(loads))
+            loads[least] += cost(parts[i])
+            shares[least].add(i)
+        return [parts[i] for i in sorted(shares[self.rank])]
+
+    def measure(self, parts: Sequence, cost: Callable[[Any], float], measure: Callable[[Any], Any]) -> None:
+        """Measure those of this process's parts that the journal does not have; `measure` returns JSON values."""
+        parts = self.share(parts, cost)
+        self.bar.reset(sum(map(cost, parts)))
+        for part in parts:
+            if part not in self.journal.done:
+                self.journal.append(part, measure(part))
+            self.bar.update(cost(part))
+
+
+def run_parts(
+    reader: Reader,
+    name: str,
+    work: Callable[[Shift], None],
+    result: Callable[[dict], Result | None],
+    *,
+    depends_on: dict[str, Any],
+    trial: np.ndarray,
+    run: Run | None,
+) -> Result:
+    """Let every process do its share of the work, and make the result of all journals.
+
+    Args:
+        name: of the progress bar.
+        work: measures what the journal does not have, within `reader.reading`.
+        result: of the journal's entries; None if they do not suffice for one.
+        depends_on: settings that the entries depend on, as JSON values.
+        trial: ids of a typical input.
+        run: None is `Run()`.
+
+    An exception gets an attribute `result`, made of what was measured before it.
+    """
+    run = run or Run()
+    rank, processes = process_place(reader)
+    journal = run.journal
+    if journal is not None:
+        depends_on = depends_on | reader.identity()
+    if processes > 1:
+        depends_on = depends_on | {"process": rank, "processes": processes}
+        journal = f"{journal}.{rank}" if journal is not None and rank else journal
+    failure = None
+    with Journal(journal, depends_on) as book, progress_bar(name, run.progress and rank == 0) as bar:
+        try:
+            with reader.reading(trial, run.tokens_per_pass):
+                work(Shift(book, bar, rank, processes))
+        except BaseException as error:
+            failure = error
+    entries = book.done
+    if processes > 1 and not isinstance(failure, KeyboardInterrupt):
+        entries, failure = exchange(entries, failure, processes)
+    outcome = result(entries)
+    if failure is None:
+        return outcome
+    failure.result = outcome
+    measured = "nothing had been measured" if outcome is None else outcome.summary()
+    failure.add_note(f"What had been measured is in this error's .result: {measured}")
+    raise failure
+
+
+def process_place(reader: Reader) -> tuple[int, int]:
+    """Number of this process and of all that share the work: (0, 1) unless each has the whole model to itself."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or reader.is_distributed:
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def exchange(entries: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:
+    """What all processes measured, and a failure if one of them had one."""
+    everyone = [None] * processes
+    torch.distributed.all_gather_object(everyone, (entries, repr(failure) if failure else None))
+    for rank, (_, message) in enumerate(everyone):
+        if message and failure is None:
+            failure = RuntimeError(f"process {rank} failed: {message}")
+    return {key: result for entries, _ in everyone for key, result in entries.items()}, failure
+
+
+def progress_bar(name: str, show: bool) -> tqdm:
+    """A bar of work, so that the time left is right although long inputs are slow; `reset(total)` says how much."""
+    form = "{l_bar}{bar}| {elapsed}<{remaining}"
+    return tqdm(desc=name, bar_format=form, total=0, smoothing=0, disable=not show)
+
+
+def versions() -> dict[str, str]:
+    return {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def labels(corpus_name: str | None, train_length: int | None) -> dict[str, Any]:
+    """Settings that name things and change no number: the text, and the context of training in tokens, where known."""
+    named = {"corpus": corpus_name, "train_length": train_length}
+    return {name: value for name, value in named.items() if value is not None}

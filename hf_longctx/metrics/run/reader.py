@@ -1,0 +1,239 @@
+"""What a metric needs of a model: the `Reader` protocol, and the reader of a model in this process.
+
+`served.ServedModel` is the other reader. A metric never asks which of them it has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import model as facts
+from .engine import Engine, evaluating
+
+
+class Reader(Protocol):
+    """A causal language model that reads token ids.
+
+    Attributes:
+        vocab_size: how many ids it can read; `math.inf` if unknown.
+        position_limit: most tokens in an input, or None if there is no limit.
+        claimed_context: the context that it claims, in tokens, or None.
+        can_reply: whether `reply` works.
+        is_distributed: whether processes hold one model together, so that they cannot share work.
+        reuses_prefixes: whether an `engine` reads on from a cache; see `counts.Measurement.measure_nested`.
+    """
+
+    vocab_size: int | float
+    position_limit: int | None
+    claimed_context: int | None
+    can_reply: bool
+    is_distributed: bool
+    reuses_prefixes: bool
+
+    def settings(self) -> dict[str, Any]:
+        """What the settings of a result say about the model; "model" is its name."""
+
+    def identity(self) -> dict[str, str]:
+        """What tells the model from another of the same name, for the settings of a journal."""
+
+    def configured_id(self, name: str) -> int | None:
+        """The model's "bos_token_id" or "eos_token_id", None if it has none."""
+
+    def cost(self, tokens: int) -> float:
+        """How long reading so many tokens takes, in units of one token of a short input."""
+
+    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
+        """Everything below is called within `with reader.reading(...)`.
+
+        Args:
+            trial: ids of a typical input, (T,).
+            tokens_per_pass: most tokens in a forward pass; see `engine.Engine`.
+        """
+
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        """Greedy next-token predictions at some positions of inputs of one length.
+
+        Args:
+            inputs: (R, T) int64. Equal rows are read once.
+            prefix: length of the beginnings that inputs may share, at most `positions.start`.
+            positions: consecutive input positions, ascending.
+
+        Returns:
+            (R, len(positions)) int64: at each position the likeliest id to come next; -1 where a logit is NaN.
+
+        Raises:
+            engine.OutOfMemory: memory runs out even in the smallest passes.
+        """
+
+    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
+        """How the model predicts targets after some positions of one input.
+
+        Args:
+            ids: (T,) int64.
+            targets: (len(positions),) int64, the last of them what follows `ids`.
+            positions: consecutive input positions, ascending, up to T - 1.
+
+        Returns:
+            The log-probability of each target (nats, float64) and the likeliest id (int64) at its position.
+
+        Raises:
+            engine.OutOfMemory: memory runs out even in the smallest passes.
+        """
+
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
+        """The text that greedy decoding gives after a prompt (T,), at most `tokens` tokens."""
+
+
+def reader_for(model: nn.Module | Reader) -> Reader:
+    """A reader as it is; a torch model in a `LocalReader`."""
+    return LocalReader(model) if isinstance(model, nn.Module) else model
+
+
+class LocalReader:
+    """Reads with a torch model: in its own dtype, on its own device.
+
+    Args:
+        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.can_reply = hasattr(model, "generate")
+
+    @property
+    def vocab_size(self) -> int:
+        return facts.vocabulary_size(self.model)
+
+    @property
+    def position_limit(self) -> int | None:
+        return facts.position_limit(self.model)
+
+    @property
+    def claimed_context(self) -> int | None:
+        return facts.claimed_context(self.model)
+
+    @property
+    def is_distributed(self) -> bool:
+        return facts.is_distributed(self.model)
+
+    @cached_property
+    def cost(self):
+        return facts.reading_cost(self.model)
+
+    def settings(self) -> dict[str, Any]:
+        return facts.model_settings(self.model)
+
+    def identity(self) -> dict[str, str]:
+        return {"weights_sha256": facts.weights_hash(self.model)}
+
+    def configured_id(self, name: str) -> int | None:
+        return facts.configured_id(self.model, name)
+
+    @contextmanager
+    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:
+        """Eval and inference mode; afterwards every module has its training flag again."""
+        self._engine_arguments = np.resize(trial, max(len(trial), 3)), tokens_per_pass
+        try:
+            with evaluating(self.model):
+                yield
+        finally:
+            self.__dict__.pop("engine", None)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Made when it is first needed, because it runs the model."""
+        return Engine(self.model, *self._engine_arguments)
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        return self.engine.reuses_prefixes
+
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        return self.engine.with_less_memory(self.engine.predict, inputs, prefix, positions)
+
+    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
+        return self.engine.with_less_memory(self._score, ids, targets, positions)
+
+    def _score(self, ids, targets, positions):
+        log_probs, best = [], []
+        for logits in self.engine.logits(ids, positions):  # (n, V), the next n positions
+            labels = torch.from_numpy(targets[len(best) :][: len(logits)]).to(logits.device)
+            log_probs += (-F.cross_entropy(logits.float(), labels, reduction="none")).tolist()
+            best += logits.argmax(-1).tolist()
+        return np.array(log_probs), np.array(best)
+
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
+        ids = torch.from_numpy(prompt)[None].to(self.engine.device)
+        pad = getattr(self.model.generation_config, "pad_token_id", None)
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            pad_token_id=0 if pad is None else pad,  # of one row, nothing is padded
+        )
+        return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+
+
+def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
+    """BOS and EOS as the caller names them, or else as the model is configured, each standing in for the other.
+
+    Raises:
+        ValueError: there is neither, or one is not in the vocabulary.
+    """
+    bos = reader.configured_id("bos_token_id") if bos is None else bos
+    eos = reader.configured_id("eos_token_id") if eos is None else eos
+    if bos is None and eos is None:
+        raise ValueError(
+            "the model's configuration has neither a BOS nor an EOS token, and the protocol puts one before each "
+            "text. Name one: bos_token_id=..., any id that separates documents in the training data."
+        )
+    bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
+    for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):
+        if not 0 <= value < reader.vocab_size:
+            raise ValueError(f"{name} is {value}, but the model's vocabulary has {reader.vocab_size} ids.")
+    return bos, eos
+
+
+def as_array(ids) -> np.ndarray:
+    """Token ids of any kind (a sequence, an array, a tensor on any device) as a numpy array."""
+    return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+
+
+def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:
+    """Warn if an input is longer than the context that a model claims, whose positions have no end.
+
+    Args:
+        tokens: of the input.
+        what: names the input.
+        reply: tokens that are to be generated after it.
+
+    Raises:
+        ValueError: input and reply are longer than the model's table of positions.
+    """
+    tokens += reply
+    limit, claim = reader.position_limit, reader.claimed_context
+    if limit is not None and tokens > limit:
+        raise ValueError(
+            f"{what} needs {tokens} positions{f', {reply} of them for a reply' if reply else ''}, and the model's "
+            f"position table ends at {limit}. Stay at or below {limit - reply} tokens"
+            + (f", or at {limit} without replies: --no-replies, or generate=False." if reply else ".")
+        )
+    if limit is None and claim is not None and tokens > claim:
+        warnings.warn(
+            f"{what} needs {tokens} positions, more than the {claim} (max_position_embeddings) that the model claims to "
+            "support. It is measured all the same.",
+            stacklevel=3,
+        )

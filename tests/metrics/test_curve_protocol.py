@@ -1,0 +1,172 @@
+"""Lengths, samples and inputs of the forgetting curve, against the recorded ones."""
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+
+from hf_longctx.metrics.curve import protocol as core
+
+
+CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
+GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
+
+
+@pytest.fixture(scope="module")
+def reference(golden):
+    """All recorded curves, by name; those with points only."""
+    folder = golden / "forgetting_curve"
+    runs = json.loads((folder / "results.json").read_text())
+    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
+    return {run["name"]: run for run in runs if run.get("rows")}
+
+
+@pytest.fixture(scope="module")
+def corpus(golden):
+    return np.load(golden / "forgetting_curve" / "tokens.npy").astype(np.int64)
+
+
+def test_examples_in_docstrings():
+    result = doctest.testmod(core)
+    assert result.attempted == 3
+    assert result.failed == 0
+
+
+def test_grids_match_reference(reference):
+    for run in reference.values():
+        lengths = [row["length"] for row in run["rows"]]
+        grid = GRIDS[run["granularity_type"]](run["test_max_length"], run["granularity"])
+        assert grid[: len(lengths)] == lengths, run["name"]
+
+
+@pytest.mark.parametrize("max_length, n", [(8, 4), (700, 1), (700, 0)])
+def test_grid_too_small(max_length, n):
+    with pytest.raises(ValueError, match="starts at 8 tokens"):
+        core.linear_lengths(max_length, n)
+
+
+@pytest.mark.parametrize(
+    "claimed, corpus_tokens, longest",
+    [(64, None, 30), (64, 57, 19), (None, 300, 100)],
+    ids=["claim", "corpus", "no claim"],
+)
+def test_default_lengths_end_where_the_claim_or_the_corpus_does(claimed, corpus_tokens, longest):
+    assert core.default_lengths(claimed, corpus_tokens)[-1] == longest
+    assert core.default_lengths(claimed, corpus_tokens, 4, core.log_lengths) == core.log_lengths(longest, 4)
+
+
+def test_default_lengths_need_an_end():
+    with pytest.raises(ValueError, match="lengths="):
+        core.default_lengths(None, None)
+
+
+def test_begins_match_reference(reference, corpus):
+    checked = 0
+    for run in reference.values():
+        if run["data_type"] != "order":
+            continue
+        tokens = corpus[: run["n_corpus_tokens"]]
+        lengths = [row["length"] for row in run["rows"]]
+        for row, samples in zip(run["rows"], core.order_samples(tokens, lengths, run["repeats"], run["seed"])):
+            assert [sample.begin for sample in samples] == row["begin_locs"]
+            n = row["length"]
+            for sample in samples:
+                assert np.array_equal(sample.target, tokens[sample.begin : sample.begin + n])
+                assert np.array_equal(sample.irrelevant, tokens[-n:])
+            checked += 1
+    assert checked > 100
+
+
+def test_random_ids_match_reference(reference):
+    runs = [run for run in reference.values() if run["data_type"] == "random"]
+    assert len(runs) == 2
+    for run in runs:
+        first = next(core.random_samples(run["id_range"], [8], run["repeats"], run["seed"]))[0]
+        assert first.target.tolist() == run["first_copy_ids"]
+        assert first.irrelevant.tolist() == run["first_irrelevant_ids"]
+        assert first.begin is None
+
+
+def test_random_ids_avoid_special_ids():
+    (samples,) = core.random_samples((3, 6), [200], 1, seed=0, skip=frozenset({4, 9}))
+    assert set(samples[0].target) == set(samples[0].irrelevant) == {3, 5, 6}
+    with pytest.raises(ValueError, match="no choice"):
+        core.random_samples((4, 5), [8], 1, seed=0, skip=frozenset({4, 5}))
+
+
+def test_samples_of_a_shorter_grid_are_the_same(corpus):
+    long = list(core.order_samples(corpus, [5, 6, 7], 3, seed=1))
+    short = list(core.order_samples(corpus, [5, 6], 3, seed=1))
+    assert [[s.begin for s in samples] for samples in long[:2]] == [[s.begin for s in samples] for samples in short]
+
+
+def test_nested_samples_begin_alike():
+    lengths = [3, 5, 9]
+    for draw, source in ((core.nested_order_samples, CORPUS), (core.nested_random_samples, (3, 31))):
+        *shorter, longest = draw(source, lengths, 4, seed=1)
+        for length, samples in zip(lengths, shorter):
+            for sample, whole in zip(samples, longest):
+                assert sample.begin == whole.begin
+                assert np.array_equal(sample.target, whole.target[:length])
+                assert np.array_equal(sample.irrelevant, whole.irrelevant[:length])
+    reference = next(core.order_samples(CORPUS, [9], 4, seed=1))
+    nested = next(core.nested_order_samples(CORPUS, [9], 4, seed=1))
+    assert [s.begin for s in nested] == [s.begin for s in reference]
+
+
+@pytest.mark.parametrize("n, scored", [(1, [200]), (2, [201]), (3, [201, 202]), (8, [204, 205, 206, 207])])
+def test_scored_positions(n, scored):
+    """The logits one before each token of the target's second half, rounded up."""
+    prefix, target = np.arange(100, 100 + n), np.arange(200, 200 + n)
+    ids = core.model_input(prefix, target, bos=1, eos=2)
+    assert ids.tolist() == [1, *prefix, 1, *target, 2]
+    assert ids.dtype == np.int64
+    assert core.input_tokens(n) == len(ids)
+    assert core.scored_tokens(n) == len(scored)
+    assert [ids[position + 1] for position in core.scored_logits(n)] == scored
+
+
+@pytest.mark.parametrize("limit, longest", [(0, 0), (4, 0), (5, 1), (1023, 510), (1024, 510), (1025, 511)])
+def test_longest_length(limit, longest):
+    assert core.longest_length(limit) == longest
+    assert core.input_tokens(longest) <= limit or longest == 0
+    assert core.input_tokens(longest + 1) > limit
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 8], [-1], [8, 8], [16, 8], [8.5], ["8"], 8, [None]])
+def test_bad_lengths(lengths):
+    with pytest.raises(ValueError, match="lengths must be"):
+        core.check_lengths(lengths)
+
+
+def test_lengths_of_any_integer_type():
+    assert core.check_lengths(np.array([1, 8, 9], dtype=np.uint16)) == [1, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([], "tokens is empty"),
+        ("", "flat sequence"),
+        ("some text", "flat sequence"),
+        (None, "flat sequence"),
+        ([[1, 2]], r"int64 of shape \(1, 2\)"),
+        ([1.0, 2.0], "float64"),
+        ([1, 2, 10], r"tokens\[2\] is 10, but the model's vocabulary has 10 ids"),
+        ([1, -1], r"tokens\[1\] is -1"),
+    ],
+)
+def test_bad_ids(ids, message):
+    with pytest.raises(ValueError, match=message):
+        core.check_ids(ids, "tokens", vocab_size=10)
+
+
+def test_corpus_too_short():
+    corpus = np.arange(29)
+    with pytest.raises(ValueError, match=r"29 tokens; length 10 needs 30.*longest possible length is 9:"):
+        core.order_samples(corpus, [5, 10], 1, 0)
+    (samples,) = core.order_samples(corpus, [9], 50, 0)
+    assert {sample.begin for sample in samples} == {0, 1, 2}
+    with pytest.raises(ValueError, match=r"irrelevant_tokens has 5 ids.*longest possible length is 5:"):
+        core.order_samples(np.arange(100), [6], 1, 0, irrelevant=np.arange(5))

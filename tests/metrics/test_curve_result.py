@@ -1,0 +1,139 @@
+"""Curves: statistics of their points, readings, summaries and files."""
+
+import json
+
+import pytest
+
+from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
+
+
+@pytest.fixture(scope="module")
+def reference(golden):
+    """All recorded curves, by name; those with points only."""
+    folder = golden / "forgetting_curve"
+    runs = json.loads((folder / "results.json").read_text())
+    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
+    return {run["name"]: run for run in runs if run.get("rows")}
+
+
+def curve_of(run):
+    names = ("length", "copy_correct", "lm_correct", "begin_locs")
+    return ForgettingCurve(
+        [CurvePoint(*(row.get(name) for name in names)) for row in run["rows"]], {"seed": run["seed"]}
+    )
+
+
+def plain(readings):
+    return {name: {"length": int(x), "open_ended": x.open_ended} for name, x in readings.items()}
+
+
+def test_statistics_match_reference(reference):
+    """Recorded from float32 accuracies, so good to float32."""
+    for run in reference.values():
+        for row, point in zip(run["rows"], curve_of(run).points):
+            assert point.scored_tokens == row["scored_tokens"]
+            for name in ("copy_mean", "copy_std", "lm_mean", "lm_std", "p_value"):
+                assert getattr(point, name) == pytest.approx(row[name], rel=3e-6, abs=1e-12), (run["name"], name)
+
+
+@pytest.mark.parametrize(
+    "copy, lm, p",
+    [
+        ([4, 4, 4], [4, 4, 4], 1.0),  # no difference
+        ([4, 4, 4], [1, 1, 1], 0.0),  # a constant one
+        ([4], [1], 1.0),  # one repeat tells nothing
+        ([3, 4], [1, 3], 0.20483276469913345),  # t = 3 at one degree of freedom: 1 - 2 atan(3) / pi
+        ([1, 3], [3, 4], 0.20483276469913345),
+    ],
+)
+def test_p_value(copy, lm, p):
+    assert CurvePoint(8, copy, lm).p_value == pytest.approx(p, rel=1e-12, abs=0)
+
+
+def test_memory_lengths_match_reference(reference):
+    for run in reference.values():
+        assert plain(curve_of(run).memory_lengths) == run["derived"], run["name"]
+
+
+def test_exactly_99_percent_is_not_fine(reference):
+    run = reference["random_linear12_r10_s2"]
+    (row,) = (row for row in run["rows"] if row["length"] == 99)
+    assert sum(row["copy_correct"]) == 495  # of 500
+    assert row["copy_mean"] > 0.99  # in float32, so a float test would say 237 below
+    assert curve_of(run).memory_lengths["fine_first_run"] == 53
+
+
+@pytest.mark.parametrize(
+    "copy, lm, message",
+    [
+        ([5], [0], "copy_correct at length 8 must hold integers from 0 to 4"),
+        ([4], [-1], "lm_correct at length 8"),
+        ([0.5], [0], "copy_correct"),
+        ([], [], "copy_correct"),
+        ([4, 4], [0], "2 copy counts and 1 LM counts"),
+    ],
+)
+def test_bad_counts(copy, lm, message):
+    with pytest.raises(ValueError, match=message):
+        CurvePoint(8, copy, lm)
+
+
+def small_curve():
+    return ForgettingCurve(
+        [
+            CurvePoint(18, [9, 9], [0, 1], [3, 1]),
+            CurvePoint(20, [4, 5], [1, 0], [2, 9]),
+            CurvePoint(40, [1, 0], [0, 1]),
+        ],
+        {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
+    )
+
+
+def test_lengths_and_summary():
+    curve = small_curve()
+    assert (curve.fine_length, curve.coarse_length) == (18, 20)
+    assert curve.summary() == (
+        "fine length 18 tokens (next tested: 20), coarse length 20 tokens (next tested: 40); "
+        "3 lengths from 18 to 40, 2 repeats; 95 % sure: fine >=0, coarse >=0"
+    )
+    assert (
+        ForgettingCurve(curve.points[:2])
+        .summary()
+        .startswith("fine length 18 tokens (next tested: 20), coarse length >20 tokens;")
+    )
+
+
+def test_empty_curve():
+    curve = ForgettingCurve([])
+    assert (curve.fine_length, curve.coarse_length, curve.fine_length.open_ended) == (0, 0, False)
+    assert curve.summary() == "no length measured"
+    assert ForgettingCurve.from_json(curve.to_json()) == curve
+    with pytest.raises(ValueError, match="no point to draw"):
+        curve.plot("unused.png")
+
+
+def test_json_round_trip(tmp_path):
+    curve = small_curve()
+    curve.save(tmp_path / "curve.json")
+    text = (tmp_path / "curve.json").read_text()
+    again = ForgettingCurve.from_json(text)
+    assert again == curve
+    assert again.to_json() == curve.to_json()
+    document = json.loads(text)
+    assert document["settings"]["seed"] == 7
+    assert document["memory_lengths"]["coarse_max"] == {"length": 20, "open_ended": False, "next_tested": 40}
+    assert document["points"][0]["copy_correct"] == [9, 9]
+    assert document["points"][1]["copy_mean"] == 0.45
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"format": 2}, "has format 2, and this version of hf-longctx reads up to 1"),
+        ({"points": None}, "not a forgetting"),
+    ],
+)
+def test_unreadable_json(change, message):
+    document = json.loads(small_curve().to_json()) | change
+    with pytest.raises(ValueError, match=message):
+        ForgettingCurve.from_json(json.dumps({key: value for key, value in document.items() if value is not None}))
