@@ -1,5 +1,6 @@
 """The Spaces: their forms measure, and their errors are shown. gradio is a stub here, which keeps what it gets."""
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -19,19 +20,26 @@ from hf_longctx.metrics.evaluate_modules import module_path
 DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 
 
+def module(path):
+    name = Path(path).stem
+    imported = importlib.import_module(f"hf_longctx.metrics.modules.{name}.{name}")
+    return getattr(imported, name.title().replace("_", ""))()
+
+
 class ShownError(Exception):
     """gradio.Error."""
 
 
 @pytest.fixture
 def app(monkeypatch):
-    """Runs the app.py of a module and returns its interface."""
+    """Runs the app.py of a module and returns its interface. The module is not copied into evaluate's cache."""
 
     def interface(function, **options):
         return SimpleNamespace(function=function, **options)
 
     parts = {name: lambda *args, name=name, **options: name for name in ("Textbox", "Number", "JSON", "Image")}
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(Interface=interface, Error=ShownError, **parts))
+    monkeypatch.setattr("evaluate.load", module)
     return lambda name: runpy.run_path(f"{module_path(name)}/app.py")["demo"]
 
 
