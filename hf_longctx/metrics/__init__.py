@@ -1,7 +1,7 @@
 """How far a language model really remembers.
 
-Names are imported on first use, so that the metric you want is all you load. No module has the name of a function: once
-imported, it would take the function's place.
+Names are imported on first use, so that the metric you want is all you load. No module has the name of a function:
+once imported, it would take the function's place.
 """
 
 import importlib

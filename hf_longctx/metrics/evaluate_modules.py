@@ -1,11 +1,11 @@
 """Our modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
 
-A module is a folder `modules/NAME/NAME.py` with its card, as the Hub keeps it in a Space. evaluate takes one from three
-places: a path (`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation, and
-where there is none the cache is asked; so `register` leaves one line there, which imports our module. The line needs
-no renewal when this package is upgraded.
+A module is a folder `modules/NAME/NAME.py` with its card, as the Hub keeps it in a Space. evaluate takes one from
+three places: a path (`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation,
+and where there is none evaluate looks into its cache; so `register` leaves one line there, which imports our module.
+The line needs no renewal when this package is upgraded.
 
-What the modules have in common is here too: how `compute` is given a model, and how it is given predictions.
+What the modules share is here too: how `compute` measures a model, and how it scores predictions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def options_for(name: str, options: dict) -> dict:
 
 
 def _option_names():
-    """The options of each module: keywords of the function that measures, the fields of its `run`, a bound's head_dim."""
+    """The options of each module: keywords of the function that measures, the fields of `Run`, head_dim of bounds."""
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
     from .rope.verdict import rope_report
@@ -293,7 +293,8 @@ def loss_result(result: PositionLoss) -> dict:
 def check_model(model, **options) -> dict:
     """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
 
-    Of a model without RoPE, which may be measured by other modules in the same call, `holds` is None, and a note says so.
+    Of a model without RoPE, which may be measured by other modules in the same call, `holds` is None, and a note says
+    so.
     """
     from .rope.verdict import NoRopeError, rope_report
 

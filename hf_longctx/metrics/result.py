@@ -1,7 +1,7 @@
 """The base class of all results: their JSON texts, files, pictures and what a report says about them.
 
-A metric's result is a frozen dataclass that derives from `Result` and keeps counts; all else follows from the counts. This
-file knows no model and no metric but by name.
+A metric's result is a frozen dataclass that derives from `Result` and keeps counts; all else follows from the counts.
+This file knows no model and no metric but by name.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Table(NamedTuple):
 class Result:
     """What a metric measured.
 
-    A subclass is a frozen dataclass with a field or property `settings` (plain JSON values: how it was measured). It sets
-    `kind` and `title` and defines `measured`, `explanation`, `summary`, `headlines`, `table`, `document`, `from_document`
-    and `draw`.
+    A subclass is a frozen dataclass with a field or property `settings` (plain JSON values: how it was measured). It
+    sets `kind` and `title` and defines `measured`, `explanation`, `summary`, `headlines`, `table`, `document`,
+    `from_document` and `draw`.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
@@ -172,7 +172,8 @@ class Result:
 
         Args:
             path: the file to write.
-            train_length: context length of the model's training, in tokens, marked where the picture has tokens on an axis.
+            train_length: context length of the model's training, in tokens, marked where the picture has tokens on an
+                axis.
             title: by default, the name of the model, or of the metric and the model.
             options: of the metric's own picture.
 
@@ -212,7 +213,8 @@ def result_class(document) -> type[Result]:
 def save_document(path, text: str) -> None:
     """Write the JSON text of a result to a file, with `saved`: the time in UTC, and the commit of this package.
 
-    A result itself holds neither, so that the same measurement gives the same text. The file appears when it is complete.
+    A result itself holds neither, so that the same measurement gives the same text. The file appears when it is
+    complete.
     """
     path = Path(path)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")

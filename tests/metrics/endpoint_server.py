@@ -13,8 +13,9 @@ class Server:
     """What is served, and how.
 
     Attributes:
-        form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo only;
-            unknown fields are refused), "llama.cpp" (log-probabilities of the completion only), "chat" (no completions).
+        form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo
+            only; unknown fields are refused), "llama.cpp" (log-probabilities of the completion only), "chat" (no
+            completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
         spoil: changes a reply before it is sent.

@@ -1,4 +1,4 @@
-"""The engine against its definition, one plain forward pass per input: any model, any budget, few and bounded passes."""
+"""The engine against its definition, one plain forward pass per input: any model, any budget, bounded passes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Served models: both wire formats against the model itself, refusals, broken connections, endpoints that cannot do it."""
+"""Served models: both wire formats against the model itself, refusals, broken connections, unsuited endpoints."""
 
 import time
 

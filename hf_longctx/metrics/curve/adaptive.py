@@ -1,16 +1,14 @@
-"""Where to measure a forgetting curve, and how often, when only its two lengths and its shape are wanted.
+"""Where to measure a forgetting curve, and how often, when only its two lengths and its shape matter.
 
 The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
-between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a t test
-tells on which side each lies. This file knows no model.
+between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a t
+test tells on which side each lies. This file knows no model.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-
-from scipy.optimize import isotonic_regression
 
 from .lengths import READINGS
 from .protocol import input_tokens
@@ -72,24 +70,26 @@ class _Search:
         return True
 
     def step(self, reading):
-        """One look where a reading needs it most; False if it needs none, or none is to be had."""
+        """One look where a reading needs it most; False if it needs none, or the budget allows none."""
         low, high = self.bracket(reading)
         if high - low > 1:
             return self.look(self.lengths[(low + high) // 2])
         return self.settle(reading, low, -1) or self.settle(reading, high, 1)
 
     def bracket(self, reading):
-        """Grid indices of the last length that passes and of the next measured one, by a fit that only falls."""
+        """Grid indices of the last length that passes and of the next measured one, by a non-increasing fit."""
         measured = sorted(self.points)
         values = [self.points[n].margins(reading).mean() for n in measured]
         weights = [self.points[n].repeats * self.points[n].scored_tokens for n in measured]
+        from scipy.optimize import isotonic_regression  # half a second to import, for this protocol only
+
         fit = isotonic_regression(values, weights=weights, increasing=False).x
         passing = sum(1 for value in fit if value > 0 or (value == 0 and reading == "coarse"))
         low = self.lengths.index(measured[passing - 1]) if passing else -1
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
     def settle(self, reading, end, direction):
-        """A look that brings the nearest length known for sure nearer to this end of the bracket.
+        """A look that brings the nearest length with a sure verdict nearer to this end of the bracket.
 
         Below the bracket (direction -1) lengths are to pass, above it (1) they are to fail.
         """

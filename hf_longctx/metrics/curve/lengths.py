@@ -1,8 +1,8 @@
 """Which lengths the counts of a forgetting curve show, and how surely.
 
-A length passes as fine if its copy accuracy is above 99 %, as coarse if that is at least 1 % above its LM accuracy. Both
-are statements about a mean over targets, so each has a t test over the repeats; the coarse one is paired, as copy and
-LM input have the same target. This file knows plain sequences of counts only.
+A length passes as fine if its copy accuracy is above 99 %, as coarse if that is at least 1 % above its LM accuracy.
+Both are statements about a mean over targets, so each has a t test over the repeats; the coarse one is paired, as copy
+and LM input have the same target. This file knows plain sequences of counts only.
 """
 
 from __future__ import annotations

@@ -76,15 +76,15 @@ def forgetting_curve(
     model, measures a part, and all return the whole curve.
 
     Args:
-        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V). Or
-            a reader, such as `ServedModel`.
+        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
+            Or a reader, such as `ServedModel`.
         tokens: the corpus, a flat sequence, array or tensor of ids, encoded without special tokens. At least three
             times the longest length. Not used, and may be None, for random data.
         lengths: target lengths in tokens, strictly ascending; see `linear_lengths` and `log_lengths`.
         repeats: targets per length.
         seed: of Python's `random.Random`, which draws where the targets start.
-        bos_token_id, eos_token_id: default to those of the model's config, then of its generation config. If the BOS is
-            missing, the EOS is used. If the EOS is missing, the BOS is used; it is never scored.
+        bos_token_id, eos_token_id: default to those of the model's config, then of its generation config. If the BOS
+            is missing, the EOS is used. If the EOS is missing, the BOS is used; it is never scored.
         data_type: "order": S is a stretch of the corpus. "random": S and I are uniform random ids.
         irrelevant_tokens: I is the end of these ids; by default, the end of the corpus.
         id_range: lowest and highest id of random data, both included. Default (10, vocabulary size - 1), as the first
@@ -109,8 +109,8 @@ def forgetting_curve(
         PositionLimitError: the model's position table is too short for some length. Raised after the others have been
             measured.
 
-    Any exception that leaves this function once measuring has begun, also KeyboardInterrupt, has an attribute `result`:
-    the curve of what was measured until then.
+    Any exception that leaves this function once measuring has begun, also KeyboardInterrupt, has an attribute
+    `result`: the curve of what was measured until then.
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)

@@ -105,7 +105,7 @@ class ForgettingCurve(Result):
     Attributes:
         points: one `CurvePoint` per measured length, ascending.
         settings: how it was measured: plain JSON values, kept as they are.
-        not_measured: why a length that was asked for has no point, by length.
+        not_measured: why a length has no point, by length.
     """
 
     kind = "forgetting_curve"

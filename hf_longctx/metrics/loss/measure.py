@@ -34,8 +34,8 @@ def position_loss(
     Where torch.distributed is initialized, every process measures a share of the sequences, and all return the result.
 
     Args:
-        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such as
-            `ServedModel`.
+        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such
+            as `ServedModel`.
         tokens: the corpus, a flat sequence of ids, encoded without special tokens.
         context_length: T, tokens per sequence.
         sequences: how many stretches of the corpus are read, evenly spaced. Default: as many as fit side by side, but

@@ -1,6 +1,6 @@
 """Answers to retrieval questions, and how they are scored without a judge.
 
-A model is asked something that only its context can tell, with the answer known. Two scores need one forward pass over
+Only the context tells the answer to a question, and the answer is known. Two scores need one forward pass over
 question and answer: the probability of the answer, and whether every token of it is the model's first choice, which
 is when greedy decoding would give it word for word. The third looks into the text that the model generates.
 """
@@ -29,7 +29,7 @@ class Answer:
         log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.
         tokens: tokens in the right answer.
         exact: every token of it is the likeliest one.
-        reply: what the model generates; None if it was not asked to.
+        reply: what the model generates; None if it did not reply.
         matched: the reply holds the answer; equal to `exact` without a reply.
     """
 
@@ -73,7 +73,7 @@ class Answers:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the rates there are: without replies, nothing can be found in them."""
+        """Names of the rates: without replies there is no match rate."""
         return SCORES if any(a.reply is not None for a in self.answers) else SCORES[1:]
 
     def rates(self) -> dict[str, float]:
@@ -95,8 +95,8 @@ def holds_text(reply: str, expected: str) -> bool:
     >>> holds_text("eat two sandwiches", "eat a sandwich")
     False
     """
-    said, wanted = (" ".join(re.findall(r"\w+", text.lower())) for text in (reply, expected))
-    return f" {wanted} " in f" {said} "
+    reply, expected = (" ".join(re.findall(r"\w+", text.lower())) for text in (reply, expected))
+    return f" {expected} " in f" {reply} "
 
 
 def holds_number(reply: str, expected: int) -> bool:
@@ -105,8 +105,8 @@ def holds_number(reply: str, expected: int) -> bool:
     >>> holds_number("<4096> is the content of line 12", 4096)
     True
     """
-    found = re.search(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+", reply)
-    return found is not None and int(found.group().replace(",", "")) == expected
+    number = re.search(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+", reply)
+    return number is not None and int(number.group().replace(",", "")) == expected
 
 
 def explain_score(results: Sequence[Answers]) -> str:

@@ -3,9 +3,10 @@
 In the standard mode the sentence stands alone; in the easy mode the question stands before it, as at the end of the
 prompt, which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
 
-Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023 and
-Qin et al. 2024. Unlike those programs, a prompt has exactly the tokens it is said to have, sentences end at any token
-that ends with a full stop, and the needle stays where it is if no sentence ends before it. This file knows no model.
+Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
+and Qin et al. 2024. Unlike those programs, a prompt has exactly the tokens that its length says, sentences end at any
+token that ends with a full stop, and the needle stays where it is if no sentence ends before it. This file knows no
+model.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def needle_pieces(encode: Callable[[str], Sequence[int]], bos: int, mode: str) -
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
-    asked = f"{QUESTION} Answer: {ANSWER_BEGIN}"
-    question, answer = split_encoding(encode, f"\n{TASK} {asked}", ANSWER)
+    question_text = f"{QUESTION} Answer: {ANSWER_BEGIN}"
+    question, answer = split_encoding(encode, f"\n{TASK} {question_text}", ANSWER)
     if len(set(answer)) < 2:
         raise ValueError(
             f"the tokenizer turns {ANSWER!r} into the ids {answer}: it does not know this language, so that nothing "
             "can be asked. Give the tokenizer of the model."
         )
-    needle = encode(f"\n{asked if mode == 'easy' else ANSWER_BEGIN}{ANSWER}\n")
+    needle = encode(f"\n{question_text if mode == 'easy' else ANSWER_BEGIN}{ANSWER}\n")
     return Pieces(*(np.array(ids, dtype=np.int64) for ids in ([bos], needle, question, answer)))
 
 

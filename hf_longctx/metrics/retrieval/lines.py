@@ -1,6 +1,6 @@
 """Line retrieval: many lines with a name and a number each, and a question for the number of one of them.
 
-As in the line task of LongEval (Li et al. 2023), with a prompt of our own that ends with the beginning of the answer, so
+As in the line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, so
 that models without instruction tuning know what to do. This file knows no model.
 """
 
@@ -38,7 +38,7 @@ NAMES = ["-".join(pair) for pair in product(ADJECTIVES.split(), NOUNS.split())]
 
 
 class Record(NamedTuple):
-    """One record and what is asked about it."""
+    """One record and the question about it."""
 
     text: str
     question: str
@@ -61,16 +61,16 @@ def draw_record(lines: int, seed: int, repeat: int) -> Record:
     rng = random.Random(f"{seed} {lines} {repeat}")
     names = rng.sample(NAMES, lines)
     numbers = [rng.randint(1, LARGEST) for _ in names]
-    asked = rng.randrange(lines)
+    asked_line = rng.randrange(lines)
     text = "".join(f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in zip(names, numbers))
     return Record(
         "This is a record of lines. Each has a name and a REGISTER_CONTENT, which is a number. At the end of the record "
         f"you will be asked for the REGISTER_CONTENT of one of them. The record begins:\n\n{text}",
-        f"\nThe record is over. Which number is the REGISTER_CONTENT of line {names[asked]}?\n"
-        f"Answer: line {names[asked]}: REGISTER_CONTENT is",
-        f" <{numbers[asked]}>",
-        numbers[asked],
-        asked,
+        f"\nThe record is over. Which number is the REGISTER_CONTENT of line {names[asked_line]}?\n"
+        f"Answer: line {names[asked_line]}: REGISTER_CONTENT is",
+        f" <{numbers[asked_line]}>",
+        numbers[asked_line],
+        asked_line,
     )
 
 
@@ -125,11 +125,11 @@ class LineRetrieval(Result):
         if not self.points:
             return "nothing measured"
         score = self.points[0].scores[0]
-        told = ", ".join(
+        rates = ", ".join(
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
         how = "found" if score == "match_rate" else "given token for token"
-        return f"{how}: {told}; {len(self.points[0].answers)} repeats"
+        return f"{how}: {rates}; {len(self.points[0].answers)} repeats"
 
     def explanation(self) -> str:
         return f"The model is asked for the number in one of many lines. {explain_score(self.points)}"

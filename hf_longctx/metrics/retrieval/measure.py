@@ -52,8 +52,8 @@ def needle_in_a_haystack(
     Where torch.distributed is initialized, every process measures a share of the cells, and all return the result.
 
     Args:
-        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such as
-            `ServedModel`.
+        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such
+            as `ServedModel`.
         tokenizer: that of the model.
         tokens: the text of the haystacks, a flat sequence of ids, encoded without special tokens.
         lengths: of prompt and answer together, BOS included, in tokens, strictly ascending.

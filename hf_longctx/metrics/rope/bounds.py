@@ -373,10 +373,10 @@ class _DecayFamily:
             rows = min(rows, length // WIDTH + 1 - row)
             value = _real_product(_rotations(theta, row * WIDTH, WIDTH, rows), fine) + self.constant
             lowest.append(value.min(1))
-            found = self._negative(value, np.arange(row, row + rows) * WIDTH, u, length)
+            negative = self._negative(value, np.arange(row, row + rows) * WIDTH, u, length)
             row, rows = row + rows, row + rows
-            if len(found) or row * WIDTH > length:
-                return found, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
+            if len(negative) or row * WIDTH > length:
+                return negative, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
 
     def _negative(self, value, starts, u, length):
         """Those of the rows' distances m <= length whose B_m, evaluated once more by cosines, is below rounding."""
@@ -384,10 +384,10 @@ class _DecayFamily:
         m = starts[row] + column
         m = m[m <= length]
         for sample in (m[:: len(m) // 64 + 1], m):
-            found = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
-            if len(found):
+            negative = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
+            if len(negative):
                 break
-        return found
+        return negative
 
     def base_at_root(self, u, m):
         """The base near exp(u) at which B_m = 0, by Newton with 40-digit angles: those of float64 cost two digits."""
@@ -414,12 +414,12 @@ def _infima(family, lengths):
     u, critical, lowest = 0.0, None, np.zeros(1, dtype=int)
     for length in lengths:
         while True:
-            found = family.negative_among(lowest, u, length)
-            if not len(found):
-                found, lowest = family.first_negative(u, length)
-            if not len(found):
+            negative = family.negative_among(lowest, u, length)
+            if not len(negative):
+                negative, lowest = family.first_negative(u, length)
+            if not len(negative):
                 break
-            u, critical = _cross(family, found, u)
+            u, critical = _cross(family, negative, u)
         yield length, u, critical
 
 

@@ -88,11 +88,11 @@ def _before_rotation(attention):
 
 
 def _interleaved(attention):
-    """Which components rotate together, asked of the rotate_half that the attention's own file uses."""
+    """Which components rotate together, by a call of the rotate_half in the attention's modeling file."""
     import torch
 
     rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
     rotated = None if rotate_half is None else rotate_half(torch.arange(1.0, 5.0)).tolist()
     if rotated not in ([-3, -4, 1, 2], [-2, 1, -4, 3]):
-        raise NotImplementedError(f"{type(attention).__name__} rotates its queries in a way that is not known here.")
+        raise NotImplementedError(f"{type(attention).__name__} rotates its queries in an unknown way.")
     return rotated == [-2, 1, -4, 3]

@@ -99,16 +99,16 @@ class RopeLayers:
         lines = [f"{self.layer_type}{count}: {self.verdict}"]
         if self.rope_type is None:
             return lines[0]
-        found = _up_to(self.context_bound)
+        reach = _up_to(self.context_bound)
         if self.negative_distances:
-            found += f", negative at {self.negative_distances} of those needed"
+            reach += f", negative at {self.negative_distances} of those needed"
         if 2 * self.rotary_dim <= self.head_dim:
-            found = "always, whatever the base: half of the dimensions or more do not rotate"
+            reach = "always, whatever the base: half of the dimensions or more do not rotate"
         turning = f"{self.rotary_dim} of {self.head_dim} dimensions"
         lines += [
             f"  RoPE              {self.rope_type}, base {self.base:g}, {turning}",
             f"  B_m >= 0 needed   up to m = {self.max_distance}",
-            f"  B_m >= 0 found    {found}",
+            f"  B_m >= 0 found    {reach}",
         ]
         if self.rotary_dim < self.head_dim:
             lines.append(f"                    {_up_to(self.rotary_only_bound)} over the rotating dimensions alone")
@@ -238,8 +238,8 @@ def rope_report(
         NotImplementedError: the rope type is unknown, or q and k of this model cannot be measured.
     """
     model = model_or_config if hasattr(model_or_config, "config") else None
-    given = model_or_config if model is None else model.config
-    config = _with_rope_parameters(given)
+    original_config = model_or_config if model is None else model.config
+    config = _with_rope_parameters(original_config)
     claimed_by = "max_position_embeddings" if context_length is None else "given"
     claimed = _need(config, claimed_by) if context_length is None else context_length
     if not isinstance(claimed, Integral) or claimed < 2:
@@ -264,7 +264,7 @@ def rope_report(
         groups.append(_bound(rope, kind, layers, reach, spread, minimum_base))
     if not any(group.rope_type for group in groups):
         raise NoRopeError(f"{_no_rope(config)}: none of its layers is an attention layer with RoPE.")
-    name = given.name_or_path or type(model_or_config).__name__
+    name = original_config.name_or_path or type(model_or_config).__name__
     return RopeReport(name, int(claimed), claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
 
@@ -378,8 +378,8 @@ def _frequencies(config, kind, base, layers, claimed):
             ) from error
         inv_freq = inv_freq.double().numpy()
     else:
-        known = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
-        raise NotImplementedError(f"rope type {rope_type!r} is not known here; known are {known}.")
+        types = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
+        raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {types}.")
     return _Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
 
 

@@ -4,7 +4,7 @@
 
 - a prefix that inputs share is read once, and its cache cut back after each of them;
 - long inputs are read in passes of a bounded number of tokens, and short inputs share a pass;
-- hidden states are projected only where a prediction is wanted, tile by tile, so that no (T, V) logits exist.
+- hidden states are projected only where a prediction is needed, tile by tile, so that no (T, V) logits exist.
 
 A shortcut is used only if the model advertises it and a trial on a short input reproduces the plain logits; otherwise
 `predict_plainly` is.
@@ -148,12 +148,12 @@ class Engine:
         return np.concatenate(best, axis=1)
 
     def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int, texts: int = 1) -> np.ndarray:
-        """As `read`, but the cache is restored afterwards. It holds `texts` texts: B, or 1 that all B rows continue."""
+        """As `read`, but the cache is restored afterwards. It holds `texts` texts: B, or 1 that all rows continue."""
         if len(ids) == texts and all(type(layer) is DynamicLayer for layer in cache.layers):
             best = self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return best
-        branch = copy.deepcopy(cache)  # layers of other types forget, or write over what they were given
+        branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
         if len(ids) != texts:
             branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
         return self.read(ids, branch, scored)
@@ -166,8 +166,8 @@ class Engine:
             positions: consecutive input positions, ascending.
 
         Yields:
-            (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A model that
-            can neither continue a cache nor be projected apart computes all of them at once first.
+            (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A
+            model that can neither continue a cache nor be projected apart computes all of them at once first.
         """
         rows = max(1, LOGITS_PER_PASS // self.vocab_size)
         if self.head is None and not self.reuses_prefixes:
@@ -223,7 +223,7 @@ class Engine:
         return logits[:, logits.shape[1] - keep :]
 
     def _logits_and_hidden(self, ids):
-        """Logits of the whole model at all positions, (1, T, V), and the hidden states its base model gave for them."""
+        """Logits of the whole model, (1, T, V), and the hidden states that its base model computed for them."""
         seen = []
         base = getattr(self.model, "base_model", None)
         watch = isinstance(base, nn.Module) and base is not self.model
@@ -264,7 +264,7 @@ def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.n
         (len(positions),) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
 
     Raises:
-        ValueError: the model returns neither the logits asked for nor those of all positions.
+        ValueError: the model returns neither the requested logits nor those of all positions.
     """
     return argmax(logits_plainly(model, ids, positions))
 
@@ -276,7 +276,7 @@ def logits_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> torch
     as the causal models in transformers do.
 
     Raises:
-        ValueError: the model returns neither the logits asked for nor those of all positions.
+        ValueError: the model returns neither the requested logits nor those of all positions.
     """
     keep = torch.arange(positions.start, positions.stop)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
@@ -383,9 +383,9 @@ def output_logits(output) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output.logits
 
 
-def wrong_logits(model, returned, wanted, length):
+def wrong_logits(model, returned, requested, length):
     return ValueError(
-        f"{type(model).__name__} returned logits for {returned} positions; {wanted} were asked for, and the input has "
+        f"{type(model).__name__} returned logits for {returned} positions; {requested} were asked for, and the input has "
         f"{length}. Its forward should honour logits_to_keep or return all logits."
     )
 
@@ -399,7 +399,7 @@ def accepted(model: nn.Module, **options) -> dict:
 
 @contextmanager
 def evaluating(model: nn.Module):
-    """Eval and inference mode; afterwards every module has its own training flag again."""
+    """Eval and inference mode; afterwards every module has its training flag again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

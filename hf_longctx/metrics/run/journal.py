@@ -32,7 +32,7 @@ class Journal:
         settings: all that the results depend on, as JSON values: model, seed, tokenizer, hash of the corpus, ...
 
     Attributes:
-        settings: as given, in JSON types.
+        settings: in JSON types.
         done: the finished parts, `{key: result}`. Lists within keys are tuples here.
 
     Raises:
@@ -48,11 +48,11 @@ class Journal:
         if path is None:
             return
         header = _line({"format": FORMAT, "settings": self.settings})
-        found = self.path.read_bytes() if self.path.exists() else b""
-        whole = found[: found.rfind(b"\n") + 1]
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
         if whole:
             self.done = self._check(whole.splitlines())
-        elif not header.startswith(found):
+        elif not header.startswith(content):
             raise ValueError(f"{self.path} is no journal: give another path, or move that file away.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
@@ -115,11 +115,11 @@ class Journal:
                 f"{self.path} has format {header['format']}, and this version of hf-longctx reads up to {FORMAT}. "
                 "Upgrade: pip install -U hf-longctx"
             )
-        theirs, missing = header["settings"], "nothing"
+        written, missing = header["settings"], "nothing"
         differing = [
-            f"{name} is {theirs.get(name, missing)!r} there and {self.settings.get(name, missing)!r} here"
-            for name in sorted({*theirs, *self.settings})
-            if theirs.get(name, missing) != self.settings.get(name, missing)
+            f"{name} is {written.get(name, missing)!r} there and {self.settings.get(name, missing)!r} here"
+            for name in sorted({*written, *self.settings})
+            if written.get(name, missing) != self.settings.get(name, missing)
         ]
         if differing:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What is known of a model before it runs: identity, settings, vocabulary, special ids, positions, the cost of reading."""
+"""Facts about a model before it runs: identity, settings, vocabulary, special ids, positions, cost of reading."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def claimed_context(model: nn.Module) -> int | None:
 def position_limit(model: nn.Module) -> int | None:
     """How many tokens fit into the model's table of absolute positions; None if any number do.
 
-    The table itself is looked for, learned or fixed, because `max_position_embeddings` is its size in some models (GPT-2,
-    OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one segment at a
-    time, so the table limits no input.
+    The table itself is looked for, learned or fixed, because `max_position_embeddings` is its size in some models
+    (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
+    segment at a time, so the table limits no input.
     """
     if getattr(model, "reads_in_segments", False):
         return None
@@ -109,7 +109,7 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def reading_cost(model: nn.Module) -> Callable[[int], float]:
-    """A function of the number of tokens: how long the model takes to read them, in units of one token of a short input.
+    """How long the model takes to read some number of tokens, in units of one token of a short input, as a function.
 
     Attention to n earlier tokens costs n / (parameters / (layers * width)) as much as all matrix products of a token.
     """

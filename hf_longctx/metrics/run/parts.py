@@ -29,8 +29,9 @@ class Run:
     """How a metric is run, which changes no number but by rounding.
 
     Attributes:
-        journal: path of a file that gets a line for every finished part at once. Given again after a crash, the run goes on
-            from there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
+        journal: path of a file that gets a line for every finished part at once. Given again after a crash, the run
+            goes on from there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no
+            file.
         tokens_per_pass: memory budget: most tokens in a forward pass, see `engine.Engine`.
         progress: show a progress bar, in work to do: long inputs count for more than their tokens.
 

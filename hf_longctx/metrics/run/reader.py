@@ -99,7 +99,7 @@ def reader_for(model: nn.Module | Reader) -> Reader:
 
 
 class LocalReader:
-    """Reads with a torch model: in its own dtype, on its own device.
+    """Reads with a torch model, in the model's dtype and on its device.
 
     Args:
         model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).

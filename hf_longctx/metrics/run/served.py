@@ -1,10 +1,11 @@
 """A model behind an OpenAI-compatible completions endpoint, such as vLLM serves, as a source of predictions.
 
-The prompt is sent as token ids, and the reply holds the likeliest token at each position of the prompt, in one of two forms,
-which are tried in turn.
+The prompt is sent as token ids, and the reply holds the likeliest token at each position of the prompt, in one of two
+forms, which are tried in turn.
 
 - `prompt_logprobs` (vLLM): per prompt token a dictionary of token ids with log-probability and rank;
-- `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts need
+- `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts
+need
   not be unique, so numbers are compared: a prompt token is the likeliest one if none has a higher log-probability.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
@@ -43,7 +44,8 @@ class ServedModel:
         api_key: sent as bearer token; by default the environment's OPENAI_API_KEY, if there is one.
         concurrency: requests in flight. A server batches them.
         timeout: of one request, in seconds. Long prompts take long: no answer comes before they have been read.
-        retries: how often a request is sent again after a broken connection, a timeout or a passing refusal (429, 5xx).
+        retries: how often a request is sent again after a broken connection, a timeout or a passing refusal (429,
+            5xx).
         backoff: seconds before the first of them, doubled for each further one.
 
     Attributes:
@@ -52,7 +54,7 @@ class ServedModel:
     Raises:
         ConnectionError: the server cannot be reached.
         ValueError: there is no such model, or the endpoint gives no log-probabilities of the prompt.
-        RuntimeError: the server refuses, in its own words.
+        RuntimeError: the server refuses; the message is the server's.
     """
 
     can_reply = True
@@ -108,7 +110,7 @@ class ServedModel:
 
         Args:
             prefix: not used; a server finds what inputs share.
-            positions: the last one at most T - 2, because a prompt's log-probabilities are those of its own tokens.
+            positions: the last one at most T - 2, because a prompt's log-probabilities are those of its tokens.
 
         Returns:
             (R, len(positions)) int64: at each position the likeliest id to come next, -1 where it is NaN, or -2 if the
@@ -131,8 +133,8 @@ class ServedModel:
             ids: (T,) integers.
 
         Returns:
-            The likeliest id, (T,) int64, see `predict`; and the log-probability of the prompt's token, (T,) float64, in
-            nats. The first of each is -1 and NaN: nothing comes before it.
+            The likeliest id, (T,) int64, see `predict`; and the log-probability of the prompt's token, (T,) float64,
+            in nats. The first of each is -1 and NaN: nothing comes before it.
 
         Raises:
             ConnectionError, RuntimeError: as for the class.
@@ -194,8 +196,8 @@ class ServedModel:
     def _send(self, path, data):
         """The JSON of a reply, tried again as long as that may help.
 
-        Not by `huggingface_hub.utils.http_backoff`: its client refuses every address under HF_HUB_OFFLINE, where a server
-        on this machine can still be measured, and is closed for all threads when one of them cannot connect.
+        Not by `huggingface_hub.utils.http_backoff`: its client refuses every address under HF_HUB_OFFLINE, where a
+        server on this machine can still be measured, and is closed for all threads when one of them cannot connect.
         """
         url = self.base_url + path
         headers = {"Content-Type": "application/json", "Accept": "application/json"}

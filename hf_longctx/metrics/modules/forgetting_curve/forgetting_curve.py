@@ -1,4 +1,4 @@
-"""The forgetting curve as a module of the evaluate library: how far does a language model remember what it has read?"""
+"""The forgetting curve as a module of the evaluate library: how far does a language model remember?"""
 
 import datasets
 import evaluate
@@ -73,8 +73,8 @@ class ForgettingCurve(evaluate.Metric):
             curve = evaluate_modules.measure_curve(model, corpus, tokenizer, **options)
             return evaluate_modules.curve_result(curve)
         if corpus is not None or options:
-            given = ["corpus"] * (corpus is not None) + list(options)
-            raise ValueError(f"{', '.join(given)} came without a model: these are for measuring one, model=...")
+            names = ["corpus"] * (corpus is not None) + list(options)
+            raise ValueError(f"{', '.join(names)} came without a model: these are for measuring one, model=...")
         return super().compute(predictions=predictions, references=references)
 
     def _compute(self, predictions, references):

@@ -68,8 +68,8 @@ class PositionLoss(evaluate.Metric):
             loss = evaluate_modules.measure_loss(model, corpus, tokenizer, **options)
             return evaluate_modules.loss_result(loss)
         if corpus is not None or options:
-            given = ["corpus"] * (corpus is not None) + list(options)
-            raise ValueError(f"{', '.join(given)} came without a model: these are for measuring one, model=...")
+            names = ["corpus"] * (corpus is not None) + list(options)
+            raise ValueError(f"{', '.join(names)} came without a model: these are for measuring one, model=...")
         return super().compute(predictions=predictions)
 
     def _compute(self, predictions):

@@ -1,0 +1,164 @@
+"""The per-token loss of models: logits in parts, the definition, recorded values, failures."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tiny_models import RemoteCode
+
+from hf_longctx.metrics import Run, position_loss
+from hf_longctx.metrics.run import engine as engine_module
+from hf_longctx.metrics.run.engine import Engine, evaluating
+
+
+CORPUS = np.random.default_rng(0).integers(3, 32, size=400)
+LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+slow = pytest.mark.slow
+
+
+def build(name, **config):
+    torch.manual_seed(0)
+    config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
+
+
+MODELS = {
+    "llama": lambda: build("llama", **LLAMA),
+    "capped logits": lambda: build("gemma2", **LLAMA, head_dim=4, num_key_value_heads=2, final_logit_softcapping=0.5),
+    "mamba": lambda: build("mamba", hidden_size=8, num_hidden_layers=1, state_size=2),
+    "remote code": lambda: RemoteCode(build("llama", **LLAMA)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]()
+
+
+def losses_of(model, bos, targets):
+    """As defined, from all logits at once."""
+    ids = torch.tensor([bos, *targets[:-1]])[None]
+    with torch.inference_mode():
+        output = model(ids)
+    logits = output[0] if isinstance(output, tuple) else output.logits
+    return F.cross_entropy(logits[0].double(), torch.tensor(targets), reduction="none").numpy()
+
+
+@pytest.mark.parametrize("tokens_per_pass, rows", [(7, 3), (100, 5), (13, 1000)])
+@pytest.mark.parametrize("positions", [range(0, 40), range(31, 38), range(39, 40)], ids=str)
+def test_logits_in_parts_are_those_of_one_pass(model, monkeypatch, tokens_per_pass, rows, positions):
+    monkeypatch.setattr(engine_module, "LOGITS_PER_PASS", rows * 32)
+    ids = CORPUS[:40]
+    with evaluating(model):
+        output = model(torch.tensor(ids)[None])
+        expected = (output[0] if isinstance(output, tuple) else output.logits)[0, positions.start : positions.stop]
+        parts = list(Engine(model, ids, tokens_per_pass).logits(ids, positions))
+    assert max(map(len, parts)) <= rows
+    assert torch.allclose(torch.cat(parts), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [60, pytest.param(640, marks=slow)])
+@pytest.mark.filterwarnings("ignore:context_length needs 640 positions")
+def test_recorded_loss(golden, length):
+    folder = golden / "forgetting_curve"
+    recorded = json.loads((folder / "per_token_loss.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokens = np.load(folder / "tokens.npy")
+    result = position_loss(model, tokens, context_length=length, starts=recorded["sequence_starts"])
+    assert np.allclose(result.loss, recorded["loss"][:length], atol=2e-4)
+    assert np.allclose(result.perplexity, recorded["perplexity"][:length], rtol=2e-4)
+    assert result.sequences == recorded["M"]
+
+
+def test_loss_is_that_of_the_definition(model):
+    result = position_loss(model, CORPUS, context_length=30, sequences=3, run=Run(tokens_per_pass=7))
+    starts = [0, 185, 370]
+    assert result.settings["starts"] == starts
+    expected = np.mean([losses_of(model, 1, CORPUS[start : start + 30]) for start in starts], axis=0)
+    assert np.allclose(result.loss, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_contexts(length):
+    model = MODELS["llama"]()
+    result = position_loss(model, CORPUS[:length], context_length=length)
+    assert np.allclose(result.loss, losses_of(model, 1, CORPUS[:length]), atol=1e-5)
+
+
+def test_settings_of_the_loss():
+    model = MODELS["llama"]()
+    settings = position_loss(model, torch.tensor(CORPUS), context_length=8, sequences=1, bos_token_id=5).settings
+    expected = {"model": "LlamaForCausalLM", "dtype": "float32", "bos_token_id": 5, "context_length": 8}
+    assert {name: settings[name] for name in expected} == expected
+    assert (settings["starts"], settings["corpus_tokens"], len(settings["corpus_sha256"])) == ([0], 400, 64)
+
+
+def spoil(model, position, value):
+    """One logit of the whole model becomes NaN or -inf wherever this position is read."""
+    seen = []
+
+    def count(_, args, options):
+        seen.append(options["past_key_values"].get_seq_length() if options.get("past_key_values") else 0)
+
+    def change(_, args, output):
+        index = position - seen[-1]
+        if 0 <= index < output.shape[1]:
+            output = output.clone()
+            output[0, index] = value
+        return output
+
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+    model.model.norm.register_forward_hook(change)
+    return model
+
+
+def test_nan_is_named_with_its_position():
+    model = spoil(MODELS["llama"](), 17, torch.nan)
+    with pytest.raises(
+        ValueError, match=r"sequence from 0: the loss of token 18 of 30 is nan: the logits at position 17"
+    ):
+        position_loss(model, CORPUS, context_length=30, sequences=2, run=Run(tokens_per_pass=7))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"context_length": 401}, "400 tokens, fewer than context_length=401"),
+        ({"context_length": 0}, "must be at least 1"),
+        ({"context_length": 9, "sequences": 0}, "must be at least 1"),
+        ({"context_length": 9, "sequences": 2, "starts": [1]}, "sequences or starts, not both"),
+        ({"context_length": 9, "starts": [0, 392]}, "must lie between 0 and 391"),
+        ({"context_length": 9, "starts": []}, "must lie between 0 and 391"),
+        ({"context_length": 9, "bos_token_id": 32}, "bos_token_id is 32"),
+        ({"context_length": 25}, "needs 25 positions, and the model's position table ends at 24"),
+    ],
+)
+def test_bad_arguments_of_the_loss(options, message):
+    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=24)
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=message):
+        position_loss(model, CORPUS, **options)
+
+
+def test_a_claim_is_no_limit():
+    with pytest.warns(UserWarning, match=r"context_length needs 20 positions, more than the 16"):
+        position_loss(build("llama", **LLAMA, max_position_embeddings=16), CORPUS, context_length=20, sequences=1)
+
+
+def test_smaller_passes_when_memory_runs_out():
+    model, passes = MODELS["llama"](), []
+    expected = position_loss(model, CORPUS, context_length=90, sequences=1)
+
+    def refuse(_, args):
+        passes.append(args[0].shape[1])
+        if passes[-1] > 40:
+            raise torch.OutOfMemoryError("no memory")
+
+    model.model.embed_tokens.register_forward_pre_hook(refuse)
+    found = position_loss(model, CORPUS, context_length=90, sequences=1, run=Run(tokens_per_pass=80))
+    assert np.allclose(found.loss, expected.loss, atol=1e-5)
+    assert passes[-6:] == [80, 20, 20, 20, 20, 10]

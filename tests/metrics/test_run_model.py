@@ -1,0 +1,101 @@
+"""What is read off a model before it runs: its position table, its identity."""
+
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_llama
+from torch import nn
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics.run.model import position_limit, weights_hash
+
+
+def build(name, **config):
+    """A tiny model of any architecture, on random weights."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, vocab_size=32, bos_token_id=1, eos_token_id=2, **config)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2}
+
+BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "is_decoder": True}
+
+LLAMA = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    "name, config, limit",
+    [
+        ("gpt2", GPT2 | {"n_positions": 12}, 12),
+        ("openai-gpt", GPT2 | {"n_positions": 12}, 12),
+        ("gpt_bigcode", GPT2 | {"n_positions": 12}, 12),
+        ("gptj", GPT2 | {"n_positions": 12, "rotary_dim": 2}, 12),
+        ("codegen", GPT2 | {"n_head": 4, "n_embd": 16, "n_positions": 12, "n_ctx": 12, "rotary_dim": 2}, 12),
+        ("ctrl", GPT2 | {"n_positions": 12, "dff": 8}, 12),
+        (
+            "gpt_neo",
+            {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
+            | {"max_position_embeddings": 12},
+            12,
+        ),
+        ("opt", LLAMA | {"ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 12}, 12),
+        ("biogpt", LLAMA | {"max_position_embeddings": 12}, 12),
+        ("bert", BERT | {"max_position_embeddings": 12}, 12),
+        ("roberta", BERT | {"max_position_embeddings": 12, "pad_token_id": 1}, 10),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_position_table_is_found(name, config, limit):
+    """And is the true limit: one token more cannot be read."""
+    model = build(name, **config)
+    assert position_limit(model) == limit
+    ids = torch.full((1, limit + 1), 5)
+    with torch.no_grad():
+        model(ids[:, :limit])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(ids)
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("llama", LLAMA | {"max_position_embeddings": 12}),
+        ("gpt_neox", LLAMA | {"max_position_embeddings": 12}),
+        ("bloom", GPT2),
+        ("xglm", {"d_model": 8, "num_layers": 1, "attention_heads": 2, "ffn_dim": 8, "max_position_embeddings": 12}),
+        ("mamba", {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_position_table(name, config):
+    model = build(name, **config)
+    assert position_limit(model) is None
+    with torch.no_grad():
+        model(torch.full((1, 20), 5))
+
+
+def test_position_tables_of_other_kinds():
+    """A bare learned parameter counts; the table of an image encoder, relative positions and masks do not."""
+    model = nn.Module()
+    model.vision_tower = nn.Module()
+    model.vision_tower.position_embedding = nn.Embedding(3, 4)
+    model.relative_position_embedding = nn.Embedding(3, 4)
+    model.register_buffer("position_ids", torch.arange(5)[None])
+    assert position_limit(model) is None
+    model.pos_emb = nn.Parameter(torch.zeros(1, 7, 4))
+    assert position_limit(model) == 7
+
+
+def test_a_model_is_its_weights_and_its_configuration(tmp_path):
+    """The base of RoPE is in no parameter, and a folder, a dtype of loading or a way to run changes no model."""
+    model = tiny_llama()
+    hashed = weights_hash(model)
+    assert weights_hash(tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0})) != hashed
+    model.save_pretrained(tmp_path)
+    model.config.use_cache = False
+    assert weights_hash(transformers.LlamaForCausalLM.from_pretrained(tmp_path)) == hashed == weights_hash(model)
+    wrapped = [HMTWrapper.from_backbone(tiny_llama(), HMTConfig(segment_length=n, sensory_tokens=4)) for n in (16, 32)]
+    for wrapper in wrapped[1:]:
+        wrapper.load_state_dict(wrapped[0].state_dict())
+    assert len(set(map(weights_hash, wrapped))) == 2

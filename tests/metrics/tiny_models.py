@@ -1,0 +1,58 @@
+"""Small models for the tests of metrics: they run in milliseconds, on random weights or by rule."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+
+TINY = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
+
+
+def tiny_llama(**options):
+    torch.manual_seed(0)
+    config = TINY | {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | options))
+
+
+def tiny_gpt2(n_positions=24):
+    torch.manual_seed(0)
+    config = {"vocab_size": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": n_positions}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=1, eos_token_id=2)).eval()
+
+
+class RemoteCode(nn.Module):
+    """A model that knows no logits_to_keep; `returned` cuts what it gives back."""
+
+    def __init__(self, inner, returned=slice(None)):
+        super().__init__()
+        self.inner, self.config, self.returned = inner, inner.config, returned
+
+    def forward(self, idx):
+        return (self.inner(idx).logits[:, self.returned],)
+
+
+class Oracle(nn.Module):
+    """Copies what followed the last k ids when they occurred before, if that was at most `window` positions ago."""
+
+    def __init__(self, window, k, vocab_size):
+        super().__init__()
+        self.window, self.k = window, k
+        self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=2)
+
+    def forward(self, input_ids, logits_to_keep=slice(None)):
+        ids = input_ids[0].tolist()
+        guess, ended = [0] * len(ids), {}
+        for end in range(self.k - 1, len(ids)):
+            gram = tuple(ids[end - self.k + 1 : end + 1])
+            before = ended.get(gram)
+            if before is not None and end - before <= self.window:
+                guess[end] = ids[before + 1]
+            ended[gram] = end
+        kept = torch.tensor(guess)[logits_to_keep]
+        return (
+            torch.zeros(1, len(kept), self.config.vocab_size, dtype=torch.uint8).scatter_(2, kept[None, :, None], 1),
+        )
