@@ -55,6 +55,9 @@ _HOME = {
     "measure_qk_spread": "rope.spread",
 }
 
+# Where the results of all metrics are defined, for `read_result`.
+RESULT_MODULES = ("curve.result", "loss.result", "retrieval.haystack", "retrieval.lines", "rope.verdict")
+
 __all__ = sorted(_HOME)
 
 
