@@ -89,12 +89,13 @@ def assert_reproduces(curve, run, tolerance):
         pytest.param("order_linear8_r5_s3", marks=slow),
         pytest.param("order_log12_r10_s1", marks=slow),
         pytest.param("random_linear12_r10_s2", marks=slow),
-        pytest.param("order_linear16_r10_s0", marks=slow),
         pytest.param("order_linear12_r10_s6_past_the_end", marks=slow),
     ],
 )
 def test_recorded_curve(trained, tokens, recorded, name):
     run = recorded[name]
+    # a grid that is cut short has the same samples; the readings of the last one are settled at 893 tokens
+    run = run | {"rows": [row for row in run["rows"] if row["length"] <= 900]}
     curve = forgetting_curve(trained, None if run["data_type"] == "random" else tokens, **settings_of(run))
     assert_reproduces(curve, run, tolerance=5)
     assert curve.settings.get("id_range") == run.get("id_range")
@@ -127,7 +128,13 @@ def test_recorded_ids_beyond_the_vocabulary(trained, recorded):
         forgetting_curve(trained, None, lengths=lengths, repeats=3, data_type="random", id_range=(10, 31999))
 
 
-@pytest.mark.parametrize("name", ["oracle_order_w600_k2", "oracle_order_w1500_k3", "oracle_random_w1024_k2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "oracle_order_w600_k2",
+        *(pytest.param(f"oracle_{name}", marks=slow) for name in ("order_w1500_k3", "random_w1024_k2")),
+    ],
+)
 def test_recorded_oracle(tokens, recorded, name):
     """No arithmetic, hence no tolerance: this checks inputs, scored positions and counts."""
     run = recorded[name]
@@ -349,10 +356,10 @@ def counting():
     return tiny_llama(vocab_size=8)
 
 
-@pytest.mark.parametrize("data", DATA, ids=["order", "random"])
 @pytest.mark.parametrize("tokens_per_pass", [5, 60, 1000])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per_pass, data):
+def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per_pass):
+    data = DATA[(PROTOCOLS.index(protocol) + tokens_per_pass) % 2]
     lengths, options = [1, 2, 9, 30], {"repeats": 4, "seed": 3, "protocol": protocol} | data
     curve = forgetting_curve(counting, CORPUS % 8, lengths=lengths, tokens_per_pass=tokens_per_pass, **options)
     counting._is_stateful = True
@@ -365,8 +372,7 @@ def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per
 
 
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-@pytest.mark.parametrize("data", ["order", "random"])
-@pytest.mark.parametrize("protocol", ["reference", "nested"])
+@pytest.mark.parametrize("protocol, data", [("reference", "random"), ("nested", "order")])
 def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, tokens, protocol, data):
     """Token for token, on runs that are not recorded."""
     options = {"lengths": [60, 270], "repeats": 3, "seed": 77, "protocol": protocol, "data_type": data}
@@ -378,11 +384,11 @@ def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, to
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 def test_nested_estimates_the_same_curve(trained, tokens):
     """Means of many targets agree within the noise that their spread leaves, at lengths where the curve is steep."""
-    options = {"lengths": [16, 48, 100], "repeats": 24}
+    options = {"lengths": [16, 48, 80], "repeats": 12}
     curves = [forgetting_curve(trained, tokens, protocol=protocol, **options) for protocol in PROTOCOLS[:2]]
     for a, b in zip(*(curve.points for curve in curves)):
         for name in ("copy", "lm"):
-            noise = np.hypot(*(getattr(p, f"{name}_std") / 23**0.5 for p in (a, b)))
+            noise = np.hypot(*(getattr(p, f"{name}_std") / 11**0.5 for p in (a, b)))
             assert abs(getattr(a, f"{name}_mean") - getattr(b, f"{name}_mean")) < 4 * noise + 1e-9
 
 

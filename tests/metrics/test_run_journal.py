@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import os
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ def test_examples_in_docstrings():
     assert doctest.testmod(module) == (0, 1)
 
 
-def test_a_run_killed_anywhere_ends_with_the_same_file(tmp_path):
+def test_a_run_killed_anywhere_ends_with_the_same_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # slow, and what it does cannot be seen here
     run(tmp_path / "whole")
     whole = (tmp_path / "whole").read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]

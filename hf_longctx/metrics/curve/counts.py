@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..run.engine import OutOfMemory, batches
-from ..run.parts import Shift
+from ..run.parts import Worker
 from ..run.reader import Reader
 from ..run.scoring import OVERFLOW
 from .protocol import Sample, input_tokens, model_input, scored_logits
@@ -29,12 +29,12 @@ class Measurement:
         reader: within its `reading`.
         samples: the repeats at each length.
         bos, eos: ids.
-        shift: its journal takes the counts; its bar advances by the `cost` of every input that was counted.
+        worker: its journal takes the counts; its bar advances by the `cost` of every input that was counted.
     """
 
-    def __init__(self, reader: Reader, samples: dict[int, list[Sample]], bos: int, eos: int, shift: Shift):
+    def __init__(self, reader: Reader, samples: dict[int, list[Sample]], bos: int, eos: int, worker: Worker):
         self.reader, self.samples, self.bos, self.eos = reader, samples, bos, eos
-        self.journal, self.bar = shift.journal, shift.bar
+        self.worker, self.journal, self.bar = worker, worker.journal, worker.bar
 
     def cost(self, length: int) -> float:
         """Of reading one input at a length."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..run.journal import content_hash
-from ..run.parts import Run, Shift, exchange, labels, run_parts, versions
+from ..run.parts import Run, exchange, labels, run_parts, versions
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from .adaptive import BUDGET, locate
 from .counts import Measurement, sample_input, tally
@@ -141,8 +141,8 @@ def forgetting_curve(
         check_positions(reader, input_tokens(lengths[-1]), f"length {lengths[-1]}")
     fitting = [length for length in lengths if limit is None or input_tokens(length) <= limit]
 
-    def work(shift):
-        measure(Measurement(reader, samples, bos, eos, shift), shift, fitting, repeats, confidence)
+    def work(worker):
+        measure(Measurement(reader, samples, bos, eos, worker), fitting, repeats, confidence)
         if fitting != lengths:
             raise beyond_positions(lengths[len(fitting)], limit)
 
@@ -162,27 +162,23 @@ def forgetting_curve(
 # Protocols: each measures the share of one process
 
 
-def measure_reference(
-    work: Measurement, shift: Shift, lengths: Sequence[int], repeats: int, confidence: float
-) -> None:
+def measure_reference(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
     """Processes share the lengths."""
-    lengths = shift.share(lengths, work.cost)
+    lengths = work.worker.share(lengths, work.cost)
     work.expect(2 * repeats * sum(map(work.cost, lengths)))
     for length in lengths:
         work.measure(length, 0, repeats)
 
 
-def measure_nested(work: Measurement, shift: Shift, lengths: Sequence[int], repeats: int, confidence: float) -> None:
+def measure_nested(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
     """Processes share the repeats."""
-    shared_repeats = range(shift.rank, repeats, shift.processes)
+    shared_repeats = range(work.worker.rank, repeats, work.worker.processes)
     work.expect(2 * len(shared_repeats) * sum(map(work.cost, lengths)))
     if shared_repeats and lengths:
         work.measure_nested(lengths, shared_repeats)
 
 
-def measure_adaptively(
-    work: Measurement, shift: Shift, lengths: Sequence[int], repeats: int, confidence: float
-) -> None:
+def measure_adaptively(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
     """Measure where `locate` wants to; each process measures some of the repeats of every point.
 
     Above a length that memory is short for, nothing is measured.
@@ -191,16 +187,18 @@ def measure_adaptively(
     class TooLong(Exception):
         pass
 
+    rank, processes = work.worker.rank, work.worker.processes
+
     def measure(length, first, stop):
-        begin, end = (first + (stop - first) * i // shift.processes for i in (shift.rank, shift.rank + 1))
-        entries, failure = shift.journal.done, None
+        begin, end = (first + (stop - first) * i // processes for i in (rank, rank + 1))
+        entries, failure = work.journal.done, None
         try:
             if begin < end:
                 work.measure(length, begin, end)
         except Exception as error:
             failure = error
-        if shift.processes > 1:
-            entries, failure = exchange(entries, failure, shift.processes)
+        if processes > 1:
+            entries, failure = exchange(entries, failure, processes)
         if failure is not None:
             raise failure
         points, missing = tally({key: value for key, value in entries.items() if key[0] == length}, work.samples)
@@ -223,7 +221,7 @@ class Protocol(NamedTuple):
 
     draw_order: Callable[..., Any]
     draw_random: Callable[..., Any]
-    measure: Callable[[Measurement, Shift, Sequence[int], int, float], None]
+    measure: Callable[[Measurement, Sequence[int], int, float], None]
 
 
 PROTOCOLS = {

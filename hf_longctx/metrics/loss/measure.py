@@ -75,8 +75,8 @@ def position_loss(
         targets = corpus[start : start + context_length]
         return np.concatenate([[bos], targets[:-1]]), targets
 
-    def work(shift):
-        shift.measure(
+    def work(worker):
+        worker.measure(
             starts,
             cost=lambda start: context_length,
             measure=lambda start: token_losses(reader, *sequence(start), f"sequence from {start}").tolist(),

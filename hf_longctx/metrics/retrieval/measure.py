@@ -134,7 +134,7 @@ def needle_in_a_haystack(
     return run_parts(
         reader,
         "needle",
-        lambda shift: shift.measure(grid, lambda cell: cell[0], measure),
+        lambda worker: worker.measure(grid, lambda cell: cell[0], measure),
         lambda entries: result(entries) if entries else None,
         depends_on={"metric": NeedleGrid.kind, **settings},
         trial=prompt_with_needle(lengths[0], 0, begins[lengths[0]][0])[0],
@@ -228,7 +228,7 @@ def line_retrieval(
     return run_parts(
         reader,
         "line retrieval",
-        lambda shift: shift.measure(lines, lambda n: n, measure),
+        lambda worker: worker.measure(lines, lambda n: n, measure),
         lambda entries: result(entries) if entries else None,
         depends_on={"metric": LineRetrieval.kind, **settings},
         trial=trial,

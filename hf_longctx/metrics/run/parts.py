@@ -1,9 +1,11 @@
 """How a metric is run: in parts that a journal keeps, that processes share, and whose progress is shown.
 
-def work(shift):
-    shift.measure(parts, cost, measure)
+A metric says how a part is measured and what the parts amount to; `run_parts` does the rest:
 
-run_parts(reader, "needle", work, result, depends_on=settings, trial=ids, run=Run(journal="needle.jsonl"))
+    def work(worker):
+        worker.measure(parts, cost, measure)
+
+    run_parts(reader, "needle", work, result, depends_on=settings, trial=ids, run=Run(journal="needle.jsonl"))
 """
 
 from __future__ import annotations
@@ -48,8 +50,14 @@ class Run:
             raise ValueError(f"tokens_per_pass must be at least 1, got {self.tokens_per_pass}.")
 
 
-class Shift(NamedTuple):
-    """What one process works with."""
+class Worker(NamedTuple):
+    """One of the processes that share a measurement.
+
+    Attributes:
+        journal: what it has measured.
+        bar: its progress.
+        rank, processes: its number, and how many there are.
+    """
 
     journal: Journal
     bar: tqdm
@@ -78,7 +86,7 @@ class Shift(NamedTuple):
 def run_parts(
     reader: Reader,
     name: str,
-    work: Callable[[Shift], None],
+    work: Callable[[Worker], None],
     result: Callable[[dict], Result | None],
     *,
     depends_on: dict[str, Any],
@@ -109,7 +117,7 @@ def run_parts(
     with Journal(journal, depends_on) as book, progress_bar(name, run.progress and rank == 0) as bar:
         try:
             with reader.reading(trial, run.tokens_per_pass):
-                work(Shift(book, bar, rank, processes))
+                work(Worker(book, bar, rank, processes))
         except BaseException as error:
             failure = error
     entries = book.done
