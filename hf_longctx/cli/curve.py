@@ -54,7 +54,7 @@ def run(args):
     if args.data_type == "order":
         tokens, corpus_name = shared.load_corpus(args, tokenizer, args.max_length or reader.claimed_context)
     grid = log_lengths if args.log_lengths else linear_lengths
-    points = shared.first_given(args.points, 32 if args.protocol == "adaptive" else 16)
+    points = shared.coalesce(args.points, 32 if args.protocol == "adaptive" else 16)
     if args.max_length is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens), points, grid)
         shared.say(f"measuring up to {lengths[-1]} tokens (choose another end with --max-length)")
@@ -68,8 +68,8 @@ def run(args):
             lengths=lengths,
             repeats=args.repeats,
             seed=args.seed,
-            bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
-            eos_token_id=shared.first_given(args.eos_token_id, tokenizer.eos_token_id),
+            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+            eos_token_id=shared.coalesce(args.eos_token_id, tokenizer.eos_token_id),
             data_type=args.data_type,
             protocol=args.protocol,
             tokenizer=tokenizer,

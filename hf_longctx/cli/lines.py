@@ -41,7 +41,7 @@ def run(args):
             repeats=args.repeats,
             seed=args.seed,
             generate=not args.no_replies,
-            bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
+            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
             run=Run(args.journal, progress=True),
         )
 

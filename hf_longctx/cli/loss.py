@@ -31,8 +31,8 @@ def run(args):
     shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
     claimed = reader.claimed_context or NO_CLAIM
-    tokens, corpus_name = shared.load_corpus(args, tokenizer, shared.first_given(args.context_length, claimed))
-    context_length = shared.first_given(args.context_length, min(claimed, len(tokens)))
+    tokens, corpus_name = shared.load_corpus(args, tokenizer, shared.coalesce(args.context_length, claimed))
+    context_length = shared.coalesce(args.context_length, min(claimed, len(tokens)))
 
     def measure():
         return position_loss(
@@ -40,7 +40,7 @@ def run(args):
             tokens,
             context_length=context_length,
             sequences=args.sequences,
-            bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
+            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
             tokenizer=tokenizer,
             corpus_name=corpus_name,
             train_length=args.train_length,

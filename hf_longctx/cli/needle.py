@@ -65,7 +65,7 @@ def run(args):
             repeats=args.repeats,
             seed=args.seed,
             generate=not args.no_replies,
-            bos_token_id=shared.first_given(args.bos_token_id, tokenizer.bos_token_id),
+            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
             corpus_name=corpus_name,
             train_length=args.train_length,
             run=Run(args.journal, progress=True),

@@ -37,7 +37,9 @@ def run(args):
 
     shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
-    corpus = shared.load_corpus(args, tokenizer, args.context_length or reader.claimed_context or NO_CLAIM)
+    corpus = shared.load_corpus(
+        args, tokenizer, shared.coalesce(args.context_length, reader.claimed_context, NO_CLAIM)
+    )
     report = measure_all(
         reader,
         tokenizer,

@@ -120,7 +120,7 @@ def load_corpus(args, tokenizer, longest=None):
     return corpus
 
 
-def first_given(*values):
+def coalesce(*values):
     """The first value that is not None, or None."""
     return next((value for value in values if value is not None), None)
 

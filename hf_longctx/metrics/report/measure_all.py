@@ -55,7 +55,7 @@ class Report(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What is measured, and how far: the arguments of `measure_all` that a metric may need."""
+    """What is measured: the arguments of `measure_all` that a metric may need."""
 
     reader: Reader
     tokenizer: Any
@@ -70,7 +70,7 @@ class Subject(NamedTuple):
     @property
     def context(self) -> int:
         """The longest input to measure with."""
-        return self.context_length or self.reader.claimed_context or NO_CLAIM
+        return (self.reader.claimed_context or NO_CLAIM) if self.context_length is None else self.context_length
 
 
 def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
@@ -94,10 +94,13 @@ def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
 
 
 def measure_loss(subject: Subject, run: Run) -> PositionLoss:
+    context_length = subject.context_length
+    if context_length is None:
+        context_length = min(subject.context, len(subject.tokens))
     return position_loss(
         subject.reader,
         subject.tokens,
-        context_length=subject.context_length or min(subject.context, len(subject.tokens)),
+        context_length=context_length,
         bos_token_id=subject.tokenizer.bos_token_id,
         tokenizer=subject.tokenizer,
         corpus_name=subject.corpus_name,
@@ -224,6 +227,7 @@ def measure_all(
                 unfinished,
                 partial(measure, subject, Run(journal, progress=progress)),
                 tell=lambda result: say(result.summary()),
+                train_length=train_length,
             )
         except EXPECTED as error:
             missing[result_class.title] = str(error)
@@ -242,7 +246,7 @@ def measure_into(
     measure: Callable[[], Result],
     *,
     tell: Callable[[Result], None],
-    **picture,
+    **picture: Any,
 ) -> None:
     """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and `output`.png.
 
