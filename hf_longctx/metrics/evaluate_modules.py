@@ -1,8 +1,8 @@
-"""Our modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
+"""The modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
 
 A module is a folder `modules/NAME/NAME.py` with its card, as the Hub keeps it in a Space. evaluate takes one from
 three places: a path (`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation,
-and where there is none evaluate looks into its cache; so `register` leaves one line there, which imports our module.
+and where there is none evaluate looks into its cache; so `register` writes one line there, which imports the module.
 The line needs no renewal when this package is upgraded.
 
 What the modules share is here too: how `compute` measures a model, and how it scores predictions.
@@ -74,7 +74,7 @@ def register() -> list[Path]:
 def options_for(name: str, options: dict) -> dict:
     """Those options that `compute` of the module `name` takes beside model, corpus and tokenizer.
 
-    `evaluate.combine` hands every keyword to all its modules, so each leaves alone what belongs to another.
+    `evaluate.combine` passes every keyword to all its modules, so each ignores those of another.
 
     Raises:
         TypeError: one of them belongs to no module.
@@ -144,7 +144,7 @@ def load(model, corpus=None, tokenizer=None):
 def complete(options: dict, tokenizer, name: str) -> dict:
     """The keywords for the function that measures: `run` made of its fields, BOS and EOS of the tokenizer where known.
 
-    The journal gets the module's name appended, because `evaluate.combine` hands the same path to all its modules.
+    The journal gets the module's name appended, because `evaluate.combine` passes the same path to all its modules.
     """
     from .run.parts import Run
 
@@ -202,7 +202,7 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
         options: of `forgetting_curve`, and the fields of `Run`.
 
     Raises:
-        ValueError: there is nothing to tell how far to measure.
+        ValueError: neither model nor corpus says how far to measure.
     """
     from .curve.measure import forgetting_curve
     from .run.reader import reader_for

@@ -694,7 +694,7 @@ def test_a_failure_keeps_what_was_measured(error):
 
 @pytest.mark.parametrize("call, message", [(6, "repeat 1, copy"), (8, "repeat 1, LM")])
 def test_nan_logits(call, message):
-    """Length 9 of repeat 1, whose copies are read before its LM inputs; the scored logits are at positions 14 to 18."""
+    """Length 9 of repeat 1, whose copies are read before its LM inputs; logits 14 to 18 are scored."""
     model = whole_inputs(tiny_llama())
     calls = record_calls(model)
 

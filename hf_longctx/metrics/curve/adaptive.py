@@ -2,7 +2,7 @@
 
 The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
 between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a t
-test tells on which side each lies. This file knows no model.
+test shows on which side each lies. This file knows no model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def locate(
     repeats: int = 10,
     confidence: float = 0.95,
 ) -> list[CurvePoint]:
-    """Measure where it tells most about the fine and the coarse length.
+    """Measure the lengths that decide the fine and the coarse length.
 
     Assumes that memory only fades as targets grow: a dip between lengths that were not measured goes unseen.
 

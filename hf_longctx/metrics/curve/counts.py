@@ -41,7 +41,7 @@ class Measurement:
         return self.reader.cost(input_tokens(length))
 
     def expect(self, total: float) -> None:
-        """Say how much work the bar stands for; part of it is in the journal already."""
+        """Set the bar to `total` work, of which the journal may have a part already."""
         self.bar.reset(total)
         counted = ((key[0], sum(map(len, result.values()))) for key, result in self.journal.done.items() if key[1:])
         self.bar.update(sum(inputs * self.cost(length) for length, inputs in counted))

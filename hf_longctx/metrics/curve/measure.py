@@ -179,9 +179,9 @@ def measure_nested(work: Measurement, lengths: Sequence[int], repeats: int, conf
 
 
 def measure_adaptively(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
-    """Measure where `locate` wants to; each process measures some of the repeats of every point.
+    """Measure where `locate` needs it; each process measures some of the repeats of every point.
 
-    Above a length that memory is short for, nothing is measured.
+    If memory is short for a length, nothing above it is measured.
     """
 
     class TooLong(Exception):
@@ -261,9 +261,9 @@ def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
 def check_id_range(reader: Reader, id_range, irrelevant_tokens):
     """Lowest and highest random id, and what the settings say about them."""
     if irrelevant_tokens is not None:
-        raise ValueError('data_type="random" draws its own irrelevant ids: drop irrelevant_tokens.')
+        raise ValueError('data_type="random" draws irrelevant ids at random: drop irrelevant_tokens.')
     if id_range is None and reader.vocab_size == math.inf:
-        raise ValueError(f"{reader!r} does not tell the size of its vocabulary: give it vocab_size, or give id_range.")
+        raise ValueError(f"the size of the vocabulary of {reader!r} is unknown: give it vocab_size, or give id_range.")
     low, high = id_range or (10, reader.vocab_size - 1)
     if not 0 <= low <= high < reader.vocab_size:
         raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {reader.vocab_size - 1}.")

@@ -245,7 +245,7 @@ def longest_length(max_tokens: int) -> int:
 
 
 def scored_tokens(length: int) -> int:
-    """Tokens that count: the second half of the target, rounded up. The first tells the model that it may copy."""
+    """Tokens that count: the second half of the target, rounded up. The first half shows that the task is to copy."""
     return (length + 1) // 2
 
 

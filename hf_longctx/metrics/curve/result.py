@@ -166,13 +166,13 @@ class ForgettingCurve(Result):
         if not self.points:
             return "no length measured" + missing
 
-        def tell(name, length):
+        def describe(name, length):
             following = "" if length.next_tested is None else f" (next tested: {length.next_tested})"
             return f"{name} length {length} tokens{following}"
 
         first, last = self.points[0], self.points[-1]
         return (
-            f"{tell('fine', self.fine_length)}, {tell('coarse', self.coarse_length)}; "
+            f"{describe('fine', self.fine_length)}, {describe('coarse', self.coarse_length)}; "
             f"{len(self.points)} lengths from {first.length} to {last.length}, {self.repeats_range} repeats; "
             f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
         )

@@ -16,7 +16,7 @@ class SourceTest(NamedTuple):
     Attributes:
         length: tokens in the target.
         f, anova_p: one-way analysis of variance.
-        h, kruskal_p: Kruskal-Wallis, which asks for no normal distribution.
+        h, kruskal_p: Kruskal-Wallis, which does not assume a normal distribution.
     """
 
     length: int

@@ -23,7 +23,7 @@ HEADLINE_SCORE = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model made of one question.
+    """The scores of one answer.
 
     Attributes:
         log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.

@@ -1,6 +1,6 @@
 """A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
 
-In the standard mode the sentence stands alone; in the easy mode the question stands before it, as at the end of the
+In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the
 prompt, which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023

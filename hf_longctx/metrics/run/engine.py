@@ -1,4 +1,4 @@
-"""Greedy predictions at some positions of many inputs, at the least cost that leaves them as they are.
+"""Greedy predictions at some positions of many inputs, at the least cost that does not change them.
 
 `predict_plainly` is the definition: one forward pass per input. An `Engine` gives the same predictions for less:
 
@@ -7,7 +7,7 @@
 - hidden states are projected only where a prediction is needed, tile by tile, so that no (T, V) logits exist.
 
 A shortcut is used only if the model advertises it and a trial on a short input reproduces the plain logits; otherwise
-`predict_plainly` is.
+the model reads by `predict_plainly`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A measurement that survives being killed: every finished part is one line of a file, at once and for good.
+"""A measurement that survives being killed: every finished part is one line of a file as soon as it is finished.
 
     with Journal("curve.jsonl", settings) as journal:
         for length in lengths:

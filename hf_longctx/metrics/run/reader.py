@@ -43,7 +43,7 @@ class Reader(Protocol):
         """What the settings of a result say about the model; "model" is its name."""
 
     def identity(self) -> dict[str, str]:
-        """What tells the model from another of the same name, for the settings of a journal."""
+        """What distinguishes the model from another of the same name, for the settings of a journal."""
 
     def configured_id(self, name: str) -> int | None:
         """The model's "bos_token_id" or "eos_token_id", None if it has none."""

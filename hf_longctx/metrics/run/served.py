@@ -40,7 +40,7 @@ class ServedModel:
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
         model: its name there; may be left out if the server lists one model only.
-        vocab_size: size of its vocabulary, which servers do not tell. Needed for random data without id_range.
+        vocab_size: size of its vocabulary, which no server reports. Needed for random data without id_range.
         api_key: sent as bearer token; by default the environment's OPENAI_API_KEY, if there is one.
         concurrency: requests in flight. A server batches them.
         timeout: of one request, in seconds. Long prompts take long: no answer comes before they have been read.
@@ -96,7 +96,7 @@ class ServedModel:
         return {"endpoint": self.base_url}
 
     def configured_id(self, name: str) -> None:
-        """Servers do not tell their special ids."""
+        """None: no server reports its special ids."""
 
     def cost(self, tokens: int) -> float:
         return tokens
@@ -138,7 +138,7 @@ class ServedModel:
 
         Raises:
             ConnectionError, RuntimeError: as for the class.
-            ValueError: the reply has other than one entry per token, or speaks of other tokens.
+            ValueError: the reply has not one entry per token, or its tokens are others.
         """
         ids = [int(i) for i in ids]
         if max(ids) >= self.vocab_size:
@@ -252,7 +252,7 @@ def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> tuple[np.nd
         numbers = {int(token): number(value["logprob"]) for token, value in entry.items()}
         if ids[i] not in numbers:
             raise ValueError(
-                f"the reply speaks of other tokens than the prompt: at position {i} of {list(numbers)}, not of {ids[i]}. "
+                f"the tokens of the reply are not those of the prompt: at position {i} of {list(numbers)}, not of {ids[i]}. "
                 "Does the endpoint rewrite prompts?"
             )
         log_probs[i] = numbers[ids[i]]
@@ -266,7 +266,7 @@ def parse_echo(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.n
     """OpenAI's form: `{"token_logprobs": [None, -0.3, ...], "top_logprobs": [None, {" the": -0.2}, ...], ...}`."""
     lists = choice.get("logprobs") or {}
     tokens, alternatives = lists.get("token_logprobs"), lists.get("top_logprobs")
-    if not tokens or not alternatives or tokens[0] is not None:  # some servers tell of the completion only
+    if not tokens or not alternatives or tokens[0] is not None:  # some servers report the completion only
         return None
     if len(tokens) != len(ids) + 1:  # one token is generated, but not by every server
         check_count(len(tokens), len(ids))

@@ -1,0 +1,70 @@
+"""Parts: how processes share them, what an exception keeps, what the journal and the settings say."""
+
+import numpy as np
+import pytest
+from tiny_models import CORPUS, tiny_llama
+
+from hf_longctx.metrics import PositionLoss, Run, position_loss
+from hf_longctx.metrics.run.parts import Worker, exchange, labels, run_parts
+from hf_longctx.metrics.run.reader import LocalReader
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+def test_every_part_has_one_process_and_the_load_is_even(processes):
+    parts = [3, 1, 40, 7, 30, 12, 13, 25, 8]
+    shares = [Worker(None, None, rank, processes).share(parts, lambda part: part) for rank in range(processes)]
+    assert sorted(part for share in shares for part in share) == sorted(parts)
+    assert all(share == [part for part in parts if part in share] for share in shares)  # in order
+    assert max(map(sum, shares)) <= sum(parts) / processes + max(parts)
+
+
+def test_a_memory_budget_is_at_least_one_token():
+    with pytest.raises(ValueError, match=r"at least 1, got 0"):
+        Run(tokens_per_pass=0)
+
+
+def test_labels_are_those_that_are_known():
+    assert labels(None, None) == {}
+    assert labels("a book", 64) == {"corpus": "a book", "train_length": 64}
+
+
+def test_names_in_the_settings_do_not_change_the_journal(tmp_path):
+    """A run goes on under another name of the text: its hash tells what the text is."""
+    model, run = tiny_llama(), Run(journal=tmp_path / "journal")
+    first = position_loss(model, CORPUS, context_length=9, run=run, corpus_name="a")
+    again = position_loss(model, CORPUS, context_length=9, run=run, corpus_name="b", train_length=64)
+    assert first.loss == again.loss
+    assert (first.settings["corpus"], again.settings["corpus"], again.settings["train_length"]) == ("a", "b", 64)
+
+
+@pytest.mark.parametrize("done, summary", [(0, "nothing had been measured"), (2, "2 sequences")])
+def test_an_exception_carries_what_was_measured(done, summary):
+    def measure(part):
+        if part == done:
+            raise OSError("disk")
+        return 1.5
+
+    with pytest.raises(OSError, match="disk") as caught:
+        run_parts(
+            LocalReader(tiny_llama()),
+            "parts",
+            lambda worker: worker.measure(range(5), lambda part: 1, measure),
+            lambda entries: PositionLoss([*entries.values()], len(entries)) if entries else None,
+            depends_on={},
+            trial=np.arange(3),
+            run=None,
+        )
+    assert caught.value.result == (PositionLoss([1.5] * done, done) if done else None)
+    assert any(summary in note for note in caught.value.__notes__)
+
+
+def test_a_failure_elsewhere_is_named(monkeypatch):
+    import torch
+
+    def gather(everyone, mine):
+        everyone[:] = [mine, ({"b": 2}, "OSError('disk')")]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    entries, failure = exchange({"a": 1}, None, 2)
+    assert entries == {"a": 1, "b": 2}
+    assert str(failure) == "process 1 failed: OSError('disk')"
