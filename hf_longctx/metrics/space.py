@@ -6,35 +6,30 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 from .result import Result
 
 
 def space(
-    folder: Path,
-    measure: Callable[..., dict],
-    inputs: Sequence[Any],
-    *,
-    title: str,
-    description: str,
-    result_class: type[Result] | None = None,
+    file: Path, measure: Callable[..., dict], inputs: Sequence, *, title: str, result_class: type[Result] | None = None
 ):
     """The gradio interface of a Space, to be launched by its app.py.
 
     Args:
-        folder: of the Space; its README.md, without the header, is shown below the form.
-        measure: gets the values of the inputs, returns a result in JSON types. Its ValueErrors, OSErrors and
-            NotImplementedErrors are shown to the visitor.
+        file: of the module. The README.md beside it, without its header, is shown below the form.
+        measure: gets the `compute` of the module and the values of the inputs, returns a result in JSON types. Its
+            ValueError, OSError or NotImplementedError is shown to the visitor.
         inputs: gradio components.
-        title, description: above the form.
         result_class: draws the picture; None for a result without one.
     """
+    import evaluate
     import gradio
+
+    module = evaluate.load(str(file))
 
     def show(*values):
         try:
-            result = measure(*values)
+            result = measure(module.compute, *values)
         except (ValueError, OSError, NotImplementedError) as error:
             raise gradio.Error(str(error)) from error
         if result_class is None:
@@ -43,15 +38,13 @@ def space(
         result_class.from_json(json.dumps(result)).plot(picture)
         return str(picture), result
 
-    outputs = [gradio.JSON(label="Result")]
-    if result_class is not None:
-        outputs.insert(0, gradio.Image(label=title, type="filepath"))
+    image = [] if result_class is None else [gradio.Image(label=title, type="filepath")]
     return gradio.Interface(
         show,
         inputs=list(inputs),
-        outputs=outputs,
+        outputs=[*image, gradio.JSON(label="Result")],
         title=title,
-        description=description,
-        article=(folder / "README.md").read_text(encoding="utf-8").split("---", 2)[2],
+        description=module.info.description,
+        article=file.with_name("README.md").read_text(encoding="utf-8").split("---", 2)[2],
         flagging_mode="never",
     )

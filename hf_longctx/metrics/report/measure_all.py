@@ -7,7 +7,6 @@ A further metric is one function and one entry of `METRICS`.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,17 +31,13 @@ from ..run.parts import Run
 from ..run.reader import Reader, reader_for
 from .card import card_snippet, eval_results
 from .defaults import NO_CLAIM, line_counts, needle_lengths, record_tokens
+from .lock import absolute, begin, check_unchanged
 from .page import write_report
 
 
 POINTS = 16  # lengths of the forgetting curve
 # What a metric raises where a model, a text or an installation does not suit it.
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
-# Names for changes that no argument shows: a name or a file may stand for something else today.
-CHANGES = {
-    "weights_sha256": "state of the model (its weights or its configuration changed)",
-    "corpus_sha256": "text (its content or its tokenizer changed)",
-}
 
 
 class Report(NamedTuple):
@@ -72,6 +67,12 @@ class Subject(NamedTuple):
         """The longest input to measure with."""
         return (self.reader.claimed_context or NO_CLAIM) if self.context_length is None else self.context_length
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """Keywords of the metrics that read a text."""
+        bos = self.tokenizer.bos_token_id
+        return dict(bos_token_id=bos, corpus_name=self.corpus_name, train_length=self.train_length)
+
 
 def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
     if subject.context_length is None:
@@ -84,12 +85,10 @@ def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
         lengths=lengths,
         repeats=subject.repeats,
         seed=subject.seed,
-        bos_token_id=subject.tokenizer.bos_token_id,
         eos_token_id=subject.tokenizer.eos_token_id,
         tokenizer=subject.tokenizer,
-        corpus_name=subject.corpus_name,
-        train_length=subject.train_length,
         run=run,
+        **subject.names,
     )
 
 
@@ -97,44 +96,23 @@ def measure_loss(subject: Subject, run: Run) -> PositionLoss:
     context_length = subject.context_length
     if context_length is None:
         context_length = min(subject.context, len(subject.tokens))
-    return position_loss(
-        subject.reader,
-        subject.tokens,
-        context_length=context_length,
-        bos_token_id=subject.tokenizer.bos_token_id,
-        tokenizer=subject.tokenizer,
-        corpus_name=subject.corpus_name,
-        train_length=subject.train_length,
-        run=run,
-    )
+    options = dict(context_length=context_length, tokenizer=subject.tokenizer, run=run)
+    return position_loss(subject.reader, subject.tokens, **options, **subject.names)
 
 
 def measure_needle(subject: Subject, run: Run) -> NeedleGrid:
-    return needle_in_a_haystack(
-        subject.reader,
-        subject.tokenizer,
-        subject.tokens,
-        lengths=needle_lengths(subject.context, subject.tokenizer, "easy"),
-        mode="easy",
-        seed=subject.seed,
-        bos_token_id=subject.tokenizer.bos_token_id,
-        corpus_name=subject.corpus_name,
-        train_length=subject.train_length,
-        run=run,
-    )
+    lengths = needle_lengths(subject.context, subject.tokenizer, "easy")
+    options = dict(lengths=lengths, mode="easy", seed=subject.seed, run=run)
+    return needle_in_a_haystack(subject.reader, subject.tokenizer, subject.tokens, **options, **subject.names)
 
 
 def measure_lines(subject: Subject, run: Run) -> LineRetrieval:
     counts = line_counts(subject.context, subject.tokenizer)
     if subject.context_length is not None and record_tokens(counts[0], subject.tokenizer) > subject.context_length:
         raise ValueError(f"{subject.context_length} tokens are too few for a record of {counts[0]} lines.")
+    bos = subject.tokenizer.bos_token_id
     return line_retrieval(
-        subject.reader,
-        subject.tokenizer,
-        lines=counts,
-        seed=subject.seed,
-        bos_token_id=subject.tokenizer.bos_token_id,
-        run=run,
+        subject.reader, subject.tokenizer, lines=counts, seed=subject.seed, bos_token_id=bos, run=run
     )
 
 
@@ -292,45 +270,6 @@ def write_pages(folder: Path, model_name: str, missing: dict[str, str]) -> Repor
         picture = "curve.png" if (folder / "curve.png").exists() else None
         card.write_text(card_snippet(model_name, [*results.values()], picture), encoding="utf-8")
     return Report(page, card, results, missing)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder is of one model, one text and one set of arguments
-
-
-def check_unchanged(folder: Path, arguments: dict[str, Any]) -> None:
-    """ValueError if the folder holds measurements of something else."""
-    file = folder / "arguments.json"
-    if not file.exists() or not begun(folder):
-        return
-    before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [CHANGES.get(name, name) for name, value in arguments.items() if before.get(name) != value]
-    if changed:
-        raise ValueError(
-            f"{folder} holds a report with another {' and '.join(changed)}. Take another folder (--output FOLDER)."
-        )
-
-
-def begun(folder: Path) -> bool:
-    """Whether anything has been measured: there is a result, or a journal with more than its first line."""
-    journals = (folder / "unfinished").glob("*.jsonl*")
-    return any((folder / f"{metric}.json").exists() for metric in METRICS) or any(
-        journal.read_bytes().count(b"\n") > 1 for journal in journals
-    )
-
-
-def begin(folder: Path, arguments: dict[str, Any]) -> None:
-    """Write down what the folder is a report of."""
-    if not begun(folder):  # the journals of a run that failed at once may be of other arguments
-        for journal in (folder / "unfinished").glob("*.jsonl*"):
-            journal.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "arguments.json").write_text(json.dumps(arguments, indent=1) + "\n", encoding="utf-8")
-
-
-def absolute(name: str | None) -> str | None:
-    """A file or folder by its whole path; any other name as it is."""
-    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
 def display_name(model: str) -> str:

@@ -2,24 +2,19 @@
 
 from pathlib import Path
 
-import evaluate
 import gradio
 
 from hf_longctx.metrics import ForgettingCurve, log_lengths
 from hf_longctx.metrics.space import space
 
 
-HERE = Path(__file__).resolve().parent
-module = evaluate.load(str(HERE / "forgetting_curve.py"))
-
-
-def measure(model, text, max_length, points, repeats):
+def measure(compute, model, text, max_length, points, repeats):
     lengths = log_lengths(int(max_length), int(points))
-    return module.compute(model=model, corpus=text, lengths=lengths, repeats=int(repeats))
+    return compute(model=model, corpus=text, lengths=lengths, repeats=int(repeats))
 
 
 demo = space(
-    HERE,
+    Path(__file__).resolve().with_name("forgetting_curve.py"),
     measure,
     [
         gradio.Textbox(label="Model (a name on the Hub)"),
@@ -29,7 +24,6 @@ demo = space(
         gradio.Number(3, label="Passages per length", precision=0),
     ],
     title="Forgetting curve",
-    description=module.info.description,
     result_class=ForgettingCurve,
 )
 
