@@ -205,7 +205,7 @@ def result_class(document) -> type[Result]:
     for cls in Result.kinds.values():
         if isinstance(document, dict) and cls.mismatch(document) is None:
             return cls
-    raise ValueError(f"expected a result of {', '.join(Result.kinds)}.")
+    raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
 
 
 def save_document(path, text: str) -> None:

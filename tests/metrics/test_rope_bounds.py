@@ -215,13 +215,11 @@ def check_exact(data, head_dim, lengths):
         assert base == pytest.approx(float(rows[length]["base"]), rel=5e-16), (head_dim, length)
 
 
-@pytest.mark.parametrize(
-    "head_dim, lengths",
-    [
-        *[(64, 33_000), (128, 17_000)],
-        *(pytest.param(*case, marks=slow) for case in [(64, 1 << 20), (96, 66_000), (128, 66_000), (256, 17_000)]),
-    ],
-)
+INFIMA = [(64, 33_000), (96, 17_000), (128, 17_000), (256, 9_000)]
+LONG_INFIMA = [(64, 1 << 20), (96, 263_000), (128, 132_000), (256, 33_000)]
+
+
+@pytest.mark.parametrize("head_dim, lengths", INFIMA + [pytest.param(*case, marks=slow) for case in LONG_INFIMA])
 def test_golden_infima(data, head_dim, lengths):
     check_exact(data, head_dim, lengths)
 
@@ -234,14 +232,11 @@ def check_scan(data, head_dim, digits, lengths):
     assert rope_base_scan(golden, head_dim, digits=digits) == golden
 
 
-@pytest.mark.parametrize(
-    "head_dim, digits, lengths",
-    [
-        *[(128, 2, 66_000), (64, 2, 17_000)],
-        *(pytest.param(*case, marks=slow) for case in [(64, 2, 1 << 20), (96, 2, 66_000), (256, 2, 66_000)]),
-        pytest.param(128, 3, 66_000, marks=slow),
-    ],
-)
+SCANS = [(64, 2, 66_000), (96, 2, 66_000), (128, 2, 66_000), (256, 2, 66_000)]
+LONG_SCANS = [(64, 2, 1 << 20), (96, 2, 1 << 20), (128, 2, 1 << 20), (128, 3, 66_000), (256, 2, 1 << 20)]
+
+
+@pytest.mark.parametrize("head_dim, digits, lengths", SCANS + [pytest.param(*case, marks=slow) for case in LONG_SCANS])
 def test_golden_scans(data, head_dim, digits, lengths):
     check_scan(data, head_dim, digits, lengths)
 
@@ -260,7 +255,7 @@ def check_window(row):
         assert lowest(bound.settled_base * (1 - 1e-8), 128, length) < 0
 
 
-@pytest.mark.parametrize("shortest, longest", [(0, 8_000), pytest.param(8_001, 33_000, marks=slow)])
+@pytest.mark.parametrize("shortest, longest", [(0, 8_200), pytest.param(8_201, 66_000, marks=slow)])
 def test_golden_windows(data, shortest, longest):
     rows = [row for row in data["admissible_windows"]["rows"] if shortest <= row["L"] <= longest]
     assert len(rows) >= 3

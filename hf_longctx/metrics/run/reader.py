@@ -107,27 +107,18 @@ class LocalReader:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self.vocab_size = facts.vocabulary_size(model)
+        self.position_limit = facts.position_limit(model)
+        self.claimed_context = facts.claimed_context(model)
         self.can_reply = hasattr(model, "generate")
-
-    @property
-    def vocab_size(self) -> int:
-        return facts.vocabulary_size(self.model)
-
-    @property
-    def position_limit(self) -> int | None:
-        return facts.position_limit(self.model)
-
-    @property
-    def claimed_context(self) -> int | None:
-        return facts.claimed_context(self.model)
-
-    @property
-    def is_distributed(self) -> bool:
-        return facts.is_distributed(self.model)
 
     @cached_property
     def cost(self):
         return facts.reading_cost(self.model)
+
+    @property
+    def is_distributed(self) -> bool:
+        return facts.is_distributed(self.model)
 
     def settings(self) -> dict[str, Any]:
         return facts.model_settings(self.model)
