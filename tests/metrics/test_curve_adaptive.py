@@ -95,3 +95,23 @@ def test_few_repeats():
     assert {p.repeats for p in curve.points} == {2}
     curve, _ = run(points[:1])
     assert [p.length for p in curve.points] == [8]
+
+
+@pytest.mark.parametrize("step", [8, 188, 500, 1310])
+def test_bisection_leads_to_the_neighbours_of_a_step(step):
+    """Exact copies up to `step` tokens and none beyond: the two lengths around the step are measured, most are not."""
+    full = [CurvePoint(n, [(n + 1) // 2 if n <= step else 0] * 10, [0] * 10) for n in GRID]
+    curve, _ = run(full)
+    below, above = max(n for n in GRID if n <= step), min(n for n in GRID if n > step)
+    assert {below, above} <= {p.length for p in curve.points}
+    assert (curve.fine_length, curve.fine_length.next_tested) == (below, above)
+    assert len(curve.points) <= 14
+
+
+def test_a_dip_by_chance_does_not_mislead_the_bisection():
+    """322 tokens fail and 681 pass: the fit never rises and weighs tokens, so that both pass, and 726 comes next."""
+    full = {n: CurvePoint(n, [(n + 1) // 2 if n <= 681 else 0] * 10, [0] * 10) for n in GRID}
+    full[322] = CurvePoint(322, [157] * 10, [0] * 10)  # 97.5 % of 161
+    curve, _ = run(list(full.values()))
+    lengths = [p.length for p in curve.points]
+    assert lengths[lengths.index(322) - 1 :][:4] == [142, 322, 681, 726]  # no look between those that pass
