@@ -1,6 +1,9 @@
 """Draw saved results of several models into one picture, and print their numbers side by side.
 
 The files are what `curve` wrote, or what `loss` wrote: all of one kind.
+
+Examples:
+  hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
 """
 
 from pathlib import Path
@@ -16,33 +19,17 @@ def add_arguments(parser):
 
 
 def run(args):
-    from dataclasses import replace
-
-    from ..metrics import ForgettingCurve, PositionLoss
-    from ..metrics.report.comparison import comparison_table, named, plot_comparison
-    from ..metrics.result import read_result
-    from ..metrics.retrieval.plot import plot_losses
+    from ..metrics import read_result
+    from ..metrics.report.comparison import compare, named
 
     files = [Path(file) for file in args.files]
     if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):
-        raise ValueError(f"--names has {len(args.names)} names for {len(files)} files; give each file one of its own.")
+        raise ValueError(
+            f"--names has {len(args.names)} names for {len(files)} files; give each file a different one."
+        )
     results = [read_result(file) for file in files]
-    kinds = {type(result) for result in results}
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    title = {} if args.title is None else {"title": args.title}
-    if kinds == {ForgettingCurve}:
-        trained = {name: curve.settings.get("train_length") for name, curve in results.items()}
-        trained = {name: length for name, length in trained.items() if length is not None}
-        plot_comparison(results, output, train_lengths=trained, **title)
-        print(comparison_table(results, trained), end="")
-    elif kinds == {PositionLoss}:
-        losses = [replace(loss, settings={**loss.settings, "model": name}) for name, loss in results.items()]
-        plot_losses(losses, output, **title)
-        for name, loss in results.items():
-            print(f"{name}: {loss.summary()}")
-    else:
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"these files hold {found}; give forgetting curves only, or per-token losses only.")
+    print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")

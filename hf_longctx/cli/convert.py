@@ -3,6 +3,11 @@
 official: the authors' implementation. fla: flash-linear-attention. llama: a Llama, Mistral, Qwen2 or Qwen3, which
 gets open forget gates and can then be fine-tuned. Weights pass through memory one tensor at a time. DST appears
 when it is complete.
+
+Examples:
+  hf-longctx convert official_checkpoint fox --from official
+  hf-longctx convert fox fla_checkpoint --to fla
+  hf-longctx convert llama fox --from llama --decay-time 1e6
 """
 
 

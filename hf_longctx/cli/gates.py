@@ -1,7 +1,11 @@
 """Draw what the heads of a FoX forget, and where they look: the forget gate matrix and the attention map of each.
 
-Writes one picture, like Figure 3 of the paper (Lin et al. 2025). Without --layers and --heads it shows four heads, from the
-one that forgets fastest to the slowest.
+Writes one picture, like Figure 3 of the paper (Lin et al. 2025). Without --layers and --heads it shows four heads,
+from the one that forgets fastest to the slowest.
+
+Examples:
+  hf-longctx gates model_cards/fox-demo --tokens 128 --output gates.svg
+  hf-longctx gates model_cards/fox-demo --layers 0 --heads 0 1
 """
 
 from pathlib import Path
@@ -11,20 +15,21 @@ from . import shared
 
 def add_arguments(parser):
     shared.add_model(parser)
-    shared.add_text(parser)
-    parser.add_argument(
+    group = parser.add_argument_group("picture")
+    shared.add_text(group)
+    group.add_argument(
         "--tokens", type=int, default=768, metavar="N", help="read this much of the text (default: %(default)s)"
     )
-    parser.add_argument("--layers", type=int, nargs="+", metavar="LAYER", help="from 0 (default: all, or see above)")
-    parser.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="from 0 (default: all, or see above)")
-    parser.add_argument("--output", default="gates.png", metavar="PATH", help="PNG, SVG or PDF (default: %(default)s)")
+    group.add_argument("--layers", type=int, nargs="+", metavar="LAYER", help="from 0 (default: all, or see above)")
+    group.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="from 0 (default: all, or see above)")
+    group.add_argument("--output", default="gates.png", metavar="PATH", help="PNG, SVG or PDF (default: %(default)s)")
 
 
 def run(args):
     from ..fox.pictures import plot_forget_gates
 
     model, tokenizer = shared.load_model(args)
-    tokens = shared.load_tokens(args, tokenizer, longest=args.tokens)[: args.tokens]
+    tokens = shared.load_corpus(args, tokenizer, longest=args.tokens).tokens[: args.tokens]
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     plot_forget_gates(model, tokens, output, layers=args.layers, heads=args.heads)

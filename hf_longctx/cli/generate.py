@@ -1,4 +1,8 @@
-"""Continue a prompt, printing tokens as they come."""
+"""Continue a prompt, printing tokens as they come.
+
+Examples:
+  hf-longctx generate model_cards/fox-demo "The import statement" --max-new-tokens 20
+"""
 
 from . import shared
 
@@ -6,8 +10,9 @@ from . import shared
 def add_arguments(parser):
     shared.add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
+    group = parser.add_argument_group("generation")
+    group.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
 
 
 def run(args):

@@ -1,59 +1,48 @@
 """Ask for the number in one of many lines, as LongEval does, and count the right answers by the number of lines.
 
 Writes OUTPUT.json and OUTPUT.png.
+
+Examples:
+  hf-longctx lines gpt2
+  hf-longctx lines model_cards/fox-demo --lines 5 10 --repeats 2 --no-replies
 """
 
 from . import shared
 
 
 def add_arguments(parser):
-    shared.add_model(parser)
-    shared.add_endpoint(parser)
-    parser.add_argument(
+    shared.add_served(shared.add_model(parser))
+    group = parser.add_argument_group("lines")
+    group.add_argument(
         "--lines",
         type=int,
         nargs="+",
         metavar="N",
         help="lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
     )
-    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="records of each (default: %(default)s)")
-    parser.add_argument(
-        "--no-replies", action="store_true", help="score the answer's tokens only; the model generates nothing"
-    )
-    shared.add_measuring(parser, output="line_retrieval")
+    shared.add_repeats(group, "records of each number of lines")
+    shared.add_no_replies(group)
+    shared.add_run(parser, output="line_retrieval")
 
 
 def run(args):
-    from ..metrics import line_retrieval
-    from ..metrics.run.reader import reader_for
+    from ..metrics import Run, line_retrieval
+    from ..metrics.report.defaults import NO_CLAIM, line_counts
 
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    shared.measure(
-        args,
-        tokenizer,
-        line_retrieval,
-        model,
-        tokenizer,
-        lines=args.lines or default_lines(tokenizer, reader_for(model).claimed_context or 4096),
-        repeats=args.repeats,
-        seed=args.seed,
-        generate=not args.no_replies,
-    )
+    reader, tokenizer = shared.load_reader(args)
+    lines = args.lines or line_counts(reader.claimed_context or NO_CLAIM, tokenizer)
 
+    def measure():
+        return line_retrieval(
+            reader,
+            tokenizer,
+            lines=lines,
+            repeats=args.repeats,
+            seed=args.seed,
+            generate=not args.no_replies,
+            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+            run=Run(args.journal, progress=True),
+        )
 
-def default_lines(tokenizer, context):
-    """5, 10, 20 ... lines, as far as they are sure to fit into the context; 5 in any case."""
-    from ..metrics.retrieval.lines import NAMES
-
-    found = [5]
-    while 2 * found[-1] <= len(NAMES) and needed(tokenizer, 2 * found[-1]) <= context:
-        found.append(2 * found[-1])
-    return found
-
-
-def needed(tokenizer, lines):
-    """Tokens that are sure to suffice for a record of so many lines, its question and the reply."""
-    from ..metrics.retrieval.lines import draw_record
-
-    return 1.1 * len(tokenizer(draw_record(lines, seed=0, repeat=0).text, verbose=False)["input_ids"]) + 200
+    shared.write_measured(args, measure)

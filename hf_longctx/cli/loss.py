@@ -1,45 +1,54 @@
 """Measure how the loss falls with the context that came before: per-token loss and perplexity (Lin et al. 2025).
 
 Writes OUTPUT.json and OUTPUT.png. Where the loss stays level, more context is of no use to the model.
+
+Examples:
+  hf-longctx loss gpt2 --text book.txt
+  hf-longctx loss model_cards/fox-demo --context-length 256 --sequences 2 --text stdlib
 """
 
 from . import shared
 
 
 def add_arguments(parser):
-    shared.add_model(parser)
-    shared.add_endpoint(parser)
-    shared.add_text(parser)
-    parser.add_argument(
+    shared.add_served(shared.add_model(parser))
+    group = parser.add_argument_group("loss")
+    shared.add_text(group)
+    group.add_argument(
         "--context-length", type=int, metavar="TOKENS", help="tokens per sequence (default: the claimed context)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--sequences", type=int, metavar="N", help="how many (default: as many as the text has, but at most 32)"
     )
-    parser.add_argument(
-        "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the picture"
-    )
-    shared.add_measuring(parser, output="position_loss")
+    shared.add_train_length(group)
+    shared.add_run(parser, output="position_loss")
 
 
 def run(args):
-    from ..metrics import position_loss
-    from ..metrics.run.reader import reader_for
+    from ..metrics import Run, position_loss
+    from ..metrics.report.defaults import NO_CLAIM
 
     shared.join_processes()
-    model, tokenizer = shared.load_model(args)
-    claimed = reader_for(model).claimed_context
-    tokens = shared.load_tokens(args, tokenizer, claimed if args.context_length is None else args.context_length)
-    if args.context_length is None:
-        args.context_length = min(claimed or 4096, len(tokens))
-    shared.measure(
+    reader, tokenizer = shared.load_reader(args)
+    claimed = reader.claimed_context or NO_CLAIM
+    tokens, corpus_name = shared.load_corpus(args, tokenizer, shared.coalesce(args.context_length, claimed))
+    context_length = shared.coalesce(args.context_length, min(claimed, len(tokens)))
+
+    def measure():
+        return position_loss(
+            reader,
+            tokens,
+            context_length=context_length,
+            sequences=args.sequences,
+            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+            tokenizer=tokenizer,
+            corpus_name=corpus_name,
+            train_length=args.train_length,
+            run=Run(args.journal, progress=True),
+        )
+
+    shared.write_measured(
         args,
-        tokenizer,
-        position_loss,
-        model,
-        tokens,
-        context_length=args.context_length,
-        sequences=args.sequences,
-        tokenizer=tokenizer,
-        picture={"train_length": args.train_length},
+        measure,
+        train_length=args.train_length,
     )

@@ -1,6 +1,9 @@
 """Let `evaluate.load` find our metrics by their bare names, as in evaluate.load("forgetting_curve").
 
 Writes one file for each into evaluate's cache of modules. Needed once for each user of a machine.
+
+Examples:
+  hf-longctx register-metrics
 """
 
 

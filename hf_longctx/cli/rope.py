@@ -1,7 +1,13 @@
 """Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
 
 Reads the configuration only. A screening number: many good models violate the bound at their claimed length.
+
+Examples:
+  hf-longctx rope meta-llama/Llama-3.1-8B
+  hf-longctx rope MODEL --context-length 65536 --json
 """
+
+from . import shared
 
 
 def add_arguments(parser):
@@ -10,9 +16,7 @@ def add_arguments(parser):
         "--context-length", type=int, metavar="TOKENS", help="default: the context that the model claims"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run configuration code that comes with the model"
-    )
+    shared.add_remote_code(parser)
 
 
 def run(args):

@@ -1,4 +1,9 @@
-"""Train the small FoX (Pro) of the demo from scratch; run again after an interruption, it goes on."""
+"""Train the small FoX (Pro) of the demo from scratch; run again after an interruption, it goes on.
+
+Examples:
+  hf-longctx train-demo fox --steps 600
+  hf-longctx train-demo fox --text book.txt --context 1024
+"""
 
 from . import shared
 

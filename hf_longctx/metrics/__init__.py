@@ -17,6 +17,7 @@ _HOME = {
     "Result": "result",
     "read_result": "result",
     "write_report": "report.page",
+    "measure_all": "report.measure_all",
     "CurvePoint": "curve.result",
     "ForgettingCurve": "curve.result",
     "MemoryLength": "curve.lengths",
@@ -53,6 +54,9 @@ _HOME = {
     "QKSpread": "rope.spread",
     "measure_qk_spread": "rope.spread",
 }
+
+# Where the results of all metrics are defined, for `read_result`.
+RESULT_MODULES = ("curve.result", "loss.result", "retrieval.haystack", "retrieval.lines", "rope.verdict")
 
 __all__ = sorted(_HOME)
 

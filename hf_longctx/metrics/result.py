@@ -16,9 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-
-# Modules whose import registers the results of all metrics.
-RESULT_MODULES = (".curve.result", ".loss.result", ".retrieval.haystack", ".retrieval.lines", ".rope.verdict")
+from . import RESULT_MODULES
 
 
 class Headline(NamedTuple):
@@ -203,7 +201,7 @@ def read_result(path) -> Result:
 def result_class(document) -> type[Result]:
     """The class that a JSON object is a result of."""
     for module in RESULT_MODULES:
-        importlib.import_module(module, __package__)
+        importlib.import_module(f".{module}", __package__)
     for cls in Result.kinds.values():
         if isinstance(document, dict) and cls.mismatch(document) is None:
             return cls

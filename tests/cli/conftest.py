@@ -1,17 +1,26 @@
 """A model folder for the commands to work on."""
 
-import pytest
+from pathlib import Path
 
-from hf_longctx import cli
+import pytest
+from transformers import AutoTokenizer
+
+from hf_longctx import FoxConfig, FoxForCausalLM
+
+
+DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A model that `train-demo` made in two steps."""
-    pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
+    """A tiny FoX (Pro) with random weights, which claims 64 tokens, and a tokenizer of 1024 tokens of English."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
     path = tmp_path_factory.mktemp("model")
-    assert cli.main(["train-demo", str(path), "--steps", "2", "--context", "64"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    special = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    FoxForCausalLM(FoxConfig.pro(**sizes, **special, max_position_embeddings=64)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
 
 

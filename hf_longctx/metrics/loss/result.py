@@ -154,6 +154,6 @@ class PositionLoss(Result):
         return cls(document["loss"], document["sequences"], document["settings"])
 
     def draw(self, path, *, train_length: int | None, title: str | None) -> None:
-        from ..retrieval.plot import plot_losses
+        from .plot import plot_losses
 
         plot_losses([self], path, train_length=train_length, title=title)

@@ -2,7 +2,9 @@
 
 import base64
 import re
+import zipfile
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -11,12 +13,13 @@ from transformers import LlamaConfig
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
-from hf_longctx.metrics.report.page import TITLES, write_report
+from hf_longctx.metrics.report.page import write_report
 from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell
 from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
+ROOT = Path(__file__).resolve().parents[2]
 EVIL = "<script>alert('&')</script>"
 SETTINGS = {"model": EVIL, "train_length": 100, "seed": 0}
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=EVIL, matched=True)]
@@ -59,9 +62,8 @@ def test_every_metric_has_its_section(tmp_path):
     write_report(RESULTS, tmp_path / "report.html", missing={"Another": f"because {EVIL}"})
     page = Page(tmp_path / "report.html")
     for result in RESULTS:
-        assert f"{TITLES[type(result)]}: {EVIL}" in page.text
-        if hasattr(result, "summary"):
-            assert result.summary() in page.text
+        assert f"{result.title}: {EVIL}" in page.text
+        assert result.summary() in page.text and result.explanation() in page.text
     assert f"Not measured: because {EVIL}" in page.text
     assert "violated at 512 tokens" in page.text or "holds at 512 tokens" in page.text
     assert len(page.images()) == 4 and all("<svg" in image for image in page.images())
@@ -100,3 +102,9 @@ def test_what_measured_nothing_is_still_reported(tmp_path):
     assert "no length measured" in page.text and not page.images()
     with pytest.raises(ValueError, match="no result to report"):
         write_report([], tmp_path / "report.html")
+
+
+def test_the_template_is_part_of_the_wheel(tmp_path):
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling").WheelBuilder(str(ROOT))
+    (file,) = wheel.build(directory=str(tmp_path), versions=["standard"])
+    assert "hf_longctx/metrics/report/page.html.j2" in zipfile.ZipFile(file).namelist()

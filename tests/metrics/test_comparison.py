@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from matplotlib.figure import Figure
+import matplotlib
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, comparison_table
-from hf_longctx.metrics.report.comparison import STRONG, named, plot_comparison
+from hf_longctx.metrics.report.comparison import bar_ends, mark_place, named, plot_comparison
 
 
 def curve(*accuracies, lengths=(8, 64, 512), **settings):
@@ -28,35 +28,30 @@ CURVES = {
 }
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """Collects the figures that are saved."""
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure) or save(figure, path))
-    return figures
-
-
 @pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_the_ending_decides_the_kind_of_file(tmp_path, ending, begin):
     plot_comparison(CURVES, tmp_path / f"picture.{ending}")
     assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begin)
 
 
-def test_bars_end_at_the_lengths(tmp_path, drawn):
-    plot_comparison(CURVES, tmp_path / "picture.png", train_lengths={"long": 131})
-    above, below = drawn[0].axes
-    bars = {}
-    for bar in below.patches:
-        bars.setdefault(round(bar.get_y() + 0.31), []).append((bar.get_x() + bar.get_width(), bar.get_facecolor()))
-    assert [[round(end) for end, _ in row] for row in bars.values()] == [[512, 512, 512], [8, 64, 512], [7, 7, 64]]
-    assert len({colour for row in bars.values() for _, colour in row}) == len(STRONG)
-    assert [text.get_text() for text in below.texts] == [
-        "fine >512, coarse >512",
-        "fine 8, coarse 64",
-        "fine 0, coarse 0",
-    ]
-    assert [line.get_xdata()[0] for line in below.get_lines()] == [64.0]  # (131 - 3) / 2, of the one model that has it
-    assert len(above.get_lines()) == 6
+def test_bars_end_at_the_lengths():
+    assert [bar_ends(curve, left=7) for curve in CURVES.values()] == [[512, 512, 512], [8, 64, 512], [7, 7, 64]]
+
+
+@pytest.mark.parametrize("train_length, place", [(131, 64), (1027, 512), (1028, None), (17, None), (None, None)])
+def test_the_training_context_is_marked_within_the_bar(train_length, place):
+    assert mark_place(CURVES["long"], train_length, left=7) == place  # (train_length - 3) / 2
+
+
+def test_words_of_the_picture(tmp_path):
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot_comparison(CURVES, tmp_path / "picture.svg", train_lengths={"long": 131}, title="My models")
+    words = (tmp_path / "picture.svg").read_text()
+    for expected in (
+        *("My models", "fine &gt;512, coarse &gt;512", "fine 8, coarse 64", "fine 0, coarse 0", "fades | early"),
+        "deviation of 3 repeats, order and random data, black mark: training context",
+    ):
+        assert expected in words
 
 
 def test_table():

@@ -31,8 +31,8 @@ def test_the_hub_reads_what_we_wrote():
     text = card_snippet("fox: a 'model'", [*RESULTS, report], picture="curve.png")
     card = ModelCard(text, ignore_metadata_errors=False)
     assert card.data.model_name == "fox: a 'model'"
-    found = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
-    assert found == {
+    entries = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
+    assert entries == {
         ("PG 19: test", "fine memory length (tokens)"): ("forgetting_curve", 8),
         ("PG 19: test", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
         ("random tokens", "fine memory length (tokens)"): ("forgetting_curve", 8),

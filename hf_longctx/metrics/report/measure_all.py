@@ -1,0 +1,288 @@
+"""Everything there is to measure of one model, written into one folder.
+
+    report = measure_all(model, tokenizer, tokens, "report", corpus_name="my text")
+
+A further metric is one function and one entry of `METRICS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..curve.measure import forgetting_curve
+from ..curve.protocol import default_lengths, log_lengths, longest_length
+from ..curve.result import ForgettingCurve
+from ..loss.measure import position_loss
+from ..loss.result import PositionLoss
+from ..result import Result, read_result
+from ..retrieval.haystack import NeedleGrid
+from ..retrieval.lines import LineRetrieval
+from ..retrieval.measure import line_retrieval, needle_in_a_haystack
+from ..rope.verdict import RopeReport, rope_report
+from ..run.journal import content_hash
+from ..run.parts import Run
+from ..run.reader import Reader, reader_for
+from .card import card_snippet, eval_results
+from .defaults import NO_CLAIM, line_counts, needle_lengths, record_tokens
+from .lock import absolute, begin, check_unchanged
+from .page import write_report
+
+
+POINTS = 16  # lengths of the forgetting curve
+# What a metric raises where a model, a text or an installation does not suit it.
+EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
+
+
+class Report(NamedTuple):
+    """What `measure_all` wrote."""
+
+    page: Path  # report.html
+    card: Path | None  # model_card.md; None if no result has a number for a model card
+    results: dict[str, Result]  # by the names in METRICS: NAME.json, and a picture NAME.png
+    missing: dict[str, str]  # why a metric was not measured, or not to its end, by its title
+
+
+class Subject(NamedTuple):
+    """What is measured: the arguments of `measure_all` that a metric may need."""
+
+    reader: Reader
+    tokenizer: Any
+    tokens: Sequence[int]
+    config: Any
+    context_length: int | None
+    train_length: int | None
+    repeats: int
+    seed: int
+    corpus_name: str | None
+
+    @property
+    def context(self) -> int:
+        """The longest input to measure with."""
+        return (self.reader.claimed_context or NO_CLAIM) if self.context_length is None else self.context_length
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """Keywords of the metrics that read a text."""
+        bos = self.tokenizer.bos_token_id
+        return dict(bos_token_id=bos, corpus_name=self.corpus_name, train_length=self.train_length)
+
+
+def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
+    if subject.context_length is None:
+        lengths = default_lengths(subject.reader.claimed_context, len(subject.tokens), POINTS, log_lengths)
+    else:
+        lengths = log_lengths(longest_length(subject.context_length), POINTS)
+    return forgetting_curve(
+        subject.reader,
+        subject.tokens,
+        lengths=lengths,
+        repeats=subject.repeats,
+        seed=subject.seed,
+        eos_token_id=subject.tokenizer.eos_token_id,
+        tokenizer=subject.tokenizer,
+        run=run,
+        **subject.names,
+    )
+
+
+def measure_loss(subject: Subject, run: Run) -> PositionLoss:
+    context_length = subject.context_length
+    if context_length is None:
+        context_length = min(subject.context, len(subject.tokens))
+    options = dict(context_length=context_length, tokenizer=subject.tokenizer, run=run)
+    return position_loss(subject.reader, subject.tokens, **options, **subject.names)
+
+
+def measure_needle(subject: Subject, run: Run) -> NeedleGrid:
+    lengths = needle_lengths(subject.context, subject.tokenizer, "easy")
+    options = dict(lengths=lengths, mode="easy", seed=subject.seed, run=run)
+    return needle_in_a_haystack(subject.reader, subject.tokenizer, subject.tokens, **options, **subject.names)
+
+
+def measure_lines(subject: Subject, run: Run) -> LineRetrieval:
+    counts = line_counts(subject.context, subject.tokenizer)
+    if subject.context_length is not None and record_tokens(counts[0], subject.tokenizer) > subject.context_length:
+        raise ValueError(f"{subject.context_length} tokens are too few for a record of {counts[0]} lines.")
+    bos = subject.tokenizer.bos_token_id
+    return line_retrieval(
+        subject.reader, subject.tokenizer, lines=counts, seed=subject.seed, bos_token_id=bos, run=run
+    )
+
+
+def check_rope(subject: Subject, run: Run) -> RopeReport:
+    if subject.config is None:
+        raise ValueError("the configuration of a served model is not known: give config=...")
+    return rope_report(subject.config, context_length=subject.context_length)
+
+
+# What is measured, in the order of the page, by the names of the files: the class of the result, and the function.
+METRICS: dict[str, tuple[type[Result], Callable[[Subject, Run], Result]]] = {
+    "curve": (ForgettingCurve, measure_curve),
+    "loss": (PositionLoss, measure_loss),
+    "needle": (NeedleGrid, measure_needle),
+    "lines": (LineRetrieval, measure_lines),
+    "rope": (RopeReport, check_rope),
+}
+
+
+def measure_all(
+    model: nn.Module | Reader,
+    tokenizer,
+    tokens: Sequence[int],
+    folder,
+    *,
+    context_length: int | None = None,
+    train_length: int | None = None,
+    repeats: int = 10,
+    seed: int = 0,
+    corpus_name: str | None = None,
+    config=None,
+    progress: bool = False,
+) -> Report | None:
+    """Measure forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound of a model.
+
+    `folder` gets report.html, which needs no other file; NAME.json and NAME.png for each of the metrics curve, loss,
+    needle, lines and rope; and model_card.md, numbers and picture for a model card. A metric that this model, text or
+    installation does not allow is named on the page, with the reason.
+
+    Called again after an interruption, it goes on from there, by the journals in `folder`/unfinished. What has been
+    measured is not measured again. Where torch.distributed is initialized, the processes share the work.
+
+    Args:
+        model: a causal language model, in its own dtype, on its own device; or a reader, such as `ServedModel`.
+        tokenizer: that of the model.
+        tokens: the text, a flat sequence of ids, encoded without special tokens.
+        context_length: the longest input to measure with, in tokens. Default: the context that the model claims.
+        train_length: context length of the training, in tokens, marked in the pictures.
+        repeats: targets per length of the forgetting curve.
+        seed: of all that is drawn.
+        corpus_name: name of the text, for settings and model card.
+        config: for the RoPE bound. Default: the model's; a served model shows none.
+        progress: say on stderr what is being measured, with progress bars.
+
+    Returns:
+        `Report` of what was written; None in all processes but the first.
+
+    Raises:
+        ValueError: nothing could be measured, or the folder holds a report of another model, text or argument.
+    """
+    folder, rank = Path(folder), process_rank()
+    say = partial(print, file=sys.stderr) if progress and rank == 0 else lambda message: None
+    reader = reader_for(model)
+    if config is None:
+        config = getattr(getattr(reader, "model", None), "config", None)
+    subject = Subject(reader, tokenizer, tokens, config, context_length, train_length, repeats, seed, corpus_name)
+    name = str(reader.settings()["model"])
+    arguments = {
+        **reader.settings(),
+        **dict(context_length=context_length, train_length=train_length, repeats=repeats, seed=seed),
+        **dict(model=absolute(name), text=absolute(corpus_name), corpus_sha256=content_hash(subject.tokens)),
+        **reader.identity(),
+    }
+    check_unchanged(folder, arguments)
+    measured_before = {metric for metric in METRICS if (folder / f"{metric}.json").exists()}
+    wait()  # until every process has looked
+    if rank == 0:
+        begin(folder, arguments)
+    wait()
+    missing = {}
+    for metric, (result_class, measure) in METRICS.items():
+        if metric in measured_before:
+            say(f"{result_class.title}: measured before")
+            continue
+        say(f"{result_class.title}:")
+        unfinished = folder / "unfinished" / metric
+        journal = unfinished.with_suffix(".jsonl")
+        try:
+            measure_into(
+                unfinished,
+                partial(measure, subject, Run(journal, progress=progress)),
+                tell=lambda result: say(result.summary()),
+                train_length=train_length,
+            )
+        except EXPECTED as error:
+            missing[result_class.title] = str(error)
+            say(f"{result_class.title}: {error}")
+            continue
+        if rank == 0:
+            for ending in (".png", ".json"):  # the JSON last: it says that the measurement is complete
+                if unfinished.with_suffix(ending).exists():
+                    unfinished.with_suffix(ending).replace(folder / f"{metric}{ending}")
+        Path(f"{journal}.{rank}" if rank else journal).unlink(missing_ok=True)
+    return write_pages(folder, display_name(name), missing) if rank == 0 else None
+
+
+def measure_into(
+    output: Path,
+    measure: Callable[[], Result],
+    *,
+    tell: Callable[[Result], None],
+    **picture: Any,
+) -> None:
+    """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and `output`.png.
+
+    Args:
+        output: path without an ending.
+        tell: gets the result when it is written.
+        picture: options of the result's `plot`.
+
+    Only the first process writes and tells.
+    """
+
+    def write(result):
+        if process_rank() > 0:
+            return
+        result.save(output.with_name(f"{output.name}.json"))
+        if result.has_picture:
+            result.plot(output.with_name(f"{output.name}.png"), **picture)
+        tell(result)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        result = measure()
+    except BaseException as error:
+        partial_result = getattr(error, "result", None)
+        if partial_result is not None and partial_result.measured:
+            write(partial_result)
+        raise
+    write(result)
+
+
+def write_pages(folder: Path, model_name: str, missing: dict[str, str]) -> Report:
+    """report.html and model_card.md, of the finished results and of what unfinished ones had measured."""
+    files = {metric: (folder / f"{metric}.json", folder / "unfinished" / f"{metric}.json") for metric in METRICS}
+    files = {metric: next((path for path in paths if path.exists()), None) for metric, paths in files.items()}
+    results = {metric: read_result(path) for metric, path in files.items() if path is not None}
+    if not results:
+        reasons = " ".join(f"{title}: {reason}" for title, reason in missing.items())
+        raise ValueError(f"nothing could be measured. {reasons}")
+    page, card = folder / "report.html", None
+    write_report([*results.values()], page, title=f"How far {model_name} remembers", missing=missing)
+    if eval_results([*results.values()]):
+        card = folder / "model_card.md"
+        picture = "curve.png" if (folder / "curve.png").exists() else None
+        card.write_text(card_snippet(model_name, [*results.values()], picture), encoding="utf-8")
+    return Report(page, card, results, missing)
+
+
+def display_name(model: str) -> str:
+    """The name of a model's folder, or the model's name on the Hub."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def process_rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def wait() -> None:
+    """Until all processes of torch.distributed are here."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()

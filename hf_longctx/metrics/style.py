@@ -1,0 +1,99 @@
+"""The style that all pictures share. It needs matplotlib, and no display: figures are drawn without pyplot.
+
+The drawing files take what they need of matplotlib from here, so that its absence is explained in one place.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch  # noqa: F401
+    from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: F401
+except ImportError as error:
+    raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
+
+
+INK, QUIET, GRID = "#1f2933", "#5f6b76", "#e4e7ea"
+COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
+# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars.
+PALE = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
+STRONG = {"fine": "#57a55f", "coarse": "#7ea6d8", "amnesia": "#e59a94"}
+# Colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker where colours do not suffice.
+MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+TOKENS = "{x:,.0f}"  # tick labels with commas between thousands
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty white figure; sizes in inches."""
+    return Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+
+
+def bare(axes, across: str = "", up: str = "", colour: str = INK, **ticks) -> None:
+    """Name the axes, and leave their labels only: no frame, no tick marks.
+
+    Args:
+        across, up: what the x and the y axis count; an empty name is left out.
+        ticks: options of matplotlib's `tick_params`.
+    """
+    if across:
+        axes.set_xlabel(across, color=colour)
+    if up:
+        axes.set_ylabel(up, color=colour)
+    axes.tick_params(**{"colors": colour, "length": 0, **ticks})
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def grid(axes, colour: str = GRID, width: float = 0.8) -> None:
+    """Horizontal lines."""
+    axes.grid(axis="y", color=colour, linewidth=width)
+
+
+def rates(axes) -> None:
+    """A y axis from 0 % to 100 %."""
+    axes.set_ylim(-0.02, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def mark_training(axes, x: float, width: float = 1.2):
+    """A dashed vertical line where the context of training ends."""
+    return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
+
+
+def heading(result, metric: str | None = None) -> str:
+    """The metric, by default the result's title, and the model if it is known."""
+    metric = metric or result.title
+    return f"{metric} of {result.model_name}" if result.settings.get("model") else metric
+
+
+def draw_title(figure: Figure, text: str) -> None:
+    figure.suptitle(textwrap.fill(text, 75), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+
+
+def titled_legend(figure: Figure, handles, text: str, fontsize: float) -> None:
+    """A legend under its title, above the axes, where no curve can run into it."""
+    figure.legend(
+        handles=handles,
+        title=textwrap.fill(text, 75),
+        title_fontproperties={"size": 13.5, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=3,
+        frameon=False,
+        fontsize=fontsize,
+        columnspacing=2.5,
+    )
+
+
+def legend(figure: Figure, handles, columns: int = 3) -> None:
+    """A legend below the axes."""
+    figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=9, ncols=columns)
+
+
+def small_print(figure: Figure, *notes: str) -> None:
+    """How the numbers were made, at the bottom right."""
+    figure.supxlabel(", ".join(notes), x=0.99, ha="right", fontsize=8, color=QUIET)

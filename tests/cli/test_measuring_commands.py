@@ -1,0 +1,153 @@
+"""The commands curve, loss, needle and lines: options in, JSON and picture out."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from hf_longctx import cli
+from hf_longctx.metrics import ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, read_result
+
+
+# how a tiny model is measured in a moment
+QUICK = {
+    "curve": "--max-length 30 --points 3 --repeats 2 --text stdlib",
+    "loss": "--context-length 40 --sequences 3 --text stdlib",
+    "needle": "--lengths 400 450 --depths 3 --no-replies --text stdlib",
+    "lines": "--lines 3 10 --repeats 2 --no-replies",
+}
+
+
+def measure(folder, output, command, options=""):
+    """Run a command; return its exit status and the result in OUTPUT.json, with a picture beside it."""
+    status = cli.main([command, str(folder), "--output", str(output), *options.split()])
+    assert output.with_name(f"{output.name}.png").read_bytes().startswith(b"\x89PNG")
+    return status, read_result(output.with_name(f"{output.name}.json"))
+
+
+@pytest.mark.filterwarnings("ignore:.* more than the 64")
+@pytest.mark.parametrize("command", QUICK)
+def test_a_command_writes_and_tells_what_it_measured(folder, tmp_path, capsys, command):
+    output = tmp_path / "new folder" / "result"
+    status, result = measure(folder, output, command, f"{QUICK[command]} --seed 3 --journal {tmp_path}/journal")
+    out, err = capsys.readouterr()
+    assert status == 0 and result.summary() in out and f"wrote {output}.png and {output}.json" in out
+    assert result.settings["tokenizer"] == str(folder) and result.settings.get("seed", 3) == 3
+    assert (tmp_path / "journal").read_text().count("\n") > 1
+    if command != "lines":
+        assert "text: Python language reference" in err and result.settings["corpus"].startswith("Python")
+
+
+def test_options_of_the_curve(folder, tmp_path):
+    _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --protocol nested --train-length 64")
+    assert [p.length for p in curve.points] == [8, 19, 30] and {p.repeats for p in curve.points} == {2}
+    assert (curve.settings["protocol"], curve.settings["train_length"]) == ("nested", 64)
+    _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --log-lengths --bos-token-id 5")
+    assert [p.length for p in curve.points] == [8, 15, 30] and curve.settings["bos_token_id"] == 5
+
+
+def test_random_data_need_no_text(folder, tmp_path):
+    options = "--data-type random --points 2 --repeats 1 --text nowhere.txt"
+    status, curve = measure(folder, tmp_path / "curve", "curve", options)
+    assert status == 0 and curve.points[-1].length == (64 - 3) // 2
+    assert not {"corpus", "train_length"} & curve.settings.keys()
+
+
+def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
+    journal = tmp_path / "curve.jsonl"
+    options = f"{QUICK['curve']} --journal {journal} --protocol nested"
+    _, first = measure(folder, tmp_path / "curve", "curve", options)
+    whole = journal.read_bytes()
+    journal.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    _, second = measure(folder, tmp_path / "curve", "curve", options)
+    assert journal.read_bytes() == whole and second.points == first.points
+
+
+def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):
+    options = "--max-length 30 --repeats 3 --protocol adaptive --tokens-per-pass 40 --text stdlib"
+    _, curve = measure(folder, tmp_path / "curve", "curve", f"{options} --journal {tmp_path / 'journal'}")
+    assert curve.settings["protocol"] == "adaptive"
+    header = json.loads((tmp_path / "journal").read_text().splitlines()[0])
+    assert len(header["settings"]["lengths"]) == 23  # of 32 points between 8 and 30
+
+
+def test_a_short_corpus_is_named_with_its_longest_length(folder, tmp_path, capsys):
+    text = tmp_path / "short.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    tokens = len(AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"])
+    assert cli.main(["curve", str(folder), "--text", str(text), "--max-length", "500"]) == 1
+    assert str(tokens // 3) in capsys.readouterr().err
+
+
+def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
+    limited = tmp_path / "gpt2"
+    config = GPT2Config(
+        vocab_size=1024, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    GPT2LMHeadModel(config).save_pretrained(limited)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(limited)
+    options = "--max-length 40 --points 3 --repeats 2 --text stdlib"
+    status, curve = measure(limited, tmp_path / "curve", "curve", options)
+    printed = capsys.readouterr()
+    assert status == 1 and re.search(r"longest .* 30\b", printed.err)
+    assert "length 40 not measured: beyond the model's 64 positions" in printed.out
+    assert [p.length for p in curve.points] == [8, 24]
+
+
+def test_options_of_the_loss(folder, tmp_path):
+    _, loss = measure(folder, tmp_path / "loss", "loss", f"{QUICK['loss']} --train-length 32")
+    assert isinstance(loss, PositionLoss) and (loss.context_length, loss.sequences) == (40, 3)
+    assert loss.settings["train_length"] == 32
+    _, loss = measure(folder, tmp_path / "loss", "loss", "--sequences 1 --text stdlib")
+    assert loss.context_length == 64  # what the model claims
+
+
+@pytest.mark.filterwarnings("ignore:.* more than the 64")
+def test_options_of_the_needle(folder, tmp_path):
+    options = f"{QUICK['needle']} --score probability --mode standard --repeats 2"
+    _, needle = measure(folder, tmp_path / "needle", "needle", options)
+    assert isinstance(needle, NeedleGrid) and (needle.lengths, needle.depths) == ([400, 450], [0, 0.5, 1])
+    assert needle.settings["mode"] == "standard" and len(needle.cells[0].answers) == 2
+    assert all(answer.reply is None for cell in needle.cells for answer in cell.answers)
+
+
+@pytest.mark.filterwarnings("ignore:.* more than the 64")
+def test_options_of_the_lines(folder, tmp_path):
+    _, lines = measure(folder, tmp_path / "lines", "lines", "--lines 3 --repeats 2")
+    assert isinstance(lines, LineRetrieval) and [point.lines for point in lines.points] == [3]
+    assert all(answer.reply is not None for point in lines.points for answer in point.answers)
+    _, lines = measure(folder, tmp_path / "lines", "lines", "--repeats 1 --no-replies")
+    assert [point.lines for point in lines.points] == [5]  # fewest of the default
+
+
+def test_a_served_model(folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "metrics")
+    from endpoint_server import serving
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = "--max-length 20 --points 2 --repeats 2 --text stdlib"
+    _, local = measure(folder, tmp_path / "local", "curve", options)
+    with serving(model, names=("a", "b")) as server:
+        _, served = measure(folder, tmp_path / "served", "curve", f"{options} --endpoint {server.url} --served-as b")
+        assert cli.main(["curve", str(folder), *options.split(), "--endpoint", server.url]) == 1
+    assert isinstance(served, ForgettingCurve) and served.points == local.points
+    assert served.settings["model"] == "b"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("loss {folder} --text stdlib --context-length 100000000", "fewer than context_length=100000000"),
+        ("loss {folder} --text stdlib --context-length 0", "context_length (0)"),
+        ("needle {folder} --text stdlib --depths 1", "--depths is 1"),
+        ("needle {folder} --text stdlib --no-replies --score match_rate", "--no-replies"),
+        ("needle {folder} --text stdlib --lengths 100", "length 100 is too short"),
+        ("lines {folder} --lines 0", "a record has from 1 to"),
+    ],
+)
+def test_errors_are_one_line(folder, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments.format(folder=folder).split()) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]

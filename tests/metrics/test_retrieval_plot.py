@@ -1,0 +1,71 @@
+"""Pictures of the needle in a haystack and of line retrieval."""
+
+import math
+
+import pytest
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+import matplotlib
+
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell, NeedleGrid
+from hf_longctx.metrics.retrieval.lines import LineRetrieval, LinesPoint
+
+
+def answers(*exact, reply=None):
+    return [Answer(math.log(0.5), 3, exact=right, reply=reply, matched=right) for right in exact]
+
+
+SETTINGS = {"model": "someone/tiny", "mode": "easy"}
+GRID = NeedleGrid(
+    [NeedleCell(answers(True, i < j), 100 * i, j / 4, [7, 7]) for i in range(1, 4) for j in range(5) if i + j < 7],
+    SETTINGS,
+)
+LINES = LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (10, 20, 30)], SETTINGS)
+REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [200], [0])], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "result, options, texts",
+    [
+        (
+            GRID,
+            {"train_length": 150},
+            [
+                "Needle in a haystack, easy mode of someone/tiny",
+                "training context: 150",
+                "300",
+                "given token for token",
+            ],
+        ),
+        (
+            GRID,
+            {"score": "probability", "title": "My needle"},
+            ["probability of an answer's token", "75%", "My needle"],
+        ),
+        (LINES, {}, ["Line retrieval of someone/tiny", "answers given token for token", "600"]),
+        (REPLIED, {"train_length": 64}, ["answers found in the replies", "answers given token for token"]),
+    ],
+    ids=["needle", "score of the needle", "lines", "lines with replies"],
+)
+def test_words_of_the_picture(tmp_path, result, options, texts):
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        result.plot(tmp_path / "picture.svg", **options)
+    words = (tmp_path / "picture.svg").read_text().replace("&#x27;", "'")
+    assert [text for text in texts if text not in words] == []
+    assert ("found in the replies" in words) is (result is REPLIED)
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="nothing was measured"):
+        NeedleGrid(()).plot(tmp_path / "picture.svg")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        LineRetrieval(()).plot(tmp_path / "picture.svg")
+
+
+@pytest.mark.parametrize("score, message", [("match_rate", "draw exact_rate or probability"), ("judge", "one of")])
+def test_a_score_that_does_not_exist(tmp_path, score, message):
+    with pytest.raises(ValueError, match=message):
+        GRID.plot(tmp_path / "picture.svg", score=score)

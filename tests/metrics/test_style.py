@@ -1,0 +1,54 @@
+"""What all pictures share."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    for module in [name for name in sys.modules if name.startswith("hf_longctx.metrics")]:
+        if module.endswith((".plot", ".style")):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr("hf_longctx.metrics.style", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    answers = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
+    for result in (
+        ForgettingCurve([CurvePoint(8, [4], [1])]),
+        PositionLoss([3.0, 2.5], 1),
+        NeedleGrid([NeedleCell(answers, 100, 0.5, [40])]),
+        LineRetrieval([LinesPoint(answers, 10, [200], [3])]),
+    ):
+        with pytest.raises(ImportError, match=r"pip install 'hf-longctx\[plot\]'"):
+            result.plot(tmp_path / "picture.png")
+
+
+def test_pictures_leave_the_display_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = (
+        "import sys; from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve;"
+        f"ForgettingCurve([CurvePoint(8, [4], [1])]).plot({str(tmp_path / 'x.png')!r});"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"model": "someone/fox"}, "Forgetting curve of someone/fox"),
+        ({"model": "/data/models/fox/"}, "Forgetting curve of fox"),
+        ({}, "Forgetting curve"),
+    ],
+)
+def test_the_heading_names_the_model(settings, words):
+    pytest.importorskip("matplotlib")
+    from hf_longctx.metrics.style import heading
+
+    assert heading(ForgettingCurve([], settings)) == words
