@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -215,7 +215,7 @@ def save_document(path, text: str) -> None:
     complete.
     """
     path = Path(path)
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     document = {**json.loads(text), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

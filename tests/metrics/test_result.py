@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 from transformers import LlamaConfig
@@ -122,10 +122,10 @@ def git(folder, *arguments):
 
 def test_a_saved_result_has_its_time_and_reads_the_same(tmp_path):
     curve = ForgettingCurve([], {"seed": 3})
-    before = datetime.now(timezone.utc).replace(microsecond=0)
+    before = datetime.now(UTC).replace(microsecond=0)
     curve.save(tmp_path / "curve.json")
     document = json.loads((tmp_path / "curve.json").read_text())
-    assert before <= datetime.fromisoformat(document["saved"]["time"]) <= datetime.now(timezone.utc)
+    assert before <= datetime.fromisoformat(document["saved"]["time"]) <= datetime.now(UTC)
     assert "saved" not in curve.to_json()
     assert ForgettingCurve.from_json((tmp_path / "curve.json").read_text()) == curve
     assert [path.name for path in tmp_path.iterdir()] == ["curve.json"]

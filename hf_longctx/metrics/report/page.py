@@ -9,7 +9,7 @@ import base64
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ..result import Result
@@ -46,7 +46,7 @@ def write_report(
         sections=[section(result) for result in results],
         missing=missing or {},
         version=__version__,
-        time=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     Path(path).write_text(html, encoding="utf-8")
 
