@@ -1,7 +1,7 @@
 """transformers' own test mixins, which its source distribution carries and its wheel does not.
 
 They are taken once from the package index, with pip and its settings, into a cache folder. The distribution has only
-the files at the top of `tests/`. A clone of transformers at the installed version has them all, those of generation too:
+the files at the top of `tests/`. A clone of transformers at the installed version has them all:
 
     TRANSFORMERS_CLONE=/path/to/transformers python -m pytest tests/fox/test_transformers_common.py
 """

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hf_longctx.metrics.loss import result as module
-from hf_longctx.metrics.loss.result import PositionLoss, moving_average, perplexity, window_starts
+from hf_longctx.metrics.loss.averages import moving_average, perplexity
+from hf_longctx.metrics.loss.result import PositionLoss, window_starts
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from .. import style
-from .result import ForgettingCurve
 
 
 SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # settings, and how they are written
 
 
-def plot_curve(curve: ForgettingCurve, path, *, train_length: int | None = None, title: str | None = None) -> None:
+def plot_curve(curve, path, *, train_length: int | None = None, title: str | None = None) -> None:
     """Draw copy and LM accuracy over the length of the target, and the areas of memory that they show.
 
     Lines are means over repeats, ribbons one population standard deviation to each side. The green area ends at the
@@ -17,6 +16,7 @@ def plot_curve(curve: ForgettingCurve, path, *, train_length: int | None = None,
     reads, 2n + 3 tokens at length n.
 
     Args:
+        curve: a `ForgettingCurve`.
         path: the file to write: PNG, SVG or PDF by its extension.
         train_length: context length of the model's training, in tokens: a line where the input reaches it.
         title: by default, the name of the model.
@@ -84,14 +84,14 @@ def mark_input(axes, train_length: int, right: float) -> bool:
     return True
 
 
-def area_ends(curve: ForgettingCurve, left: float, right: float) -> tuple[float, float]:
+def area_ends(curve, left: float, right: float) -> tuple[float, float]:
     """Where the fine and the coarse area end on an axis from `left` to `right`: there, if the length is open-ended."""
     fine, coarse = curve.fine_length, curve.coarse_length
     fine_end = right if fine.open_ended else max(left, fine)
     return fine_end, right if coarse.open_ended else max(fine_end, coarse)
 
 
-def shade_areas(axes, curve: ForgettingCurve, left: float, right: float) -> list[style.Patch]:
+def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
     """Green up to the fine length, blue up to the coarse length, red beyond; returns their keys for the legend."""
     borders = [left, *area_ends(curve, left, right), right]
     for start, end, colour in zip(borders, borders[1:], style.PALE.values()):

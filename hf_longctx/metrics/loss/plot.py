@@ -8,15 +8,14 @@ from itertools import cycle
 import numpy as np
 
 from .. import style
-from .result import WINDOW, PositionLoss
+from .averages import WINDOW
 
 
-def plot_losses(
-    results: Sequence[PositionLoss], path, *, train_length: int | None = None, title: str | None = None
-) -> None:
+def plot_losses(results: Sequence, path, *, train_length: int | None = None, title: str | None = None) -> None:
     """Draw L(i), smoothed over 101 tokens, and beside it P(l), from l = 51 where the context is long enough.
 
     Args:
+        results: of type `PositionLoss`.
         path: the file to write: PNG, SVG or PDF by its extension.
         train_length: context length of the training, in tokens: a line there, if the picture reaches it.
         title: by default, the name of the metric, and of the model if there is one only.

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
 
 from ..curve.measure import forgetting_curve
 from ..curve.protocol import default_lengths, log_lengths, longest_length
@@ -27,7 +25,7 @@ from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
 from ..rope.verdict import RopeReport, rope_report
 from ..run.journal import content_hash
-from ..run.parts import Run
+from ..run.parts import Run, process_rank, wait
 from ..run.reader import Reader, reader_for
 from .card import card_snippet, eval_results
 from .defaults import NO_CLAIM, line_counts, needle_lengths, record_tokens
@@ -133,7 +131,7 @@ METRICS: dict[str, tuple[type[Result], Callable[[Subject, Run], Result]]] = {
 
 
 def measure_all(
-    model: nn.Module | Reader,
+    model,
     tokenizer,
     tokens: Sequence[int],
     folder,
@@ -275,14 +273,3 @@ def write_pages(folder: Path, model_name: str, missing: dict[str, str]) -> Repor
 def display_name(model: str) -> str:
     """The name of a model's folder, or the model's name on the Hub."""
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def process_rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def wait() -> None:
-    """Until all processes of torch.distributed are here."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()

@@ -8,8 +8,6 @@ import numpy as np
 
 from .. import style
 from .answers import check_score
-from .haystack import NeedleGrid
-from .lines import LineRetrieval
 
 
 # score: what it counts, the colour and the marker of its line
@@ -21,7 +19,7 @@ SCORES = {
 
 
 def plot_needle(
-    result: NeedleGrid,
+    result,
     path,
     *,
     score: str | None = None,
@@ -31,6 +29,7 @@ def plot_needle(
     """Draw a heat map of one score, length by depth, red (0) to green (1); what was not measured is left white.
 
     Args:
+        result: a `NeedleGrid`.
         path: the file to write: PNG, SVG or PDF by its extension.
         score: "match_rate", "exact_rate" or "probability"; by default, the first one that was measured.
         train_length: context length of the training, in tokens: a line after the last length within it.
@@ -70,10 +69,11 @@ def plot_needle(
     figure.savefig(path)
 
 
-def plot_lines(result: LineRetrieval, path, *, title: str | None = None) -> None:
+def plot_lines(result, path, *, title: str | None = None) -> None:
     """Draw every score over the number of lines; the upper axis has the tokens that the model reads.
 
     Args:
+        result: a `LineRetrieval`.
         path: the file to write: PNG, SVG or PDF by its extension.
         title: by default, the name of the model.
 

@@ -140,6 +140,18 @@ def process_place(reader: Reader) -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
+def process_rank() -> int:
+    """Rank of this process in torch.distributed; 0 without it."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def wait() -> None:
+    """Until all processes of torch.distributed are here."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
 def exchange(entries: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:
     """What all processes measured, and a failure if one of them had one."""
     everyone = [None] * processes
