@@ -121,7 +121,10 @@ def test_the_suffix_means_that_a_file_travels(bundle, root):
 
 
 def test_metrics_keep_models_and_pictures_in_their_rooms():
-    """Models are run in run/ and in files called measure.py; RoPE verdicts ask transformers for its formulas. Pictures are drawn in plot.py, style.py and report/."""
+    """Models are run in run/ and in files called measure.py; pictures are drawn in plot.py, style.py and report/.
+
+    A RoPE verdict asks transformers for the formulas of scaled frequencies.
+    """
     offenders = []
     for path in (PACKAGE / "metrics").rglob("*.py"):
         room = path.relative_to(PACKAGE / "metrics")

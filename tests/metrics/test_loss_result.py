@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.loss import result as module
+from hf_longctx.metrics.loss import averages, result
 from hf_longctx.metrics.loss.averages import moving_average, perplexity
 from hf_longctx.metrics.loss.result import PositionLoss, window_starts
 
@@ -18,13 +18,14 @@ def recorded(golden):
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(module) == (0, 3)
+    assert doctest.testmod(averages) == (0, 2)
+    assert doctest.testmod(result) == (0, 1)
 
 
 def test_recorded_loss(recorded):
-    result = PositionLoss(recorded["loss"], recorded["M"])
-    assert np.allclose(result.smoothed(), recorded["smoothed_101"], rtol=1e-12)
-    assert np.allclose(result.perplexity, recorded["perplexity"], rtol=1e-12)
+    measured = PositionLoss(recorded["loss"], recorded["M"])
+    assert np.allclose(measured.smoothed(), recorded["smoothed_101"], rtol=1e-12)
+    assert np.allclose(measured.perplexity, recorded["perplexity"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("tokens, window", [(1, 101), (7, 1), (7, 3), (7, 101), (300, 101)])

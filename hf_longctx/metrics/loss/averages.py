@@ -1,4 +1,4 @@
-"""Two averages of the losses by position: L(i) smoothed over neighbours, and the perplexity P(l) of the first l tokens."""
+"""Two averages of the losses by position: L(i) smoothed over neighbours, and the perplexity P(l) of l tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ model: it needs numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-
 from ..curve.measure import forgetting_curve
 from ..curve.protocol import default_lengths, log_lengths, longest_length
 from ..curve.result import ForgettingCurve
