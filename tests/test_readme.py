@@ -16,10 +16,10 @@ from hf_longctx import cli
 
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (".", "hf_longctx", "model_cards", "scripts")
-READMES = sorted(
-    {path for folder in FOLDERS for path in (ROOT / folder).glob("**/README.md" if folder != "." else "*.md")}
-)
+# Without the cards in metrics/modules: a Space is loaded from the Hub.
+FOLDERS = ("hf_longctx", "model_cards", "scripts")
+READMES = sorted({*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).glob("**/README.md"))})
+READMES = [path for path in READMES if "modules" not in path.parts]
 IDS = [str(path.relative_to(ROOT)) for path in READMES]
 
 

@@ -204,11 +204,12 @@ def fold_queries(q, c, scale, gates_per_key):
     """
     batch, heads, length, head_dim = q.shape
     parts = GATE_PARTS * gates_per_key
-    added = q.new_zeros(
-        heads // gates_per_key, gates_per_key, folded_width(head_dim, gates_per_key, q.device) - head_dim
+    # One row per query head that shares a key head; not written in place, which ONNX export cannot follow.
+    columns = GATE_QUERY * torch.eye(gates_per_key, dtype=q.dtype, device=q.device).repeat_interleave(
+        GATE_PARTS, dim=1
     )
-    added[..., :parts].unflatten(-1, (gates_per_key, GATE_PARTS)).diagonal(dim1=1, dim2=2).fill_(GATE_QUERY)
-    added = added.view(1, heads, 1, -1).expand(batch, -1, length, -1)
+    columns = F.pad(columns, (0, folded_width(head_dim, gates_per_key, q.device) - head_dim - parts))
+    added = columns.repeat(heads // gates_per_key, 1)[:, None].expand(batch, -1, length, -1)
     if c.requires_grad:
         zero = ((c - c.detach()) / (GATE_QUERY * scale)).repeat_interleave(heads // c.shape[1], dim=1)
         added = added + F.pad(zero.unsqueeze(-1).to(q.dtype), (parts, added.shape[-1] - parts - 1))

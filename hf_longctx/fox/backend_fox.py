@@ -42,7 +42,11 @@ def forgetting_triton_mask(
     device=None,
     **kwargs,
 ):
-    """The mask function, with the arguments of transformers; returns `VisibleKeys`.
+    """The mask function, with the arguments of transformers.
+
+    Returns:
+        `VisibleKeys`; None if every query sees all keys up to its own. None does not say how many keys are cached, which
+        the later stages of a pipeline cannot know here: their cache has no first layer.
 
     Raises:
         NotImplementedError: a mask function of the caller's own, or attention in both directions.
@@ -56,6 +60,9 @@ def forgetting_triton_mask(
     if isinstance(end, torch.Tensor) and q_length > DECODE_ROWS and not torch.compiler.is_compiling():
         end = int(end)  # waits for the device once, so that no layer computes with free slots
     if not isinstance(end, torch.Tensor):
+        plain = attention_mask is None and mask_function is causal_mask_function and config.sliding_window is None
+        if plain and end == kv_length:
+            return None
         kv_length, end = end, None
     real = None
     if attention_mask is not None:

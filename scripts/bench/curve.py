@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from hf_longctx.metrics import forgetting_curve, linear_lengths
+from hf_longctx.metrics import Run, forgetting_curve, linear_lengths
 from hf_longctx.metrics.curve.protocol import model_input, order_samples, scored_logits
 from scripts.bench import common
 
@@ -77,7 +77,7 @@ def run_protocol(setup, protocol, args):
     def measure_curve():
         if protocol == "plain":
             return plain_counts(model, tokens.astype(np.int64), lengths, repeats)
-        options = {"bos_token_id": BOS, "eos_token_id": EOS, "tokens_per_pass": args.tokens_per_pass}
+        options = {"bos_token_id": BOS, "eos_token_id": EOS, "run": Run(tokens_per_pass=args.tokens_per_pass)}
         return forgetting_curve(model, tokens, lengths=lengths, repeats=repeats, protocol=protocol, **options)
 
     cpu = time.process_time()
