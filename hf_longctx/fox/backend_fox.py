@@ -45,8 +45,8 @@ def forgetting_triton_mask(
     """The mask function, with the arguments of transformers.
 
     Returns:
-        `VisibleKeys`; None if every query sees all keys up to its own. None does not say how many keys are cached, which
-        the later stages of a pipeline cannot know here: their cache has no first layer.
+        `VisibleKeys`; None if every query sees all keys up to its own. The later stages of a pipeline need the latter:
+        their cache has no first layer, so the number of cached keys is not known here.
 
     Raises:
         NotImplementedError: a mask function of the caller's own, or attention in both directions.
