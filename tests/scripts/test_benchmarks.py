@@ -17,10 +17,9 @@ TINY = {
     "hmt speed": "--tokens 500 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "hmt pages": "--segments 40 100 --rounds 1",
-    "rope": "--rounds 1 --distances 1000 --longest 2048",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5, "rope": 4}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5}  # 2 elsewhere
 
 
 @pytest.fixture
