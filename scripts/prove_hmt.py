@@ -167,7 +167,7 @@ def prove(out, work, seeds, recipe):
         runs = [journal.done[key] for key in keys]
     out.mkdir(parents=True, exist_ok=True)
     machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": 1}
-    results = {**machine, "recipe": asdict(recipe), "runs": runs}
+    results = machine | {"recipe": asdict(recipe), "runs": runs}
     (out / "hmt_recall.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(runs, out / "hmt_recall.png")
     return runs

@@ -6,8 +6,8 @@ No GPU is needed: registers, spills, shared memory and tensor-core instructions 
 cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
 follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
-a GPU finds them in Triton's cache, without (0) and with (1) the bounds of padding or pruning (--bounded); each in a
-process of its own, several at a time.
+a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding
+and pruning, 1 with them.
 """
 
 import itertools
