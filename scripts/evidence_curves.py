@@ -58,21 +58,13 @@ HMT = ((256, 8, 200), (CONTEXT, 4, 100))
 
 def llama(base):
     rope = {"rope_type": "default", "rope_theta": base}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **SIZES,
-            intermediate_size=128,
-            num_attention_heads=2,
-            max_position_embeddings=CONTEXT,
-            rope_parameters=rope,
-        )
-    )
+    sizes = SIZES | {"intermediate_size": 128, "num_attention_heads": 2, "max_position_embeddings": CONTEXT}
+    return LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope))
 
 
 def mamba():
-    return Mamba2ForCausalLM(
-        Mamba2Config(**SIZES, num_heads=4, head_dim=32, state_size=64, n_groups=1, expand=2, chunk_size=32)
-    )
+    sizes = SIZES | {"num_heads": 4, "head_dim": 32, "state_size": 64, "n_groups": 1, "expand": 2, "chunk_size": 32}
+    return Mamba2ForCausalLM(Mamba2Config(**sizes))
 
 
 def copy_rows(context, rows, seed):

@@ -87,13 +87,16 @@ def train(model, task, writes, reads, steps, recipe, generator):
 
 
 @torch.no_grad()
-def accuracy(model, task, writes, recipe, seed):
-    """Share of answers that are the arg-max over the whole vocabulary."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    ids, labels, _ = task.sample(writes, READS, recipe.evaluated, generator)
-    answers = labels[:, 1:] != -100
-    predicted = model(input_ids=ids).logits[:, :-1].argmax(-1)
-    return (predicted == labels[:, 1:])[answers].float().mean().item()
+def accuracies(model, task, recipe, seed):
+    """Number of facts to the share of answers that are the arg-max over the whole vocabulary."""
+    shares = {}
+    for writes in DISTANCES:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        ids, labels, _ = task.sample(writes, READS, recipe.evaluated, generator)
+        answers = labels[:, 1:] != -100
+        predicted = model(input_ids=ids).logits[:, :-1].argmax(-1)
+        shares[str(writes)] = (predicted == labels[:, 1:])[answers].float().mean().item()
+    return shares
 
 
 @torch.no_grad()
@@ -140,14 +143,13 @@ def run(task_name, method, seed, recipe):
     seconds = round(time.process_time() - start, 1)
 
     entry = {"task": task_name, "method": method, "seed": seed, "training_cpu_seconds": seconds}
-    entry["accuracy"] = {str(writes): accuracy(model, task, writes, recipe, seed) for writes in DISTANCES}
+    entry["accuracy"] = accuracies(model, task, recipe, seed)
     if (task_name, method) == ("recall", "HMT, causal"):
         entry["looked"], entry["expected"] = distances(model, task, DISTANCES[-1], recipe, seed)
         entry["small_memory"] = {}
         for name, changes in SMALL_MEMORY.items():
             model.config.update(changes)
-            shares = {str(writes): accuracy(model, task, writes, recipe, seed) for writes in DISTANCES}
-            entry["small_memory"][name] = shares
+            entry["small_memory"][name] = accuracies(model, task, recipe, seed)
     return entry
 
 
@@ -165,7 +167,7 @@ def prove(out, work, seeds, recipe):
         runs = [journal.done[key] for key in keys]
     out.mkdir(parents=True, exist_ok=True)
     machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": 1}
-    results = {**machine, "recipe": asdict(recipe), "runs": runs}
+    results = machine | {"recipe": asdict(recipe), "runs": runs}
     (out / "hmt_recall.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(runs, out / "hmt_recall.png")
     return runs

@@ -76,11 +76,12 @@ class HMTConfig(PreTrainedConfig):
 
     def check(self):
         """Raise ValueError for a value outside its range (also run when a model is built, after later assignments)."""
-        if self.memory_tokens < 1 or self.sensory_tokens < 0:
-            raise ValueError(
-                f"memory_tokens is {self.memory_tokens} and sensory_tokens is {self.sensory_tokens}; "
-                "need memory_tokens >= 1 and sensory_tokens >= 0."
-            )
+        counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "bptt_segments")
+        least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "summary_batch"), 1)}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ValueError(f"{name} is {value}; it must be at least {smallest}.")
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
                 f"segment_length is {self.segment_length}; it must be above sensory_tokens + memory_tokens = "
@@ -105,10 +106,6 @@ class HMTConfig(PreTrainedConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
-        for name in ("memory_size", "recalled_pages", "page_size", "recall_dim", "bptt_segments", "summary_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
         if self.recalled_pages is not None and (self.memory_size is None or not self.recall):
             raise ValueError(
                 f"recalled_pages is {self.recalled_pages}, memory_size {self.memory_size}, recall {self.recall}; "

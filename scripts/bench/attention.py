@@ -3,8 +3,8 @@
     python -m scripts.bench.attention [--lengths 1024 4096 16384]
 
 Times are medians of alternating rounds, ratios are to plain causal SDPA within a round, and memory is what one call
-adds to the peak of a fresh process. On a GPU: python -m scripts.bench.gpu.bench, which measures the Triton kernels
-and their peers.
+adds to the peak of a fresh process. Dense bias and eager are left out beyond --largest-quadratic. On a GPU: python -m
+scripts.bench.gpu.bench, which measures the Triton kernels and their peers.
 """
 
 import statistics
@@ -48,7 +48,7 @@ def eager(q, k, v, log_f):
 
 
 CONTENDERS = {"plain SDPA": plain, "folded gate": forgetting_attention, "dense bias": dense_bias, "eager": eager}
-QUADRATIC = ("dense bias", "eager")  # 8 GB a matrix at 16k: left out beyond --largest-quadratic
+QUADRATIC = ("dense bias", "eager")  # 8 GB a matrix at 16k
 
 
 @torch.no_grad()
@@ -94,12 +94,8 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="TOKENS")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--largest-quadratic", type=int, default=4096, metavar="TOKENS", help="for dense bias and eager"
-    )
+    options = {"lengths": [1024, 4096, 16384], "rounds": 7, "largest_quadratic": 4096}
+    parser = common.make_parser(__spec__.name, __doc__, **options)
     common.run(parser, measure, table, arguments)
 
 

@@ -69,6 +69,12 @@ def alternate(contenders, rounds, until=math.inf):
     return {name: values[1:] for name, values in seconds.items()}
 
 
+def time_in_turn(functions, rounds, until=math.inf, **options):
+    """{name: seconds in every round} of {name: a function without arguments}; `options` of `timed`."""
+    turns = {name: lambda function=function: timed(function, **options)[0] for name, function in functions.items()}
+    return alternate(turns, rounds, until)
+
+
 def median_ratio(numerators, denominators):
     """The median of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators))
@@ -153,8 +159,11 @@ def markdown(rows, template):
 # Running.
 
 
-def make_parser(module, description, name=None):
-    """A parser with the options that all benchmarks have. `name` of the JSON: may contain other options in braces."""
+def make_parser(module, description, name=None, **defaults):
+    """A parser with the options that all benchmarks have, and one for each of `defaults`, which tells its type.
+
+    `name` of the JSON: may contain other options in braces.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -166,6 +175,18 @@ def make_parser(module, description, name=None):
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="print the table of such a FILE, and measure nothing"
     )
+    for option, default in defaults.items():
+        several = isinstance(default, list)
+        kind = type(default[0] if several else default)
+        parser.add_argument(
+            f"--{option.replace('_', '-')}",
+            type=kind,
+            nargs="+" if several else None,
+            default=default,
+            choices=("cpu", "cuda") if option == "device" else None,
+            metavar={int: "N", float: "X"}.get(kind),
+            help="default: %(default)s",
+        )
     return parser
 
 

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.curve --model FOLDER TOKENS.npy
 
 The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache.
-Every run is a new process; extra MB is its peak memory above that of the loaded model. Without --model, a
-small Llama with random weights takes its place: fine for the cost of "reference" and "nested", but "adaptive" looks
-for the end of a model's memory, so give it a model that has some. Ratios compare CPU seconds, which depend less on
-other processes than wall-clock ones.
+Every run is a new process; extra MB is its peak memory above that of the loaded model. Without --model, a small Llama
+with random weights takes its place: fine for the cost of "reference" and "nested", but "adaptive" looks for the end of
+a model's memory, so give it a model that has some. --scale below 1 shrinks lengths and repeats, for a trial. Ratios
+compare CPU seconds, which depend less on other processes than wall-clock ones.
 """
 
 import time
@@ -110,12 +110,11 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
+    parser = common.make_parser(__spec__.name, __doc__, scale=1.0)
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="default: all")
     model = "folder of a small Llama and token ids of a text, for the setups with a small vocabulary"
     parser.add_argument("--model", nargs=2, metavar=("FOLDER", "TOKENS.npy"), help=model)
     parser.add_argument("--tokens-per-pass", type=int, metavar="N", help="memory budget (default: the library's)")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrink lengths and repeats, for a trial")
     common.run(parser, measure, table, arguments)
 
 

@@ -3,8 +3,9 @@
     python -m scripts.bench.generate [--context 2048] [--device cpu|cuda] [--dtype float32]
 
 The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
-narrower MLP, which pays for its output gate. Figures are tokens per second, medians of alternating rounds; ratios are
-medians of the ratio to Llama within a round. Cache bytes are those of a DynamicCache.
+narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
+Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
+Cache bytes are those of a DynamicCache.
 """
 
 import statistics
@@ -91,16 +92,8 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="decoded a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
-    parser.add_argument("--hidden", type=int, default=768, metavar="N", help="width (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="default: %(default)s")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32")
+    sizes = {"context": 2048, "tokens": 32, "hidden": 768, "layers": 8, "head_dim": 64, "vocab": 8192}
+    parser = common.make_parser(__spec__.name, __doc__, **sizes, rounds=7, device="cpu", dtype="float32")
     common.run(parser, measure, table, arguments)
 
 

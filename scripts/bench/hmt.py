@@ -105,8 +105,7 @@ def speed(args):
         "paper, last logits": lambda: paper(ids, logits_to_keep=1),
         "causal, last logits": lambda: causal(ids, logits_to_keep=1),
     }
-    turns = {name: lambda read=read: common.timed(read, device=args.device)[0] for name, read in readers.items()}
-    seconds = common.alternate(turns, args.rounds)
+    seconds = common.time_in_turn(readers, args.rounds, device=args.device)
     for name in readers:
         row = {"name": name, "tokens_per_s": args.tokens / statistics.median(seconds[name])}
         row["to_official"] = common.median_ratio(seconds["official loop"], seconds[name])
@@ -152,19 +151,17 @@ def pages(args):
     for n in sorted(args.segments):
         kept, start = kept.append(embeddings[:, start:n], mask.expand(1, n - start)), n
 
-        def flat(query, n=n):
+        def flat(n=n):
+            query = torch.randn(1, 1, width)
             bank = torch.cat([embeddings[:, : n - 1], query], 1)
             memory.recall(query, bank, mask.expand(1, n))
 
-        def paged(query, kept=kept):
+        def paged(kept=kept):
+            query = torch.randn(1, 1, width)
             recalled, real, _ = kept.append(query, mask).look_up(memory.direction(query))
             memory.recall(query, recalled, real)
 
-        turns = {
-            recall.__name__: lambda recall=recall: common.timed(recall, torch.randn(1, 1, width))[0]
-            for recall in (flat, paged)
-        }
-        seconds = common.alternate(turns, args.rounds)
+        seconds = common.time_in_turn({"flat": flat, "paged": paged}, args.rounds)
         places = torch.randint(n, (200,)).tolist()
         hits = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in places]
         yield {
@@ -186,16 +183,15 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}")
+    sizes = {
+        "tokens": 20_000,
+        "lengths": [10_000, 100_000, 1_000_000],
+        "segments": [1_000, 3_000, 10_000, 30_000, 100_000],
+    }
+    options = {**sizes, "rounds": 3, "device": "cpu", "dtype": "float32"}
+    parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}", **options)
     parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed")
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--tokens", type=int, default=20_000, metavar="TOKENS")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], metavar="TOKENS")
-    segments = [1_000, 3_000, 10_000, 30_000, 100_000]
-    parser.add_argument("--segments", type=int, nargs="+", default=segments, metavar="SEGMENTS")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32")
     common.run(parser, measure, table, arguments)
 
 

@@ -37,9 +37,7 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interpreters each (default: %(default)s)")
-    common.run(parser, measure, table, arguments)
+    common.run(common.make_parser(__spec__.name, __doc__, rounds=5), measure, table, arguments)
 
 
 if __name__ == "__main__":

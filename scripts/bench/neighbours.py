@@ -153,13 +153,10 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = common.make_parser(__spec__.name, __doc__, device="cpu", head_dim=64, rounds=15)
     parser.add_argument("--length", type=int, metavar="TOKENS", help="default: 2048, on a GPU 16384")
     parser.add_argument("--hidden", type=int, metavar="N", help="width (default: 768, on a GPU 2048)")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--dtype", help="default: float32, on a GPU bfloat16")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="default: %(default)s")
     common.run(parser, measure, table, arguments)
 
 

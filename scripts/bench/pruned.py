@@ -30,13 +30,14 @@ TABLE = """
 
 def make_model(args):
     torch.manual_seed(0)
+    fastest, slowest = args.decay_times
     config = FoxConfig.pro(
         vocab_size=1024,
         hidden_size=args.heads * 64,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
-        decay_time_min=args.decay_times[0],
-        decay_time_max=args.decay_times[1],
+        decay_time_min=fastest,
+        decay_time_max=slowest,
     )
     return FoxForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
 
@@ -106,19 +107,9 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[16384, 65536], metavar="TOKENS")
-    parser.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-4, 1e-6], metavar="WEIGHT")
-    parser.add_argument(
-        "--tokens", type=int, default=32, metavar="N", help="decoded in a context (default: %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--heads", type=int, default=8, metavar="N", help="of 64 dimensions (default: %(default)s)")
-    parser.add_argument(
-        "--decay-times", type=float, nargs=2, default=[2, 2048], metavar="TOKENS", help="fastest, slowest"
-    )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32")
+    contexts = {"contexts": [16384, 65536], "tolerances": [1e-2, 1e-4, 1e-6], "tokens": 32}
+    sizes = {"layers": 4, "heads": 8, "decay_times": [2.0, 2048.0]}
+    parser = common.make_parser(__spec__.name, __doc__, **contexts, **sizes, device="cpu", dtype="float32")
     common.run(parser, measure, table, arguments)
 
 

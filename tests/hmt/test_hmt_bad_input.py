@@ -21,8 +21,8 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper, from_official, official_parame
     [
         ({"segment_length": 33}, "must be above sensory_tokens . memory_tokens = 32 . 1"),
         ({"memory_tokens": 2}, "with recall it must be 1"),
-        ({"memory_tokens": 0}, "need memory_tokens >= 1"),
-        ({"sensory_tokens": -1}, "sensory_tokens >= 0"),
+        ({"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
+        ({"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ({"sum_fraction": 0.0}, "would read 0 of 512"),
         ({"sum_fraction": 1.5}, "would read 768 of 512"),
         ({"recall_mode": "fast"}, "recall_mode is 'fast'"),

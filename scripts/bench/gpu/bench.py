@@ -4,12 +4,11 @@
 
 FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in
 both directions; bytes are each input and output once. "of roofline" is the least time that both allow at the measured
-ceilings, as a share of the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is
-not among them; cuDNN is the nearest to it. The figures that matter most are measured first. `--device cpu` is a dry
-run in Triton's interpreter: it shows that the script works, and nothing about speed.
+ceilings, as a share of the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is not
+among them; cuDNN is the nearest to it. The figures that matter most are measured first, and no row begins after
+--minutes. A batch has --tokens, or one longer sequence; --width is heads times head size. `--device cpu` is a dry run
+in Triton's interpreter: it shows that the script works, and nothing about speed.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -58,14 +57,7 @@ TITLES = {"attention": "Causal attention", "pruning": "Adaptive computation prun
 # Competitors: functions of q, k, v, (B, H, T, D), and log_f, (B, H, T).
 
 
-def ours(q, k, v, log_f, **options):
-    return fox.triton_attention(q, k, v, log_f, **options)
-
-
-def ours_both_ways(q, k, v, log_f):
-    return bidirectional.bidirectional_attention(q, k, v, log_f)
-
-
+ours = fox.triton_attention
 # As in a model with QK-norm. The random logits exceed the bound a little and seldom, which costs nothing here.
 ours_bounded = functools.partial(ours, logit_bound=LOGIT_BOUND)
 ours_pruned = functools.partial(ours_bounded, log_pruning_tolerance=TOLERANCE)
@@ -119,7 +111,7 @@ def official():
 COMPETITORS = {  # name: (makes the function, whether its results are those of ours)
     "ours": (lambda: ours, True),
     "ours, bounded logits": (lambda: ours_bounded, True),
-    "ours, both ways": (lambda: ours_both_ways, False),
+    "ours, both ways": (lambda: bidirectional.bidirectional_attention, False),
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
     "folded gate, SDPA": (lambda: folded, True),
@@ -133,21 +125,17 @@ COMPETITORS = {  # name: (makes the function, whether its results are those of o
 
 
 @functools.cache
-def scratch(device) -> torch.Tensor | None:
+def scratch(device):
     """The memory that is overwritten before each timed call, as large as that of triton.testing.do_bench."""
     return torch.empty(2**28, dtype=torch.uint8, device=device) if device == "cuda" else None
 
 
-def seconds_in_turn(functions: dict, device: str) -> dict[str, list[float]]:
-    """Seconds of functions without arguments, in alternating rounds."""
-    turns = {
-        name: lambda function=function: common.timed(function, device=device, scratch=scratch(device))[0]
-        for name, function in functions.items()
-    }
-    return common.alternate(turns, ROUNDS[device], until=time.monotonic() + SECONDS * len(turns))
+def seconds_in_turn(functions, device):
+    until = time.monotonic() + SECONDS * len(functions)
+    return common.time_in_turn(functions, ROUNDS[device], until, device=device, scratch=scratch(device))
 
 
-def median_seconds(function, device: str) -> float:
+def median_seconds(function, device):
     return statistics.median(seconds_in_turn({"": function}, device)[""])
 
 
@@ -163,7 +151,7 @@ def draw(B, H, T, D, device, Hkv=None, Tq=None, log_f=None, grad=True):
     return [x.requires_grad_(grad) for x in (q, k, v, gates)]
 
 
-def both_passes(attention, inputs) -> dict:
+def both_passes(attention, inputs):
     """The forward pass (as in training) and the backward pass, as functions without arguments."""
     o = attention(*inputs)
     do = torch.randn_like(o)
@@ -175,23 +163,23 @@ def both_passes(attention, inputs) -> dict:
     }
 
 
-def flops(B, H, T, D) -> float:
+def flops(B, H, T, D):
     return 2 * B * H * T * T * D
 
 
-def bytes_moved(B, H, T, D, itemsize) -> tuple[int, int]:
+def bytes_moved(B, H, T, D, itemsize):
     """Least traffic forward (q, k, v, o, log f, lse) and backward (q, k, v, o, log f, their gradients, lse)."""
     row, gate = B * H * T * D * itemsize, B * H * T * 4
     return 4 * row + 2 * gate, 8 * row + 3 * gate
 
 
-def roofline(flop, moved, taken, limits) -> float:
+def roofline(flop, moved, taken, limits):
     """The least time that the measured ceilings allow, as a share of the time taken."""
     least = max(flop / limits["matmul_tflops"], moved / limits["copy_tb_per_s"]) / 1e12
     return least / taken
 
 
-def ceilings(device) -> dict:
+def ceilings(device):
     """Rates of a large matrix product and of a large copy, on random data."""
     n, size = (8192, 2**31) if device == "cuda" else (256, 2**20)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -205,11 +193,11 @@ def ceilings(device) -> dict:
 
 
 @functools.cache
-def competitor(name: str):
+def competitor(name):
     return COMPETITORS[name][0]()
 
 
-def attention_row(name, D, T, B, H, device, limits) -> dict:
+def attention_row(name, D, T, B, H, device, limits):
     attention, row = competitor(name), {}
     if COMPETITORS[name][1]:
         small = draw(1, H, min(T, 512), D, device, grad=False)
@@ -227,7 +215,7 @@ def attention_row(name, D, T, B, H, device, limits) -> dict:
     return row
 
 
-def pruning_row(share_aimed_at, D, T, B, H, device) -> dict:
+def pruning_row(share_aimed_at, D, T, B, H, device):
     """A constant gate that makes everything further than w tokens prunable, which is (1 - w / T)^2 of the blocks."""
     threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
     log_f = -threshold / (T * (1 - share_aimed_at**0.5)) if share_aimed_at else 0.0
@@ -253,7 +241,7 @@ def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
     return q, keys[..., :D], values[..., :D], gates
 
 
-def decode_row(B, T, device, limits) -> dict:
+def decode_row(B, T, device, limits):
     """One new token, 32 query heads on 8 key heads of 128, from the folded keys of a cache, as a model decodes.
 
     Bytes are keys, values and gates, each read once; the columns that pad a folded key are not read. Beside it: ours
@@ -295,13 +283,13 @@ def captured(function, device):
     return graph.replay
 
 
-def launched_tiles(device: str) -> dict[int, tiles_fox.Tiles]:
+def launched_tiles(device):
     """The part of the table that a device launches from."""
     capability = tiles_fox.capability_of(torch.device(device))
     return tiles_fox.TILES[tiles_fox.nearest_key(capability, 2 if device == "cuda" else 4)]
 
 
-def put_tile(kernel: str, head_dim: int, tile: tiles_fox.Tile, device: str) -> None:
+def put_tile(kernel, head_dim, tile, device):
     """Replaces a tile of the table, to try another one."""
     tiles, D = launched_tiles(device), tiles_fox.padded(head_dim)
     tiles[D] = tiles[D]._replace(**{kernel: tile})
@@ -365,14 +353,10 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser = common.make_parser(__spec__.name, __doc__, device="cuda", tokens=32768, width=2048, minutes=8.0)
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="default: 2k to 128k")
     parser.add_argument("--head-dim", type=int, nargs="+", help="default: 64 128")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens per batch, where one sequence is shorter")
-    parser.add_argument("--width", type=int, default=2048, help="heads times head size")
     parser.add_argument("--tile", nargs="*", default=[], metavar="KERNEL=BM,BN,WARPS,STAGES", help="try another tile")
-    parser.add_argument("--minutes", type=float, default=8.0, help="no row begins after them (default: %(default)s)")
     common.run(parser, measure, table, arguments)
 
 

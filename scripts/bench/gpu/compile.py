@@ -3,15 +3,14 @@
     python -m scripts.bench.gpu.compile --capability 90 --head-dim 64 128
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
-cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they
-fill), follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from
-its instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so
-that a GPU finds them in Triton's cache; each in a process of its own, several at a time.
+cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
+follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
+instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
+a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding
+and pruning, 1 with them.
 """
 
-from __future__ import annotations
-
-import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,9 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -68,20 +65,20 @@ TABLE = """
 class Target:
     """A driver for Triton that names a GPU which is not there. One number is both device and capability."""
 
-    def __init__(self, capability: int):
+    def __init__(self, capability):
         self.capability = capability
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return self.capability
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device):
         return 0
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self):
         return GPUTarget("cuda", self.capability, 32)
 
 
-def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int, H: int, Hkv: int) -> None:
+def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
     """Calls the launcher of a kernel on uninitialised tensors; decoding as from a static cache of folded keys."""
     T, scale = 64, D**-0.5
     first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
@@ -103,9 +100,7 @@ def call_launcher(kernel: str, dtype: torch.dtype, D: int, bounded: bool, B: int
         fox.launch_decode(q, keys[..., :D], keys[..., :D], gates, first, end, bound, scale, 1.0, 1.0, -10.0)
 
 
-def compile_launch(
-    capability: int, kernel: str, tiles: tiles_fox.Tiles, *case
-) -> tuple[triton.compiler.CompiledKernel, tiles_fox.Tile]:
+def compile_launch(capability, kernel, tiles, *case):
     """The compiled kernel of a launch, and its tile."""
     launches = []
 
@@ -120,12 +115,12 @@ def compile_launch(
     return launches[0]
 
 
-def cuobjdump(option: str, cubin: Path) -> str:
+def cuobjdump(option, cubin):
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
 
 
-def hot_loop(sass: str) -> dict[str, int]:
+def hot_loop(sass):
     """Instruction counts of the loop that does most of the work: the innermost one with the fewest per logit."""
     code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
     jumps = [(int(m[1], 16), a) for a, text in code if (m := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text))]
@@ -144,7 +139,7 @@ def hot_loop(sass: str) -> dict[str, int]:
     return best
 
 
-def share_of_peak(capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: int, loop: dict) -> list[float]:
+def share_of_peak(capability, kernel, tile, head_dim, loop):
     """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything
     does.
 
@@ -156,22 +151,12 @@ def share_of_peak(capability: int, kernel: str, tile: tiles_fox.Tile, head_dim: 
     return [tensor / (tensor + other), tensor / max(tensor, other)]
 
 
-def nearest_limits(capability: int) -> int:
+def nearest_limits(capability):
     """The key of `LIMITS` for a capability: that of the capability whose tiles it takes, where it has no limits."""
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
-def report(
-    capability: int,
-    kernel: str,
-    dtype: str,
-    head_dim: int,
-    bounded: bool,
-    tile: Iterable[int] | None = None,
-    B: int = 2,
-    H: int = 8,
-    Hkv: int = 2,
-) -> dict:
+def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, Hkv=2):
     """Compile one specialisation, with the table's tile or another one, and read its resources.
 
     Triton specialises on sizes that are 1 or multiples of 16, and so on the batch and the heads B, H and Hkv.
@@ -222,14 +207,14 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts at once
 
 
-def send_report(pipe: Connection, case: dict) -> None:
+def send_report(pipe, case):
     try:
         pipe.send(report(**case))
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"})
 
 
-def report_from_process(case: dict) -> dict:
+def report_from_process(case):
     """`case` and its report, or the error; a compiler that crashes takes no other case with it."""
     receiver, sender = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=send_report, args=(sender, case))
@@ -243,40 +228,31 @@ def report_from_process(case: dict) -> dict:
     return case | row
 
 
-def reports(cases: Iterable[dict], jobs: int) -> Iterator[dict]:
+def reports(cases, jobs):
     """The reports of cases, each the arguments of `report`, in the order in which they finish, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as threads:
-        yield from (
-            task.result() for task in as_completed([threads.submit(report_from_process, case) for case in cases])
-        )
+        tasks = [threads.submit(report_from_process, case) for case in cases]
+        yield from (task.result() for task in as_completed(tasks))
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict]:
-    cases = [
-        dict(capability=capability, kernel=kernel, dtype=dtype, head_dim=head_dim, bounded=bool(bounded))
-        for capability in args.capability
-        for dtype in args.dtype
-        for kernel in args.kernel
-        for head_dim in args.head_dim
-        for bounded in args.bounded
-    ]
-    yield from reports(cases, args.jobs)
+def measure(args):
+    fields = ("capability", "dtype", "kernel", "head_dim", "bounded")
+    cases = [dict(zip(fields, case)) for case in itertools.product(*(getattr(args, name) for name in fields))]
+    yield from reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs)
 
 
-def table(result: dict) -> str:
+def table(result):
     def order(row):
         return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), row["head_dim"], row["bounded"]
 
     return common.markdown(sorted(result["rows"], key=order), TABLE)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = common.make_parser(__spec__.name, __doc__)
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100])
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[16, 32, 64, 128, 256])
+def main(arguments=None):
+    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "bounded": [0, 1]}
+    parser = common.make_parser(__spec__.name, __doc__, **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument("--bounded", type=int, nargs="+", default=[0, 1], help="without and with padding or pruning")
     cores = min(32, len(os.sched_getaffinity(0)))  # those that this process may use; each compiler takes memory
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
     parser.add_argument("--cases", action="store_true", help="read cases as lines of JSON, and print such lines")

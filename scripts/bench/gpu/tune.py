@@ -4,20 +4,18 @@
     python -m scripts.bench.gpu.tune --compile-only 90 --output tiles_90.json
 
 Candidates are the neighbours of the table's tiles. scripts/bench/gpu/compile.py compiles them on all cores, without a
-GPU. Those that do not fit on the chip or spill much in the hot loop are dropped. The others take turns on the GPU,
-put into the table one at a time and called through the real launchers: bfloat16, causal, with the bounds of pruning
-but nothing pruned, and logits bounded as by QK-norm. A tile whose result differs from that of the present tile is
-never chosen. Times are medians over rounds, by device events around the kernel itself; `faster` is the median of the
-ratio to the present tile within a round. TFLOP/s count the products that a kernel computes, TB/s of decoding the
-keys, values and gates. Printed at the end: rows to put into TILES. Pruning works in blocks of the forward tile, and
-prunes less in larger ones: not measured here.
+GPU. Those that do not fit on the chip or spill much in the hot loop are dropped. The others take turns on the GPU, put
+into the table one at a time and called through the real launchers: bfloat16, causal, with the bounds of pruning but
+nothing pruned, and logits bounded as by QK-norm. A tile whose result differs from that of the present tile is never
+chosen. Times are medians over rounds, by device events around the kernel itself; `faster` is the median of the ratio
+to the present tile within a round. A batch has --tokens, and --width is heads times head size. TFLOP/s count the
+products that a kernel computes, TB/s of decoding the keys, values and gates. Printed at the end: rows to put into
+TILES. Pruning works in blocks of the forward tile, and prunes less in larger ones: not measured here.
 
 The JSON is written after every step. A run that finds the JSON of an earlier one leaves out the tiles that failed
 there, such as a tile that took the device down. `--device cpu` is a dry run in Triton's interpreter, which shows
 nothing about speed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -30,8 +28,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -58,7 +54,7 @@ TABLE = """
 # What to try.
 
 
-def neighbours(kernel: str, tile: tiles_fox.Tile) -> list[tiles_fox.Tile]:
+def neighbours(kernel, tile):
     """The present tile, and those around it, the nearest first."""
 
     def fits(x):
@@ -79,7 +75,7 @@ def neighbours(kernel: str, tile: tiles_fox.Tile) -> list[tiles_fox.Tile]:
     return [tile, *sorted(others, key=distance)]
 
 
-def decoding_heads(H: int) -> int:
+def decoding_heads(H):
     """Key heads of the decoding problem, which is about reading them."""
     return max(1, H // 4)
 
@@ -87,7 +83,7 @@ def decoding_heads(H: int) -> int:
 class Problem:
     """Inputs of every kernel for one head size, and the launchers."""
 
-    def __init__(self, D: int, B: int, H: int, T: int, device: str):
+    def __init__(self, D, B, H, T, device):
         self.shape, self.scale = (B, H, T, D), D**-0.5
         q, k, v, log_f = self.drawn = draw(B, H, T, D, device, grad=False)
         c = log_f.double().cumsum(-1)
@@ -99,7 +95,7 @@ class Problem:
         self.first = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
         self.end = torch.tensor([T], device=device)
 
-    def run(self, kernel: str) -> tuple[torch.Tensor, ...]:
+    def run(self, kernel):
         """The results of the launcher that a kernel belongs to."""
         if kernel == "forward":
             return fox.fox_forward(*self.inputs, self.bound, self.scale)
@@ -110,20 +106,18 @@ class Problem:
             self.saved = fox.fox_forward(*self.inputs, self.bound, self.scale)
         return fox.fox_backward(self.do, torch.zeros_like(self.saved[1]), *self.inputs, *self.saved, self.scale)
 
-    def rate(self, kernel: str, seconds: float) -> dict[str, float]:
+    def rate(self, kernel, seconds):
         if kernel == "decode":
             return {"TB/s": sum(x.nbytes for x in self.few[1:]) / seconds / 1e12}
         return {"TFLOP/s": PRODUCTS[kernel] * flops(*self.shape) / seconds / 1e12}
 
-    def difference_from_sdpa(self, o: torch.Tensor) -> float:
+    def difference_from_sdpa(self, o):
         """Relative difference of the first rows from SDPA on folded keys, because all tiles may be wrong."""
         expected = folded(*(x[:, :, :2048] for x in self.drawn))
         return ((o[:, :, :2048] - expected).float().norm() / expected.float().norm()).item()
 
 
-def cases(
-    kernel: str, D: int, present: tiles_fox.Tile, capability: int, B: int, H: int, most: int | None
-) -> list[dict]:
+def cases(kernel, D, present, capability, B, H, most):
     """The candidates for a kernel as compile.py takes them, the present tile first."""
     case = {"capability": capability, "kernel": kernel, "dtype": "bf16", "head_dim": D, "bounded": True}
     case |= {"B": B, "H": H, "Hkv": decoding_heads(H) if kernel == "decode" else H}
@@ -133,39 +127,34 @@ def cases(
 # The results, one row for each tile.
 
 
-def row_key(row: dict) -> tuple:
+def row_key(row):
     return row["head_dim"], row["kernel"], tuple(row["tile"])
 
 
 class Report:
     """The results so far, kept in a file. `failed`: rows of an earlier run there, of the same device and commit."""
 
-    def __init__(self, path: Path, result: dict):
+    def __init__(self, path, result):
         self.path, self.contents = path, result | {"tiles": {}}
         self.rows = result["rows"]
         before = json.loads(path.read_text()) if path.exists() else {"rows": []}
         same = all(before.get(key) == result[key] for key in ("device", "versions", "commit"))
         self.failed = {row_key(row): row for row in before["rows"] if same and "error" in row}
 
-    def save(self) -> None:
+    def save(self):
         common.save(self.path, self.contents)
 
 
 # Compiling.
 
 
-def compiled(cases: list[dict], jobs: int | None, until: float) -> Iterator[dict]:
+def compiled(cases, jobs, until):
     """Reports of compile.py as they come, from another process, because this one may interpret kernels."""
     command = [sys.executable, "-m", "scripts.bench.gpu.compile", "--cases", *(["--jobs", str(jobs)] if jobs else [])]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=common.ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        start_new_session=True,  # so that its compilers end with it
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+    # a session of its own, so that its compilers end with it
+    process = subprocess.Popen(command, **pipes, cwd=common.ROOT, env=environment, start_new_session=True)
 
     def kill():
         with contextlib.suppress(ProcessLookupError):
@@ -186,7 +175,7 @@ def compiled(cases: list[dict], jobs: int | None, until: float) -> Iterator[dict
         process.wait()
 
 
-def reason_to_drop(row: dict) -> str | None:
+def reason_to_drop(row):
     if "error" in row:
         return row["error"]
     if row["shared"] > row["shared_limit"]:
@@ -198,7 +187,7 @@ def reason_to_drop(row: dict) -> str | None:
     return None
 
 
-def compile_tiles(report: Report, groups: list[list[dict]], jobs: int | None, until: float) -> None:
+def compile_tiles(report, groups, jobs, until):
     """Adds a row for each case; those that failed in an earlier run are added as they were."""
     nearest_first = [case for rank in itertools.zip_longest(*groups) for case in rank if case is not None]
     report.rows.extend(report.failed[row_key(case)] for case in nearest_first if row_key(case) in report.failed)
@@ -215,7 +204,7 @@ def compile_tiles(report: Report, groups: list[list[dict]], jobs: int | None, un
 # Timing.
 
 
-def launch_seconds(kernel: str, problem: Problem, scratch: torch.Tensor) -> float:
+def launch_seconds(kernel, problem, scratch):
     """Seconds of one launch of a kernel, without those of the other kernels that its launcher starts."""
     launch, seconds = fox.launch, []
 
@@ -231,7 +220,7 @@ def launch_seconds(kernel: str, problem: Problem, scratch: torch.Tensor) -> floa
     return seconds[0]
 
 
-def difference(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> float:
+def difference(actual, expected):
     """The largest difference of a row of any result, relative to that row or to the median row, if larger."""
     worst = 0.0
     for x, y in zip(actual, expected):
@@ -241,7 +230,7 @@ def difference(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, .
     return worst
 
 
-def try_tile(row: dict, problem: Problem, device: str, report: Report) -> tuple[torch.Tensor, ...] | None:
+def try_tile(row, problem, device, report):
     """The results with the tile of `row`, or None if it fails. Ends the program if the tile takes the device down."""
     row["error"] = row["dropped"] = "the run that tried it ended there"
     report.save()
@@ -263,7 +252,7 @@ def try_tile(row: dict, problem: Problem, device: str, report: Report) -> tuple[
     return results
 
 
-def time_tiles(rows: list[dict], problem: Problem, device: str, until: float, report: Report) -> tuple | None:
+def time_tiles(rows, problem, device, until, report):
     """Adds times and rates to the rows of one kernel. Returns the results of the first tile that runs, if any."""
     kernel, half = rows[0]["kernel"], (time.monotonic() + until) / 2
     running, expected = [], None
@@ -293,15 +282,13 @@ def time_tiles(rows: list[dict], problem: Problem, device: str, until: float, re
     return expected
 
 
-def fastest(rows: list[dict]) -> tiles_fox.Tile:
+def fastest(rows):
     """The fastest tile; the present one if none is clearly faster."""
     best = max(rows, key=lambda row: row.get("faster", 0.0))
     return tiles_fox.Tile(*(best if best.get("faster", 0.0) >= CLEARLY_FASTER else rows[0])["tile"])
 
 
-def tune(
-    report: Report, groups: list[list[dict]], problem: Problem, device: str, deadline: float
-) -> dict[str, tiles_fox.Tile]:
+def tune(report, groups, problem, device, deadline):
     """Times the tiles of each kernel for one head size. Returns the fastest, if they agree when used together."""
     D, tiles, expected = problem.shape[-1], {}, {}
     with mock.patch.dict(launched_tiles(device)):
@@ -328,18 +315,18 @@ def tune(
 # Showing.
 
 
-def table(rows: list[dict]) -> str:
+def table(rows):
     """Markdown: the tiles of one kernel, the fastest first where they were timed, and those that were dropped."""
     kept = sorted((row for row in rows if "dropped" not in row), key=lambda row: -row.get("faster", 0.0))
     dropped = "".join(f"\n- {row['tile']}: {row['dropped']}" for row in rows if "dropped" in row)
     return f"## {rows[0]['kernel']}, D = {rows[0]['head_dim']}\n\n{common.markdown(kept, TABLE)}\n{dropped}\n"
 
 
-def by_kernel(rows: list[dict]) -> list[list[dict]]:
+def by_kernel(rows):
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row_key(row)[:2])]
 
 
-def source(key: tuple[int, int], rows: dict[int, tiles_fox.Tiles]) -> str:
+def source(key, rows):
     """Rows of TILES as in tiles_fox.py."""
 
     def line(D, row):
@@ -348,18 +335,14 @@ def source(key: tuple[int, int], rows: dict[int, tiles_fox.Tiles]) -> str:
     return "\n".join([f"    {key}: {{", *(line(D, row) for D, row in rows.items()), "    },"])
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments=None):
     kernels, begin = tiles_fox.Tiles._fields, time.monotonic()
-    parser = common.make_parser(__spec__.name, __doc__)
+    sizes = {"length": 16384, "tokens": 32768, "width": 2048}
+    parser = common.make_parser(__spec__.name, __doc__, **sizes, minutes=8.0, device="cuda")
     parser.add_argument("--head-dim", type=int, nargs="+", help="default: 64 128")
     parser.add_argument("--kernel", nargs="+", default=list(kernels), choices=kernels)
-    parser.add_argument("--length", type=int, default=16384, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=32768, help="in a batch (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=2048, help="heads times head size (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time limit (default: %(default)s)")
     parser.add_argument("--candidates", type=int, metavar="N", help="for each kernel and head size (default: all)")
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: all cores)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--compile-only", type=int, metavar="CAPABILITY", help="such as 90; no GPU, no times")
     args = parser.parse_args(arguments)
     if args.table is not None:
