@@ -131,7 +131,6 @@ class LocalReader:
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:
-        """Eval and inference mode; afterwards every module has its training flag again."""
         self._engine_arguments = np.resize(trial, max(len(trial), 3)), tokens_per_pass
         try:
             with evaluating(self.model):
@@ -204,15 +203,10 @@ def as_array(ids) -> np.ndarray:
 
 
 def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:
-    """Warn if an input is longer than the context that a model claims, whose positions have no end.
-
-    Args:
-        tokens: of the input.
-        what: names the input.
-        reply: tokens that are to be generated after it.
+    """Warn if an input of so many tokens, named `what`, is longer than the context that a model claims.
 
     Raises:
-        ValueError: input and reply are longer than the model's table of positions.
+        ValueError: input and reply (of `reply` tokens) are longer than the model's table of positions.
     """
     tokens += reply
     limit, claim = reader.position_limit, reader.claimed_context

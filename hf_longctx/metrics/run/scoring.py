@@ -24,7 +24,7 @@ def token_losses(reader: Reader, ids: np.ndarray, targets: np.ndarray, where: st
 
     Raises:
         ValueError: a loss is NaN or infinite.
-        OutOfMemory: memory runs out even in the smallest passes.
+        OutOfMemory: see `next_tokens`.
     """
     log_probs, _ = next_tokens(reader, ids, targets, range(len(ids)), where)
     bad = np.flatnonzero(~np.isfinite(log_probs))
@@ -55,7 +55,7 @@ def score_answer(
 
     Raises:
         ValueError: a logit is NaN.
-        OutOfMemory: memory runs out even in the smallest passes.
+        OutOfMemory: see `next_tokens`.
     """
     positions = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
     log_probs, best = next_tokens(reader, np.concatenate([prompt, answer[:-1]]), answer, positions, where)
@@ -77,7 +77,7 @@ def score_answer(
 
 
 def next_tokens(reader, ids, targets, positions, where):
-    """`reader.score`, with the name of the input in its error."""
+    """`reader.score`, with the name of the input in its OutOfMemory: memory ran out even in the smallest passes."""
     try:
         return reader.score(ids, targets, positions)
     except OutOfMemory as error:
