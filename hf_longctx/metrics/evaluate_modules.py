@@ -91,20 +91,15 @@ def _option_names():
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
     from .rope.verdict import rope_report
+    from .run.parts import Run
 
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "input_ids", "run")]
-        names[name] += _run_options() if "run" in keywords else []
+        names[name] += [field.name for field in fields(Run)] if "run" in keywords else []
     names["rope_base_check"].append("head_dim")
     return names
-
-
-def _run_options():
-    from .run.parts import Run
-
-    return [field.name for field in fields(Run)]
 
 
 def load(model, corpus=None, tokenizer=None):
@@ -133,7 +128,7 @@ def load(model, corpus=None, tokenizer=None):
     if tokenizer is None:
         if not name:
             raise ValueError(
-                "corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=..."
+                "corpus is a text, and the model has no name to find its tokenizer by: give tokenizer=..."
             )
         from transformers import AutoTokenizer
 
@@ -148,8 +143,8 @@ def complete(options: dict, tokenizer, name: str) -> dict:
     """
     from .run.parts import Run
 
-    options = dict(options)
-    run = {option: options.pop(option) for option in _run_options() if option in options}
+    run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
+    options = {option: value for option, value in options.items() if option not in run}
     if run.get("journal") is not None:
         run["journal"] = f"{os.fspath(run['journal'])}.{name}"
     for token in ("bos_token_id", "eos_token_id"):
@@ -158,8 +153,7 @@ def complete(options: dict, tokenizer, name: str) -> dict:
     return options | {"run": Run(**run)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The forgetting curve
+# The forgetting curve -----------------------------------------------------------------------------------------------
 
 
 def score_predictions(predictions, references) -> ForgettingCurve:
@@ -227,8 +221,7 @@ def curve_result(curve: ForgettingCurve) -> dict:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The per-token loss
+# The per-token loss -------------------------------------------------------------------------------------------------
 
 
 def average_log_probs(predictions) -> PositionLoss:
@@ -279,15 +272,11 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
 
 def loss_result(result: PositionLoss) -> dict:
     """A per-token loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
-    return {
-        "final_perplexity": float(result.perplexity[-1]),
-        "summary": result.summary(),
-        **json.loads(result.to_json()),
-    }
+    perplexity = float(result.perplexity[-1])
+    return {"final_perplexity": perplexity, "summary": result.summary(), **json.loads(result.to_json())}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The RoPE bound
+# The RoPE bound -----------------------------------------------------------------------------------------------------
 
 
 def check_model(model, **options) -> dict:

@@ -19,7 +19,6 @@ from .result import CurvePoint
 
 
 KINDS = ("copy", "LM")
-OUT_OF_MEMORY = "out of memory, even in the smallest passes"
 
 
 class Measurement:
@@ -136,7 +135,7 @@ class Measurement:
         return (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
 
     def give_up(self, length: int) -> None:
-        self.journal.append((length,), {"not_measured": OUT_OF_MEMORY})
+        self.journal.append((length,), {"not_measured": "out of memory, even in the smallest passes"})
 
 
 def sample_input(sample: Sample, kind: str, bos: int, eos: int) -> np.ndarray:

@@ -20,8 +20,7 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
 
     Args:
         results: by the name of the model, in the order of the picture; all forgetting curves, or all per-token losses.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        title: heading of the picture.
+        path, title: as for `plot_comparison`.
 
     Returns:
         the numbers, as lines of text.
