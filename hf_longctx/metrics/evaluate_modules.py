@@ -192,11 +192,8 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     """`forgetting_curve` for what `load` takes; the corpus is not used for data_type="random".
 
     Args:
-        lengths: default: 16 from 8 tokens to what the model claims to read, as far as the corpus reaches.
+        lengths: by default, `default_lengths` for the model and the corpus.
         options: of `forgetting_curve`, and the fields of `Run`.
-
-    Raises:
-        ValueError: neither model nor corpus says how far to measure.
     """
     from .curve.measure import forgetting_curve
     from .run.reader import reader_for

@@ -22,13 +22,9 @@ KINDS = ("copy", "LM")
 
 
 class Measurement:
-    """Measures parts of a curve, unless the journal has them.
+    """Measures parts of a curve, unless the journal has them, within `reader.reading`.
 
-    Args:
-        reader: within its `reading`.
-        samples: the repeats at each length.
-        bos, eos: ids.
-        worker: its journal takes the counts; its bar advances by the `cost` of every input that was counted.
+    The worker's journal takes the counts; its bar advances by the `cost` of every input that was counted.
     """
 
     def __init__(self, reader: Reader, samples: dict[int, list[Sample]], bos: int, eos: int, worker: Worker):

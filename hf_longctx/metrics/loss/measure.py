@@ -68,12 +68,8 @@ def position_loss(
         targets = corpus[start : start + context_length]
         return np.concatenate([[bos], targets[:-1]]), targets
 
-    def work(worker):
-        worker.measure(
-            starts,
-            cost=lambda start: context_length,
-            measure=lambda start: token_losses(reader, *sequence(start), f"sequence from {start}").tolist(),
-        )
+    def measure(start):
+        return token_losses(reader, *sequence(start), f"sequence from {start}").tolist()
 
     def result(entries):
         if not entries:
@@ -85,7 +81,7 @@ def position_loss(
     return run_parts(
         reader,
         "position loss",
-        work,
+        lambda worker: worker.measure(starts, lambda start: context_length, measure),
         result,
         depends_on={"metric": PositionLoss.kind, **settings},
         trial=sequence(starts[0])[0],

@@ -115,15 +115,10 @@ class Engine:
         return DynamicCache(config=text_config(self.model))
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int = 0) -> np.ndarray:
-        """Read on from a cache, which grows, in passes of at most `tokens_per_pass` tokens.
-
-        Args:
-            ids: (B, t) int64.
-            cache: of as many texts, or a new one.
-            scored: predict at so many positions at the end.
+        """Read ids (B, t) on from a cache of B texts, which grows, in passes of at most `tokens_per_pass` tokens.
 
         Returns:
-            (B, scored) int64, as from `predict`.
+            predictions at the last `scored` positions, (B, scored) int64.
         """
         length, unscored = ids.shape[1], ids.shape[1] - scored
         step = max(1, self.tokens_per_pass // len(ids))

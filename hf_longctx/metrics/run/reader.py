@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import model as facts
 from .engine import Engine, evaluating
+from .model import first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
 class Reader(Protocol):
@@ -107,27 +107,49 @@ class LocalReader:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.vocab_size = facts.vocabulary_size(model)
-        self.position_limit = facts.position_limit(model)
-        self.claimed_context = facts.claimed_context(model)
+        self.config = text_config(model)
+        self.vocab_size = vocabulary_size(model)
+        self.position_limit = position_limit(model)
+        self.claimed_context = getattr(self.config, "max_position_embeddings", None)
         self.can_reply = hasattr(model, "generate")
-
-    @cached_property
-    def cost(self):
-        return facts.reading_cost(self.model)
 
     @property
     def is_distributed(self) -> bool:
-        return facts.is_distributed(self.model)
+        """Whether the parameters are spread over processes (tensor parallel or FSDP)."""
+        from torch.distributed.tensor import DTensor
+
+        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def settings(self) -> dict[str, Any]:
-        return facts.model_settings(self.model)
+        return {
+            "model": getattr(self.model.config, "_name_or_path", None) or type(self.model).__name__,
+            "dtype": str(first_parameter(self.model).dtype).removeprefix("torch."),
+            "attention": getattr(self.config, "_attn_implementation", None),
+        }
 
     def identity(self) -> dict[str, str]:
-        return {"weights_sha256": facts.weights_hash(self.model)}
+        return {"weights_sha256": weights_hash(self.model)}
 
     def configured_id(self, name: str) -> int | None:
-        return facts.configured_id(self.model, name)
+        """The id in the model's config, else in its generation config."""
+        for config in (self.config, getattr(self.model, "generation_config", None)):
+            value = getattr(config, name, None)
+            if value is not None:
+                return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
+        return None
+
+    def cost(self, tokens: int) -> float:
+        width, matrices = self._sizes
+        return tokens * (1 + tokens * width / matrices)
+
+    @cached_property
+    def _sizes(self):
+        """Attention to n earlier tokens costs n * width / matrices as much as all matrix products of a token."""
+        modules = self.model.modules()
+        embedding = sum(p.numel() for m in modules if isinstance(m, nn.Embedding) for p in m.parameters())
+        matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
+        attends = getattr(self.config, "num_attention_heads", None) is not None
+        return (self.config.num_hidden_layers * self.config.hidden_size if attends else 0), matrices
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:

@@ -16,14 +16,10 @@ REPLY_MARGIN = 16  # tokens that a reply may have beyond the answer
 
 
 def token_losses(reader: Reader, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
-    """Loss of each target at the position of the id before it, in nats; (T,) float64.
-
-    Args:
-        ids, targets: (T,) int64.
-        where: names the input in an error.
+    """Loss of each target after the id before it, in nats, (T,) float64; ids and targets are (T,) int64.
 
     Raises:
-        ValueError: a loss is NaN or infinite.
+        ValueError: a loss is NaN or infinite; `where` names the input.
         OutOfMemory: see `next_tokens`.
     """
     log_probs, _ = next_tokens(reader, ids, targets, range(len(ids)), where)
@@ -51,10 +47,9 @@ def score_answer(
         prompt, answer: ids, (T,) and (n,) int64.
         matches: whether a reply holds the answer.
         generate: let the model reply, if its likeliest tokens are not the answer anyway.
-        where: names the question in an error.
 
     Raises:
-        ValueError: a logit is NaN.
+        ValueError: a logit is NaN; `where` names the question.
         OutOfMemory: see `next_tokens`.
     """
     positions = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
