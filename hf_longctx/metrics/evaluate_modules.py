@@ -103,7 +103,7 @@ def _option_names():
 
 
 def load(model, corpus=None, tokenizer=None):
-    """A model by name or as an object, and a corpus as text or ids.
+    """A reader of a model, by name or as an object, and the ids of a corpus.
 
     Args:
         model: a causal language model, or its name or folder.
@@ -111,29 +111,28 @@ def load(model, corpus=None, tokenizer=None):
         tokenizer: for a text; by default, that of the model's name.
 
     Returns:
-        the model, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
+        the reader, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
 
     Raises:
         ValueError: a text came without a tokenizer.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .run.reader import reader_for
+
     name = model if isinstance(model, str) else model.config._name_or_path
     if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
-        return model, corpus, None
+        return reader_for(model), corpus, None
     if tokenizer is None:
         if not name:
-            raise ValueError(
-                "corpus is a text, and the model has no name to find its tokenizer by: give tokenizer=..."
-            )
-        from transformers import AutoTokenizer
-
+            raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return model, tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"], tokenizer
+    ids = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
+    return reader_for(model), ids, tokenizer
 
 
 def complete(options: dict, tokenizer, name: str) -> dict:
@@ -196,13 +195,12 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
         options: of `forgetting_curve`, and the fields of `Run`.
     """
     from .curve.measure import forgetting_curve
-    from .run.reader import reader_for
 
-    model, tokens, encoder = load(model, corpus, tokenizer)
+    reader, tokens, encoder = load(model, corpus, tokenizer)
     if lengths is None:
-        lengths = default_lengths(reader_for(model).claimed_context, None if tokens is None else len(tokens))
+        lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
     options = complete(options, tokenizer if encoder is None else encoder, "forgetting_curve")
-    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=encoder, **options)
+    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=encoder, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
@@ -256,15 +254,14 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
         ValueError: there is no corpus.
     """
     from .loss.measure import position_loss
-    from .run.reader import reader_for
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    model, tokens, encoder = load(model, corpus, tokenizer)
+    reader, tokens, encoder = load(model, corpus, tokenizer)
     if context_length is None:
-        context_length = min(reader_for(model).claimed_context or len(tokens), len(tokens))
+        context_length = min(reader.claimed_context or len(tokens), len(tokens))
     options = complete(options, tokenizer if encoder is None else encoder, "position_loss")
-    return position_loss(model, tokens, context_length=context_length, tokenizer=encoder, **options)
+    return position_loss(reader, tokens, context_length=context_length, tokenizer=encoder, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:

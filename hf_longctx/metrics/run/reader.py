@@ -99,11 +99,7 @@ def reader_for(model: nn.Module | Reader) -> Reader:
 
 
 class LocalReader:
-    """Reads with a torch model, in the model's dtype and on its device.
-
-    Args:
-        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
-    """
+    """Reads with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V)."""
 
     def __init__(self, model: nn.Module):
         self.model = model
