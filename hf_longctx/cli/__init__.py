@@ -7,20 +7,7 @@ import argparse
 import sys
 
 from .. import __version__
-from . import (
-    compare,
-    convert,
-    curve,
-    gates,
-    generate,
-    lines,
-    loss,
-    needle,
-    register_metrics,
-    report,
-    rope,
-    train_demo,
-)
+from . import compare, convert, curve, gates, generate, lines, loss, needle, register_metrics, report, rope, train_demo
 
 
 COMMANDS = {

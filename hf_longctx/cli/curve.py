@@ -11,6 +11,8 @@ Examples:
   hf-longctx curve MODEL --endpoint http://localhost:8000/v1
 """
 
+from functools import partial
+
 from . import shared
 
 
@@ -48,7 +50,6 @@ def run(args):
     from ..metrics import Run, forgetting_curve, linear_lengths, log_lengths
     from ..metrics.curve.protocol import default_lengths
 
-    shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
     tokens = corpus_name = None
     if args.data_type == "order":
@@ -61,25 +62,20 @@ def run(args):
     else:
         lengths = grid(args.max_length, points)
 
-    def measure():
-        return forgetting_curve(
-            reader,
-            tokens,
-            lengths=lengths,
-            repeats=args.repeats,
-            seed=args.seed,
-            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
-            eos_token_id=shared.coalesce(args.eos_token_id, tokenizer.eos_token_id),
-            data_type=args.data_type,
-            protocol=args.protocol,
-            tokenizer=tokenizer,
-            corpus_name=corpus_name,
-            train_length=args.train_length,
-            run=Run(args.journal, args.tokens_per_pass, progress=True),
-        )
-
-    shared.write_measured(
-        args,
-        measure,
+    measure = partial(
+        forgetting_curve,
+        reader,
+        tokens,
+        lengths=lengths,
+        repeats=args.repeats,
+        seed=args.seed,
+        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+        eos_token_id=shared.coalesce(args.eos_token_id, tokenizer.eos_token_id),
+        data_type=args.data_type,
+        protocol=args.protocol,
+        tokenizer=tokenizer,
+        corpus_name=corpus_name,
         train_length=args.train_length,
+        run=Run(args.journal, args.tokens_per_pass, progress=True),
     )
+    shared.write_measured(args, measure, train_length=args.train_length)

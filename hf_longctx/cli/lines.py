@@ -7,6 +7,8 @@ Examples:
   hf-longctx lines model_cards/fox-demo --lines 5 10 --repeats 2 --no-replies
 """
 
+from functools import partial
+
 from . import shared
 
 
@@ -29,20 +31,16 @@ def run(args):
     from ..metrics import Run, line_retrieval
     from ..metrics.report.defaults import NO_CLAIM, line_counts
 
-    shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
-    lines = args.lines or line_counts(reader.claimed_context or NO_CLAIM, tokenizer)
-
-    def measure():
-        return line_retrieval(
-            reader,
-            tokenizer,
-            lines=lines,
-            repeats=args.repeats,
-            seed=args.seed,
-            generate=not args.no_replies,
-            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
-            run=Run(args.journal, progress=True),
-        )
-
+    measure = partial(
+        line_retrieval,
+        reader,
+        tokenizer,
+        lines=args.lines or line_counts(reader.claimed_context or NO_CLAIM, tokenizer),
+        repeats=args.repeats,
+        seed=args.seed,
+        generate=not args.no_replies,
+        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+        run=Run(args.journal, progress=True),
+    )
     shared.write_measured(args, measure)

@@ -7,6 +7,8 @@ Examples:
   hf-longctx loss model_cards/fox-demo --context-length 256 --sequences 2 --text stdlib
 """
 
+from functools import partial
+
 from . import shared
 
 
@@ -28,27 +30,19 @@ def run(args):
     from ..metrics import Run, position_loss
     from ..metrics.report.defaults import NO_CLAIM
 
-    shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
     claimed = reader.claimed_context or NO_CLAIM
     tokens, corpus_name = shared.load_corpus(args, tokenizer, shared.coalesce(args.context_length, claimed))
-    context_length = shared.coalesce(args.context_length, min(claimed, len(tokens)))
-
-    def measure():
-        return position_loss(
-            reader,
-            tokens,
-            context_length=context_length,
-            sequences=args.sequences,
-            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
-            tokenizer=tokenizer,
-            corpus_name=corpus_name,
-            train_length=args.train_length,
-            run=Run(args.journal, progress=True),
-        )
-
-    shared.write_measured(
-        args,
-        measure,
+    measure = partial(
+        position_loss,
+        reader,
+        tokens,
+        context_length=shared.coalesce(args.context_length, min(claimed, len(tokens))),
+        sequences=args.sequences,
+        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+        tokenizer=tokenizer,
+        corpus_name=corpus_name,
         train_length=args.train_length,
+        run=Run(args.journal, progress=True),
     )
+    shared.write_measured(args, measure, train_length=args.train_length)

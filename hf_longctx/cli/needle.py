@@ -8,6 +8,8 @@ Examples:
   hf-longctx needle model_cards/fox-demo --lengths 400 500 --depths 3 --no-replies --text stdlib
 """
 
+from functools import partial
+
 from . import shared
 
 
@@ -49,31 +51,23 @@ def run(args):
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
     if args.depths < 2:
         raise ValueError(f"--depths is {args.depths}; it must be at least 2, the beginning and the end.")
-    shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
     lengths = args.lengths or needle_lengths(reader.claimed_context or NO_CLAIM, tokenizer, args.mode)
     tokens, corpus_name = shared.load_corpus(args, tokenizer, max(lengths))
-
-    def measure():
-        return needle_in_a_haystack(
-            reader,
-            tokenizer,
-            tokens,
-            lengths=lengths,
-            depths=[i / (args.depths - 1) for i in range(args.depths)],
-            mode=args.mode,
-            repeats=args.repeats,
-            seed=args.seed,
-            generate=not args.no_replies,
-            bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
-            corpus_name=corpus_name,
-            train_length=args.train_length,
-            run=Run(args.journal, progress=True),
-        )
-
-    shared.write_measured(
-        args,
-        measure,
-        score=args.score,
+    measure = partial(
+        needle_in_a_haystack,
+        reader,
+        tokenizer,
+        tokens,
+        lengths=lengths,
+        depths=[i / (args.depths - 1) for i in range(args.depths)],
+        mode=args.mode,
+        repeats=args.repeats,
+        seed=args.seed,
+        generate=not args.no_replies,
+        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+        corpus_name=corpus_name,
         train_length=args.train_length,
+        run=Run(args.journal, progress=True),
     )
+    shared.write_measured(args, measure, score=args.score, train_length=args.train_length)

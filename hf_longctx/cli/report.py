@@ -35,11 +35,9 @@ def run(args):
     from ..metrics import measure_all
     from ..metrics.report.defaults import NO_CLAIM
 
-    shared.join_processes()
     reader, tokenizer = shared.load_reader(args)
-    corpus = shared.load_corpus(
-        args, tokenizer, shared.coalesce(args.context_length, reader.claimed_context, NO_CLAIM)
-    )
+    longest = shared.coalesce(args.context_length, reader.claimed_context, NO_CLAIM)
+    corpus = shared.load_corpus(args, tokenizer, longest)
     report = measure_all(
         reader,
         tokenizer,

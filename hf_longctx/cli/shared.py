@@ -74,11 +74,12 @@ def add_run(parser, output):
 
 
 def load_reader(args):
-    """A reader of the model, or with --endpoint of a served model, and the tokenizer."""
+    """A reader of the model, or with --endpoint of a served model, and the tokenizer; joins other processes first."""
     from transformers import AutoTokenizer
 
     from ..metrics import LocalReader, ServedModel
 
+    join_processes()
     if args.endpoint is None:
         model, tokenizer = load_model(args)
         return LocalReader(model), tokenizer
@@ -144,11 +145,7 @@ def join_processes():
 
 
 def write_measured(args, measure, **picture):
-    """Write what `measure()` returns, or had measured when an exception left it, as OUTPUT.json and OUTPUT.png.
-
-    Args:
-        picture: options of the result's `plot`.
-    """
+    """`measure_into` OUTPUT.json and OUTPUT.png; `picture` are options of the result's `plot`."""
     from ..metrics.report.measure_all import measure_into
 
     output = Path(args.output)

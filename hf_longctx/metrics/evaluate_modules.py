@@ -91,24 +91,19 @@ def _option_names():
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
     from .rope.verdict import rope_report
+    from .run.parts import Run
 
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "input_ids", "run")]
-        names[name] += _run_options() if "run" in keywords else []
+        names[name] += [field.name for field in fields(Run)] if "run" in keywords else []
     names["rope_base_check"].append("head_dim")
     return names
 
 
-def _run_options():
-    from .run.parts import Run
-
-    return [field.name for field in fields(Run)]
-
-
 def load(model, corpus=None, tokenizer=None):
-    """A model by name or as an object, and a corpus as text or ids.
+    """A reader of a model, by name or as an object, and the ids of a corpus.
 
     Args:
         model: a causal language model, or its name or folder.
@@ -116,29 +111,28 @@ def load(model, corpus=None, tokenizer=None):
         tokenizer: for a text; by default, that of the model's name.
 
     Returns:
-        the model, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
+        the reader, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
 
     Raises:
         ValueError: a text came without a tokenizer.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .run.reader import reader_for
+
     name = model if isinstance(model, str) else model.config._name_or_path
     if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
-        return model, corpus, None
+        return reader_for(model), corpus, None
     if tokenizer is None:
         if not name:
-            raise ValueError(
-                "corpus is a text, and this model has no name to find its tokenizer by: give tokenizer=..."
-            )
-        from transformers import AutoTokenizer
-
+            raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
         tokenizer = AutoTokenizer.from_pretrained(name)
-    return model, tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"], tokenizer
+    ids = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
+    return reader_for(model), ids, tokenizer
 
 
 def complete(options: dict, tokenizer, name: str) -> dict:
@@ -148,8 +142,8 @@ def complete(options: dict, tokenizer, name: str) -> dict:
     """
     from .run.parts import Run
 
-    options = dict(options)
-    run = {option: options.pop(option) for option in _run_options() if option in options}
+    run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
+    options = {option: value for option, value in options.items() if option not in run}
     if run.get("journal") is not None:
         run["journal"] = f"{os.fspath(run['journal'])}.{name}"
     for token in ("bos_token_id", "eos_token_id"):
@@ -158,8 +152,7 @@ def complete(options: dict, tokenizer, name: str) -> dict:
     return options | {"run": Run(**run)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The forgetting curve
+# The forgetting curve -----------------------------------------------------------------------------------------------
 
 
 def score_predictions(predictions, references) -> ForgettingCurve:
@@ -198,20 +191,16 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     """`forgetting_curve` for what `load` takes; the corpus is not used for data_type="random".
 
     Args:
-        lengths: default: 16 from 8 tokens to what the model claims to read, as far as the corpus reaches.
+        lengths: by default, `default_lengths` for the model and the corpus.
         options: of `forgetting_curve`, and the fields of `Run`.
-
-    Raises:
-        ValueError: neither model nor corpus says how far to measure.
     """
     from .curve.measure import forgetting_curve
-    from .run.reader import reader_for
 
-    model, tokens, encoder = load(model, corpus, tokenizer)
+    reader, tokens, encoder = load(model, corpus, tokenizer)
     if lengths is None:
-        lengths = default_lengths(reader_for(model).claimed_context, None if tokens is None else len(tokens))
+        lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
     options = complete(options, tokenizer if encoder is None else encoder, "forgetting_curve")
-    return forgetting_curve(model, tokens, lengths=lengths, tokenizer=encoder, **options)
+    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=encoder, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
@@ -227,8 +216,7 @@ def curve_result(curve: ForgettingCurve) -> dict:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The per-token loss
+# The per-token loss -------------------------------------------------------------------------------------------------
 
 
 def average_log_probs(predictions) -> PositionLoss:
@@ -266,28 +254,23 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
         ValueError: there is no corpus.
     """
     from .loss.measure import position_loss
-    from .run.reader import reader_for
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    model, tokens, encoder = load(model, corpus, tokenizer)
+    reader, tokens, encoder = load(model, corpus, tokenizer)
     if context_length is None:
-        context_length = min(reader_for(model).claimed_context or len(tokens), len(tokens))
+        context_length = min(reader.claimed_context or len(tokens), len(tokens))
     options = complete(options, tokenizer if encoder is None else encoder, "position_loss")
-    return position_loss(model, tokens, context_length=context_length, tokenizer=encoder, **options)
+    return position_loss(reader, tokens, context_length=context_length, tokenizer=encoder, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:
     """A per-token loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
-    return {
-        "final_perplexity": float(result.perplexity[-1]),
-        "summary": result.summary(),
-        **json.loads(result.to_json()),
-    }
+    perplexity = float(result.perplexity[-1])
+    return {"final_perplexity": perplexity, "summary": result.summary(), **json.loads(result.to_json())}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The RoPE bound
+# The RoPE bound -----------------------------------------------------------------------------------------------------
 
 
 def check_model(model, **options) -> dict:

@@ -43,9 +43,8 @@ class Table(NamedTuple):
 class Result:
     """What a metric measured.
 
-    A subclass is a frozen dataclass with a field or property `settings` (plain JSON values: how it was measured). It
-    sets `kind` and `title` and defines `measured`, `explanation`, `summary`, `headlines`, `table`, `document`,
-    `from_document` and `draw`.
+    A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
+    sets `kind` and `title` and defines the methods of the first part, and `plot` if there is a picture.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
@@ -70,7 +69,7 @@ class Result:
     @property
     def measured(self) -> bool:
         """Whether anything was measured."""
-        raise NotImplementedError
+        return True
 
     def explanation(self) -> str:
         """What the metric is, for readers of a report."""
@@ -82,7 +81,7 @@ class Result:
 
     def headlines(self) -> list[Headline]:
         """The numbers for a model card; none if nothing was measured on a dataset."""
-        raise NotImplementedError
+        return []
 
     def table(self) -> Table:
         """The numbers behind the picture."""
@@ -97,8 +96,21 @@ class Result:
         """The result with this `document`. Only counts and settings are read; the rest follows from them."""
         raise NotImplementedError
 
-    def draw(self, path, *, train_length: int | None, title: str | None, **options) -> None:
-        """Draw the picture; imports matplotlib."""
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
+        """Draw the result into a PNG, SVG or PDF, by the extension of `path`.
+
+        Args:
+            path: the file to write.
+            train_length: context length of the model's training, in tokens, marked where the picture has tokens on an
+                axis.
+            title: by default, the name of the model, or of the metric and the model.
+            options: of the metric's own picture.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: nothing was measured, or matplotlib does not know the extension.
+            NotImplementedError: this kind of result `has_picture` False.
+        """
         raise NotImplementedError(f"{self.title} has no picture.")
 
     # What all results have in common --------------------------------------------------------------------------------
@@ -131,9 +143,7 @@ class Result:
         return None if metric == cls.kind else f'this JSON is no result of {cls.kind}: its "metric" is {metric!r}.'
 
     def to_json(self) -> str:
-        """The result as a JSON text: settings, counts, and the numbers that follow from them.
-
-        The same measurement gives the same text. `json.loads` turns it into plain lists and dictionaries.
+        """Header and `document` as a JSON text. The same measurement gives the same text.
 
         Raises:
             ValueError: a number is NaN or infinite, which JSON does not have.
@@ -142,7 +152,7 @@ class Result:
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """The result that `to_json` wrote. Only counts and settings are read; the rest follows from them.
+        """The result that `to_json` wrote; see `from_document`.
 
         Raises:
             ValueError: the text is no result of this class, or has a newer format.
@@ -159,28 +169,16 @@ class Result:
         return cls.from_document(document)
 
     def save(self, path) -> None:
-        """Write `to_json()` to `path`, with the time and the commit of this package.
+        """Write `to_json()` to a file, which appears when it is complete; `read_result` reads it.
 
-        `read_result(path)` reads it again.
+        The file also says when it was saved (UTC), and by which commit of this package. The text does not, so that the
+        same measurement gives the same text.
         """
-        save_document(path, self.to_json())
-
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
-        """Draw the result into a PNG, SVG or PDF, by the extension of `path`.
-
-        Args:
-            path: the file to write.
-            train_length: context length of the model's training, in tokens, marked where the picture has tokens on an
-                axis.
-            title: by default, the name of the model, or of the metric and the model.
-            options: of the metric's own picture.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: nothing was measured, or matplotlib does not know the extension.
-            NotImplementedError: this kind of result `has_picture` False.
-        """
-        self.draw(path, train_length=train_length, title=title, **options)
+        path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
+        document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def read_result(path) -> Result:
@@ -190,36 +188,18 @@ def read_result(path) -> Result:
         ValueError: the file is no JSON, or no result of any metric; it is named.
         FileNotFoundError: there is no such file.
     """
+    for module in RESULT_MODULES:
+        importlib.import_module(f".{module}", __package__)
     text = Path(path).read_text(encoding="utf-8")
     try:
-        return result_class(json.loads(text)).from_json(text)
+        document = json.loads(text)
+        for cls in Result.kinds.values():
+            if isinstance(document, dict) and cls.mismatch(document) is None:
+                return cls.from_json(text)
+        raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
     except (ValueError, KeyError, TypeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is no saved result of ours: {reason}") from error
-
-
-def result_class(document) -> type[Result]:
-    """The class that a JSON object is a result of."""
-    for module in RESULT_MODULES:
-        importlib.import_module(f".{module}", __package__)
-    for cls in Result.kinds.values():
-        if isinstance(document, dict) and cls.mismatch(document) is None:
-            return cls
-    raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
-
-
-def save_document(path, text: str) -> None:
-    """Write the JSON text of a result to a file, with `saved`: the time in UTC, and the commit of this package.
-
-    A result itself holds neither, so that the same measurement gives the same text. The file appears when it is
-    complete.
-    """
-    path = Path(path)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    document = {**json.loads(text), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def commit(folder: Path) -> str | None:

@@ -76,17 +76,9 @@ def draw_title(figure: Figure, text: str) -> None:
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float) -> None:
     """A legend under its title, above the axes, where no curve can run into it."""
-    figure.legend(
-        handles=handles,
-        title=textwrap.fill(text, 75),
-        title_fontproperties={"size": 13.5, "weight": "bold"},
-        alignment="left",
-        loc="outside upper left",
-        ncols=3,
-        frameon=False,
-        fontsize=fontsize,
-        columnspacing=2.5,
-    )
+    title = dict(title=textwrap.fill(text, 75), title_fontproperties={"size": 13.5, "weight": "bold"})
+    place = dict(loc="outside upper left", alignment="left", ncols=3, columnspacing=2.5)
+    figure.legend(handles=handles, **title, **place, frameon=False, fontsize=fontsize)
 
 
 def legend(figure: Figure, handles, columns: int = 3) -> None:

@@ -16,7 +16,7 @@ from hf_longctx.metrics import (
     RopeReport,
     rope_report,
 )
-from hf_longctx.metrics.result import Result, commit, read_result, save_document
+from hf_longctx.metrics.result import Result, commit, read_result
 from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell
 from hf_longctx.metrics.retrieval.lines import LinesPoint
@@ -131,10 +131,11 @@ def test_a_saved_result_has_its_time_and_reads_the_same(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["curve.json"]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    save_document(tmp_path / "a.json", '{"x": 1}')
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(PositionLoss, "to_json", lambda self: self.settings["text"])
+    PositionLoss([1.0], 1, {"text": '{"x": 1}'}).save(tmp_path / "a.json")
     with pytest.raises(ValueError, match="JSON"):
-        save_document(tmp_path / "a.json", '{"x": NaN}')
+        PositionLoss([1.0], 1, {"text": '{"x": NaN}'}).save(tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())["x"] == 1
 
 

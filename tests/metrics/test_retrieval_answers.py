@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hf_longctx.metrics.retrieval import answers as module
-from hf_longctx.metrics.retrieval.answers import Answer, Answers, check_score, holds_number, holds_text
+from hf_longctx.metrics.retrieval.answers import Answer, Answers, holds_number, holds_text
 
 
 def test_examples_in_docstrings():
@@ -64,5 +64,3 @@ def test_nothing_is_found_where_there_are_no_replies():
 def test_nothing_to_score():
     with pytest.raises(ValueError, match="no answer"):
         Answers([])
-    with pytest.raises(ValueError, match="'judge'"):
-        check_score("judge")

@@ -19,17 +19,12 @@ from .result import CurvePoint
 
 
 KINDS = ("copy", "LM")
-OUT_OF_MEMORY = "out of memory, even in the smallest passes"
 
 
 class Measurement:
-    """Measures parts of a curve, unless the journal has them.
+    """Measures parts of a curve, unless the journal has them, within `reader.reading`.
 
-    Args:
-        reader: within its `reading`.
-        samples: the repeats at each length.
-        bos, eos: ids.
-        worker: its journal takes the counts; its bar advances by the `cost` of every input that was counted.
+    The worker's journal takes the counts; its bar advances by the `cost` of every input that was counted.
     """
 
     def __init__(self, reader: Reader, samples: dict[int, list[Sample]], bos: int, eos: int, worker: Worker):
@@ -136,7 +131,7 @@ class Measurement:
         return (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
 
     def give_up(self, length: int) -> None:
-        self.journal.append((length,), {"not_measured": OUT_OF_MEMORY})
+        self.journal.append((length,), {"not_measured": "out of memory, even in the smallest passes"})
 
 
 def sample_input(sample: Sample, kind: str, bos: int, eos: int) -> np.ndarray:

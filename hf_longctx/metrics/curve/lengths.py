@@ -79,9 +79,9 @@ def memory_lengths(
         return passing.index(False, start) - 1 if False in passing[start:] else len(passing) - 1
 
     def reading(i):
-        last = i == len(lengths) - 1
+        following = lengths[i + 1] if i + 1 < len(lengths) else None
         return MemoryLength(
-            lengths[i] if i >= 0 else 0, open_ended=last and i >= 0, next_tested=None if last else lengths[i + 1]
+            lengths[i] if i >= 0 else 0, open_ended=i >= 0 and following is None, next_tested=following
         )
 
     return {

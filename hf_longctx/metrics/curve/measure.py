@@ -6,8 +6,7 @@ What is measured is in protocol.py, how a model predicts in run/reader.py; here 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -33,7 +32,7 @@ DATA_TYPES = ("order", "random")
 
 
 class PositionLimitError(ValueError):
-    """The model has no position for an input this long.
+    """The model has no position for the input at a length.
 
     Attributes:
         limit: positions the model has, in tokens.
@@ -41,10 +40,12 @@ class PositionLimitError(ValueError):
         result: the `ForgettingCurve` of the lengths up to there.
     """
 
-    def __init__(self, message: str, limit: int):
-        super().__init__(message)
-        self.limit = limit
-        self.longest_length = longest_length(limit)
+    def __init__(self, length: int, limit: int):
+        self.limit, self.longest_length = limit, longest_length(limit)
+        super().__init__(
+            f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position table ends at "
+            f"{limit}. The longest measurable length is {self.longest_length}; the curve up to there has been measured."
+        )
 
 
 def forgetting_curve(
@@ -72,9 +73,6 @@ def forgetting_curve(
     times with another target S, and its greedy predictions of the second half of the last S are counted. The model
     runs in its own dtype, on its own device, in eval mode; its training flags are restored.
 
-    Where torch.distributed is initialized (`torchrun`, `accelerate launch`), every process, with its own copy of the
-    model, measures a part, and all return the whole curve.
-
     Args:
         model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
             Or a reader, such as `ServedModel`.
@@ -97,7 +95,7 @@ def forgetting_curve(
         confidence: at which the adaptive protocol is satisfied, between 0 and 1.
         tokenizer: name it, or give it, to have its name in the settings.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
-        run: journal, memory budget and progress bar.
+        run: journal, memory budget and progress bar; see `Run`, also for several processes and interruptions.
 
     Returns:
         `ForgettingCurve` with one point per length. A length for which memory is short even in the smallest passes has
@@ -108,9 +106,6 @@ def forgetting_curve(
             of another run.
         PositionLimitError: the model's position table is too short for some length. Raised after the others have been
             measured.
-
-    Any exception that leaves this function once measuring has begun, also KeyboardInterrupt, has an attribute
-    `result`: the curve of what was measured until then.
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)
@@ -144,7 +139,7 @@ def forgetting_curve(
     def work(worker):
         measure(Measurement(reader, samples, bos, eos, worker), fitting, repeats, confidence)
         if fitting != lengths:
-            raise beyond_positions(lengths[len(fitting)], limit)
+            raise PositionLimitError(lengths[len(fitting)], limit)
 
     def result(entries):
         points, missing = tally(entries, samples)
@@ -158,8 +153,7 @@ def forgetting_curve(
     return run_parts(reader, "forgetting curve", work, result, depends_on=depends_on, trial=trial, run=run)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Protocols: each measures the share of one process
+# Protocols: each measures the share of one process ------------------------------------------------------------------
 
 
 def measure_reference(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
@@ -216,23 +210,15 @@ def measure_adaptively(work: Measurement, lengths: Sequence[int], repeats: int, 
             lengths = [length for length in lengths if length < error.args[0]]
 
 
-class Protocol(NamedTuple):
-    """How samples are drawn from a corpus and from random ids, and how they are measured."""
-
-    draw_order: Callable[..., Any]
-    draw_random: Callable[..., Any]
-    measure: Callable[[Measurement, Sequence[int], int, float], None]
-
-
+# How samples are drawn from a corpus and from random ids, and how they are measured.
 PROTOCOLS = {
-    "reference": Protocol(order_samples, random_samples, measure_reference),
-    "nested": Protocol(nested_order_samples, nested_random_samples, measure_nested),
-    "adaptive": Protocol(order_samples, random_samples, measure_adaptively),
+    "reference": (order_samples, random_samples, measure_reference),
+    "nested": (nested_order_samples, nested_random_samples, measure_nested),
+    "adaptive": (order_samples, random_samples, measure_adaptively),
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
+# Arguments ----------------------------------------------------------------------------------------------------------
 
 
 def check_choices(repeats: int, data_type: str, protocol: str, confidence: float) -> None:
@@ -268,11 +254,3 @@ def check_id_range(reader: Reader, id_range, irrelevant_tokens):
     if not 0 <= low <= high < reader.vocab_size:
         raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {reader.vocab_size - 1}.")
     return (low, high), {"id_range": [low, high]}
-
-
-def beyond_positions(length: int, limit: int) -> PositionLimitError:
-    return PositionLimitError(
-        f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position table ends at {limit}. "
-        f"The longest measurable length is {longest_length(limit)}; the curve up to there has been measured.",
-        limit,
-    )

@@ -13,16 +13,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
 
     Lines are means over repeats, ribbons one population standard deviation to each side. The green area ends at the
     fine length, the blue one at the coarse length; red is what lies beyond. The upper axis counts what the model
-    reads, 2n + 3 tokens at length n.
-
-    Args:
-        curve: a `ForgettingCurve`.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        train_length: context length of the model's training, in tokens: a line where the input reaches it.
-        title: by default, the name of the model.
-
-    Raises:
-        ValueError: the curve has no point, or matplotlib does not know the extension.
+    reads, 2n + 3 tokens at length n, and a line marks where they are as many as `train_length`. See `Result.plot`.
     """
     if not curve.points:
         raise ValueError("the curve has no point to draw: no length was measured.")
@@ -70,17 +61,9 @@ def mark_input(axes, train_length: int, right: float) -> bool:
     if length > right:
         return False
     style.mark_training(axes, length)
-    axes.annotate(
-        f"training context: {train_length:,} tokens",
-        (length, 0.65),
-        xytext=(-3, 0),
-        textcoords="offset points",
-        rotation=90,
-        ha="right",
-        va="center",
-        fontsize=8.5,
-        color=style.INK,
-    )
+    words = f"training context: {train_length:,} tokens"
+    left_of_line = dict(xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="center")
+    axes.annotate(words, (length, 0.65), **left_of_line, fontsize=8.5, color=style.INK)
     return True
 
 

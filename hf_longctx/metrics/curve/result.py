@@ -104,7 +104,6 @@ class ForgettingCurve(Result):
 
     Attributes:
         points: one `CurvePoint` per measured length, ascending.
-        settings: how it was measured: plain JSON values, kept as they are.
         not_measured: why a length has no point, by length.
     """
 
@@ -145,10 +144,8 @@ class ForgettingCurve(Result):
 
     def interval(self, reading: str, confidence: float = 0.95) -> LengthInterval:
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
-        margins = [p.margins(reading) for p in self.points]
-        return length_interval(
-            [p.length for p in self.points], margins, [p.scored_tokens for p in self.points], confidence
-        )
+        lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
+        return length_interval(lengths, [p.margins(reading) for p in self.points], scored, confidence)
 
     @property
     def repeats_range(self) -> str:
@@ -157,7 +154,6 @@ class ForgettingCurve(Result):
         return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
     def summary(self) -> str:
-        """The result in one line."""
         missing = ""
         for reason in dict.fromkeys(self.not_measured.values()):
             lengths = [length for length, why in self.not_measured.items() if why == reason]
@@ -218,21 +214,8 @@ class ForgettingCurve(Result):
         return "this JSON is not a forgetting curve: it lacks format, settings or points."
 
     def document(self) -> dict[str, Any]:
-        points = [
-            {
-                "length": p.length,
-                "scored_tokens": p.scored_tokens,
-                "copy_correct": p.copy_correct,
-                "lm_correct": p.lm_correct,
-                "begin_locs": p.begin_locs,
-                "copy_mean": p.copy_mean,
-                "copy_std": p.copy_std,
-                "lm_mean": p.lm_mean,
-                "lm_std": p.lm_std,
-                "p_value": p.p_value,
-            }
-            for p in self.points
-        ]
+        names = ("length", "scored_tokens", "copy_correct", "lm_correct", "begin_locs")
+        names += ("copy_mean", "copy_std", "lm_mean", "lm_std", "p_value")
         readings = {
             name: {"length": int(length), "open_ended": length.open_ended, "next_tested": length.next_tested}
             for name, length in self.memory_lengths.items()
@@ -240,7 +223,7 @@ class ForgettingCurve(Result):
         return {
             "settings": self.settings,
             "memory_lengths": readings,
-            "points": points,
+            "points": [{name: getattr(p, name) for name in names} for p in self.points],
             "intervals_95": {reading: self.interval(reading)._asdict() for reading in READINGS},
             "not_measured": [{"length": n, "reason": reason} for n, reason in self.not_measured.items()],
         }
@@ -252,7 +235,7 @@ class ForgettingCurve(Result):
         missing = {entry["length"]: entry["reason"] for entry in document.get("not_measured", [])}
         return cls(points, document["settings"], missing)
 
-    def draw(self, path, *, train_length: int | None, title: str | None) -> None:
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_curve
 
         plot_curve(self, path, train_length=train_length, title=title)

@@ -31,7 +31,6 @@ def position_loss(
     """Measure the loss of each token of a text, given those before it (Lin et al. 2025, section 4.2).
 
     A sequence of T tokens is read as `[bos]` and all of them but the last. Logits are made in parts, never (T, V).
-    Where torch.distributed is initialized, every process measures a share of the sequences, and all return the result.
 
     Args:
         model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such
@@ -44,18 +43,12 @@ def position_loss(
         bos_token_id: defaults to that of the model's configuration, or its EOS.
         tokenizer: name it, or give it, to have its name in the settings.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
-        run: journal, memory budget and progress bar.
-
-    Returns:
-        `PositionLoss`.
+        run: journal, memory budget and progress bar; see `Run`, also for several processes and interruptions.
 
     Raises:
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a loss is not finite.
         RuntimeError: memory runs out even in the smallest passes.
-
-    An exception that leaves this function while measuring has an attribute `result`: the `PositionLoss` over the
-    sequences measured until then, or None.
     """
     reader = reader_for(model)
     corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
@@ -75,12 +68,8 @@ def position_loss(
         targets = corpus[start : start + context_length]
         return np.concatenate([[bos], targets[:-1]]), targets
 
-    def work(worker):
-        worker.measure(
-            starts,
-            cost=lambda start: context_length,
-            measure=lambda start: token_losses(reader, *sequence(start), f"sequence from {start}").tolist(),
-        )
+    def measure(start):
+        return token_losses(reader, *sequence(start), f"sequence from {start}").tolist()
 
     def result(entries):
         if not entries:
@@ -92,7 +81,7 @@ def position_loss(
     return run_parts(
         reader,
         "position loss",
-        work,
+        lambda worker: worker.measure(starts, lambda start: context_length, measure),
         result,
         depends_on={"metric": PositionLoss.kind, **settings},
         trial=sequence(starts[0])[0],

@@ -15,13 +15,7 @@ def plot_losses(results: Sequence, path, *, train_length: int | None = None, tit
     """Draw L(i), smoothed over 101 tokens, and beside it P(l), from l = 51 where the context is long enough.
 
     Args:
-        results: of type `PositionLoss`.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        train_length: context length of the training, in tokens: a line there, if the picture reaches it.
-        title: by default, the name of the metric, and of the model if there is one only.
-
-    Raises:
-        ValueError: there is no result, or matplotlib does not know the extension.
+        results: one or more `PositionLoss`. The rest is as for `Result.plot`.
     """
     if not results:
         raise ValueError("there is no per-token loss to draw.")

@@ -47,7 +47,6 @@ class PositionLoss(Result):
     Attributes:
         loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
         sequences: over how many.
-        settings: how it was measured: plain JSON values, kept as they are.
     """
 
     kind = "position_loss"
@@ -61,10 +60,6 @@ class PositionLoss(Result):
         object.__setattr__(self, "loss", tuple(map(float, self.loss)))
         if not self.loss or not np.isfinite(self.loss).all() or self.sequences < 1:
             raise ValueError("a per-token loss is one finite number for each of one or more positions and sequences.")
-
-    @property
-    def measured(self) -> bool:
-        return True
 
     @property
     def context_length(self) -> int:
@@ -81,7 +76,6 @@ class PositionLoss(Result):
         return moving_average(self.loss, window)
 
     def summary(self) -> str:
-        """The result in one line."""
         smooth = self.smoothed()
         return (
             f"loss {smooth[len(smooth) // 2]:.3f} in the middle and {smooth[-1]:.3f} at the end of {len(smooth)} tokens "
@@ -121,7 +115,7 @@ class PositionLoss(Result):
     def from_document(cls, document: dict[str, Any]) -> PositionLoss:
         return cls(document["loss"], document["sequences"], document["settings"])
 
-    def draw(self, path, *, train_length: int | None, title: str | None) -> None:
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_losses
 
         plot_losses([self], path, train_length=train_length, title=title)

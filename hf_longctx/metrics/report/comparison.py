@@ -20,8 +20,7 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
 
     Args:
         results: by the name of the model, in the order of the picture; all forgetting curves, or all per-token losses.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        title: heading of the picture.
+        path, title: as for `plot_comparison`.
 
     Returns:
         the numbers, as lines of text.
@@ -44,8 +43,7 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
 
 def comparable(results: list[Result]) -> dict[str, Result]:
     """The results that one picture can show together, by the names of their models: the curves that have points."""
-    curves = [(Path(), result) for result in results if isinstance(result, ForgettingCurve) and result.measured]
-    return named(curves)
+    return named([(Path(), result) for result in results if isinstance(result, ForgettingCurve) and result.measured])
 
 
 def named(results: list[tuple[Path, Result]]) -> dict[str, Result]:
@@ -99,9 +97,8 @@ def plot_comparison(
 
     Args:
         curves: by the name of the model, in the order of the bars.
-        path: the file to write: PNG, SVG or PDF by its extension.
+        path, title: as for `Result.plot`.
         train_lengths: context length of the training, in tokens, of those models where it is known.
-        title: heading of the picture.
 
     Raises:
         ValueError: there is no curve, a curve has no point, or matplotlib does not know the extension.

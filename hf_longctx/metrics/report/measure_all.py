@@ -107,10 +107,8 @@ def measure_lines(subject: Subject, run: Run) -> LineRetrieval:
     counts = line_counts(subject.context, subject.tokenizer)
     if subject.context_length is not None and record_tokens(counts[0], subject.tokenizer) > subject.context_length:
         raise ValueError(f"{subject.context_length} tokens are too few for a record of {counts[0]} lines.")
-    bos = subject.tokenizer.bos_token_id
-    return line_retrieval(
-        subject.reader, subject.tokenizer, lines=counts, seed=subject.seed, bos_token_id=bos, run=run
-    )
+    options = dict(lines=counts, seed=subject.seed, bos_token_id=subject.tokenizer.bos_token_id, run=run)
+    return line_retrieval(subject.reader, subject.tokenizer, **options)
 
 
 def check_rope(subject: Subject, run: Run) -> RopeReport:
@@ -198,12 +196,8 @@ def measure_all(
         unfinished = folder / "unfinished" / metric
         journal = unfinished.with_suffix(".jsonl")
         try:
-            measure_into(
-                unfinished,
-                partial(measure, subject, Run(journal, progress=progress)),
-                tell=lambda result: say(result.summary()),
-                train_length=train_length,
-            )
+            metric_run = partial(measure, subject, Run(journal, progress=progress))
+            measure_into(unfinished, metric_run, tell=lambda result: say(result.summary()), train_length=train_length)
         except EXPECTED as error:
             missing[result_class.title] = str(error)
             say(f"{result_class.title}: {error}")
@@ -213,24 +207,16 @@ def measure_all(
                 if unfinished.with_suffix(ending).exists():
                     unfinished.with_suffix(ending).replace(folder / f"{metric}{ending}")
         Path(f"{journal}.{rank}" if rank else journal).unlink(missing_ok=True)
-    return write_pages(folder, display_name(name), missing) if rank == 0 else None
+    title = Path(name).resolve().name if Path(name).is_dir() else name
+    return write_pages(folder, title, missing) if rank == 0 else None
 
 
 def measure_into(
-    output: Path,
-    measure: Callable[[], Result],
-    *,
-    tell: Callable[[Result], None],
-    **picture: Any,
+    output: Path, measure: Callable[[], Result], *, tell: Callable[[Result], None], **picture: Any
 ) -> None:
     """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and `output`.png.
 
-    Args:
-        output: path without an ending.
-        tell: gets the result when it is written.
-        picture: options of the result's `plot`.
-
-    Only the first process writes and tells.
+    Then `tell` gets the result. `picture` are options of its `plot`. Only the first process writes and tells.
     """
 
     def write(result):
@@ -257,18 +243,14 @@ def write_pages(folder: Path, model_name: str, missing: dict[str, str]) -> Repor
     files = {metric: (folder / f"{metric}.json", folder / "unfinished" / f"{metric}.json") for metric in METRICS}
     files = {metric: next((path for path in paths if path.exists()), None) for metric, paths in files.items()}
     results = {metric: read_result(path) for metric, path in files.items() if path is not None}
+    measured = [*results.values()]
     if not results:
         reasons = " ".join(f"{title}: {reason}" for title, reason in missing.items())
         raise ValueError(f"nothing could be measured. {reasons}")
     page, card = folder / "report.html", None
-    write_report([*results.values()], page, title=f"How far {model_name} remembers", missing=missing)
-    if eval_results([*results.values()]):
+    write_report(measured, page, title=f"How far {model_name} remembers", missing=missing)
+    if eval_results(measured):
         card = folder / "model_card.md"
         picture = "curve.png" if (folder / "curve.png").exists() else None
-        card.write_text(card_snippet(model_name, [*results.values()], picture), encoding="utf-8")
+        card.write_text(card_snippet(model_name, measured, picture), encoding="utf-8")
     return Report(page, card, results, missing)
-
-
-def display_name(model: str) -> str:
-    """The name of a model's folder, or the model's name on the Hub."""
-    return Path(model).resolve().name if Path(model).is_dir() else model

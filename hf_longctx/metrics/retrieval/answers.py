@@ -83,8 +83,9 @@ class Answers:
         return [asdict(answer) for answer in self.answers]
 
     @classmethod
-    def from_list(cls, answers: Sequence[dict]) -> Answers:
-        return cls(Answer(**answer) for answer in answers)
+    def from_list(cls, answers: Sequence[dict], *fields) -> Answers:
+        """The answers that `to_list` wrote, and the fields of a subclass."""
+        return cls((Answer(**answer) for answer in answers), *fields)
 
 
 def holds_text(reply: str, expected: str) -> bool:
@@ -123,13 +124,3 @@ def headline_score(results: Sequence[Answers]) -> tuple[float, str]:
 def score_columns(results: Sequence[Answers]) -> tuple[str, ...]:
     """Headings for the `rates` of these results."""
     return tuple(COLUMNS[score] for score in results[0].scores) if results else ()
-
-
-def check_score(score: str) -> str:
-    """
-    Raises:
-        ValueError: no such score.
-    """
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
-    return score

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..result import Headline, Result, Table
-from .answers import Answers, check_score, explain_score, headline_score, score_columns
+from .answers import SCORES, Answers, explain_score, headline_score, score_columns
 
 
 MODES = ("standard", "easy")
@@ -169,7 +169,6 @@ class NeedleGrid(Result):
 
     Attributes:
         cells: one `NeedleCell` per length and depth that was measured, length by length.
-        settings: how it was measured: plain JSON values, kept as they are.
     """
 
     kind = "needle"
@@ -203,8 +202,12 @@ class NeedleGrid(Result):
 
         Args:
             score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
+
+        Raises:
+            ValueError: no such score.
         """
-        check_score(score)
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
         lengths, depths = self.lengths, self.depths
         grid = np.full((len(depths), len(lengths)), np.nan)
         for cell in self.cells:
@@ -212,7 +215,6 @@ class NeedleGrid(Result):
         return grid
 
     def summary(self) -> str:
-        """The result in one line."""
         if not self.cells:
             return "no length measured"
         means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in self.scores)
@@ -246,13 +248,11 @@ class NeedleGrid(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> NeedleGrid:
-        cells = [
-            NeedleCell(Answers.from_list(c["answers"]).answers, c["length"], c["depth"], c["positions"])
-            for c in document["cells"]
-        ]
+        names = ("answers", "length", "depth", "positions")
+        cells = [NeedleCell.from_list(*(cell[name] for name in names)) for cell in document["cells"]]
         return cls(cells, document["settings"])
 
-    def draw(self, path, *, train_length: int | None, title: str | None, score: str | None = None) -> None:
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None, score: str | None = None):
         from .plot import plot_needle
 
         plot_needle(self, path, score=score, train_length=train_length, title=title)

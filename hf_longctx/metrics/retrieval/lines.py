@@ -104,7 +104,6 @@ class LineRetrieval(Result):
 
     Attributes:
         points: one `LinesPoint` per number of lines, ascending.
-        settings: how it was measured: plain JSON values, kept as they are.
     """
 
     kind = "line_retrieval"
@@ -121,7 +120,6 @@ class LineRetrieval(Result):
         return bool(self.points)
 
     def summary(self) -> str:
-        """The result in one line."""
         if not self.points:
             return "nothing measured"
         score = self.points[0].scores[0]
@@ -152,28 +150,19 @@ class LineRetrieval(Result):
         return Table(("lines", "tokens", *score_columns(self.points), "records"), rows)
 
     def document(self) -> dict[str, Any]:
-        points = [
-            {
-                "lines": p.lines,
-                "mean_tokens": p.mean_tokens,
-                **p.rates(),
-                "tokens": p.tokens,
-                "asked_lines": p.asked_lines,
-                "answers": p.to_list(),
-            }
-            for p in self.points
-        ]
+        points = []
+        for p in self.points:
+            measured = {"tokens": p.tokens, "asked_lines": p.asked_lines, "answers": p.to_list()}
+            points.append({"lines": p.lines, "mean_tokens": p.mean_tokens, **p.rates(), **measured})
         return {"settings": self.settings, "points": points}
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> LineRetrieval:
-        points = [
-            LinesPoint(Answers.from_list(p["answers"]).answers, p["lines"], p["tokens"], p["asked_lines"])
-            for p in document["points"]
-        ]
+        names = ("answers", "lines", "tokens", "asked_lines")
+        points = [LinesPoint.from_list(*(point[name] for name in names)) for point in document["points"]]
         return cls(points, document["settings"])
 
-    def draw(self, path, *, train_length: int | None, title: str | None) -> None:
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         """The picture counts lines, not tokens, so it has no place for `train_length`."""
         from .plot import plot_lines
 

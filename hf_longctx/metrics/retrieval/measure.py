@@ -49,8 +49,6 @@ def needle_in_a_haystack(
 ) -> NeedleGrid:
     """Measure whether a model finds one sentence in a long text (Lin et al. 2025, section 4.3 and appendix B.3).
 
-    Where torch.distributed is initialized, every process measures a share of the cells, and all return the result.
-
     Args:
         model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such
             as `ServedModel`.
@@ -65,7 +63,7 @@ def needle_in_a_haystack(
         generate: let the model reply, by its `generate`, greedily. Where it gives the answer token for token anyway,
             that is the reply. Without replies a cell's `match_rate` equals its `exact_rate`.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
-        run: journal, memory budget and progress bar.
+        run: journal, memory budget and progress bar; see `Run`, also for several processes and interruptions.
 
     Returns:
         `NeedleGrid` with one cell per length and depth.
@@ -74,9 +72,6 @@ def needle_in_a_haystack(
         ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
             journal is of another run, or a logit is NaN.
         RuntimeError: memory runs out even in the smallest passes.
-
-    An exception that leaves this function while measuring has an attribute `result`: the `NeedleGrid` until
-    then, or None.
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)
@@ -123,11 +118,8 @@ def needle_in_a_haystack(
         return {"positions": positions, "answers": Answers(answers).to_list()}
 
     def result(entries):
-        cells = [
-            NeedleCell(Answers.from_list(entries[cell]["answers"]).answers, *cell, entries[cell]["positions"])
-            for cell in grid
-            if cell in entries
-        ]
+        measured = [(cell, entries[cell]) for cell in grid if cell in entries]
+        cells = [NeedleCell.from_list(entry["answers"], *cell, entry["positions"]) for cell, entry in measured]
         return NeedleGrid(cells, settings | {"versions": versions()} | labels(corpus_name, train_length))
 
     grid = [(length, depth) for length in lengths for depth in depths]
@@ -156,24 +148,15 @@ def line_retrieval(
 ) -> LineRetrieval:
     """Measure whether a model finds one of many lines, `line <name>: REGISTER_CONTENT is <number>`, by its name.
 
+    Other arguments and errors are those of `needle_in_a_haystack`.
+
     Args:
-        model: as for `needle_in_a_haystack`.
-        tokenizer: that of the model.
         lines: numbers of lines in a record.
         repeats: records for each of them, each with one question.
         seed: of Python's `random.Random`, which makes up the records.
-        bos_token_id, generate, train_length, run: as for `needle_in_a_haystack`.
 
     Returns:
         `LineRetrieval` with one point per number of lines.
-
-    Raises:
-        ValueError: an argument does not fit, the model's positions do not reach; raised before the model runs. Or the
-            journal is of another run, or a logit is NaN.
-        RuntimeError: memory runs out even in the smallest passes.
-
-    An exception that leaves this function while measuring has an attribute `result`: the `LineRetrieval` until
-    then, or None.
     """
     reader = reader_for(model)
     lines = sorted({operator.index(n) for n in lines})
@@ -220,7 +203,7 @@ def line_retrieval(
 
     def result(entries):
         points = [
-            LinesPoint(Answers.from_list(entry["answers"]).answers, n, entry["tokens"], entry["asked_lines"])
+            LinesPoint.from_list(entry["answers"], n, entry["tokens"], entry["asked_lines"])
             for n, entry in sorted(entries.items())
         ]
         return LineRetrieval(points, settings | {"versions": versions()} | labels(None, train_length))

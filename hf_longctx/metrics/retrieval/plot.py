@@ -7,7 +7,6 @@ from bisect import bisect_right
 import numpy as np
 
 from .. import style
-from .answers import check_score
 
 
 # score: what it counts, the colour and the marker of its line
@@ -19,32 +18,23 @@ SCORES = {
 
 
 def plot_needle(
-    result,
-    path,
-    *,
-    score: str | None = None,
-    train_length: int | None = None,
-    title: str | None = None,
+    result, path, *, score: str | None = None, train_length: int | None = None, title: str | None = None
 ) -> None:
     """Draw a heat map of one score, length by depth, red (0) to green (1); what was not measured is left white.
 
     Args:
-        result: a `NeedleGrid`.
-        path: the file to write: PNG, SVG or PDF by its extension.
+        result: a `NeedleGrid`. The rest is as for `Result.plot`.
         score: "match_rate", "exact_rate" or "probability"; by default, the first one that was measured.
-        train_length: context length of the training, in tokens: a line after the last length within it.
-        title: by default, the name of the model.
 
     Raises:
-        ValueError: nothing was measured, there is no such score, or the score needs replies and there are none; or
-            matplotlib does not know the extension.
+        ValueError: also if there is no such score, or the score needs replies and there are none.
     """
     if not result.cells:
         raise ValueError("there is no cell to draw: nothing was measured.")
-    score = result.scores[0] if score is None else check_score(score)
+    score = score or result.scores[0]
+    rates, lengths, depths = result.grid(score), result.lengths, result.depths
     if score not in result.scores:
         raise ValueError(f"the model gave no replies, so there is no {score}; draw {' or '.join(result.scores)}.")
-    rates, lengths, depths = result.grid(score), result.lengths, result.depths
     figure = style.figure(max(6, 2.2 + 0.62 * len(lengths)), max(3.2, 1.8 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     image = axes.imshow(rates, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
@@ -73,12 +63,7 @@ def plot_lines(result, path, *, title: str | None = None) -> None:
     """Draw every score over the number of lines; the upper axis has the tokens that the model reads.
 
     Args:
-        result: a `LineRetrieval`.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        title: by default, the name of the model.
-
-    Raises:
-        ValueError: nothing was measured, or matplotlib does not know the extension.
+        result: a `LineRetrieval`. The rest is as for `Result.plot`.
     """
     if not result.points:
         raise ValueError("there is no point to draw: nothing was measured.")

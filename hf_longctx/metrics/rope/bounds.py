@@ -30,17 +30,6 @@ from numbers import Integral, Real
 import numpy as np
 
 
-__all__ = [
-    "RopeBaseBound",
-    "rope_base_bound",
-    "rope_base_scan",
-    "rope_base_table",
-    "rope_context_bound",
-    "rope_decay",
-    "rope_inv_freq",
-    "rope_variance_weights",
-]
-
 EPS = np.finfo(np.float64).eps
 
 

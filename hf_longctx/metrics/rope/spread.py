@@ -6,9 +6,6 @@ from typing import NamedTuple
 import numpy as np
 
 
-__all__ = ["QKSpread", "measure_qk_spread"]
-
-
 class QKSpread(NamedTuple):
     """Standard deviations over tokens of one layer's queries and keys before rotation, float64, (query heads, d) each.
 

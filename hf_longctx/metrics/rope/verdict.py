@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import Headline, Result, Table
+from ..result import Result, Table
 from .bounds import (
     rope_base_scan,
     rope_base_table,
@@ -29,8 +29,6 @@ from .bounds import (
 )
 from .spread import measure_qk_spread
 
-
-__all__ = ["RopeLayers", "RopeReport", "rope_report"]
 
 CAVEAT = (
     "A screening number. It looks at one layer and takes all components of q and k as alike; stacked layers see "
@@ -144,10 +142,6 @@ class RopeReport(Result):
         return all(group.verdict != "violated" for group in self.groups)
 
     @property
-    def measured(self) -> bool:
-        return True
-
-    @property
     def settings(self) -> dict[str, Any]:
         return {"model": self.model, "claimed_context": self.claimed_context, "claimed_by": self.claimed_by}
 
@@ -155,13 +149,8 @@ class RopeReport(Result):
         return "Whether the RoPE base keeps B_m at or above 0 over the distances that the claimed context needs."
 
     def summary(self) -> str:
-        """The result in one line."""
         verdict = "holds" if self.holds else "violated"
         return f"{verdict} at {self.claimed_context} tokens ({self.claimed_by})"
-
-    def headlines(self) -> list[Headline]:
-        """None: the bound judges a configuration, not what a model does on a dataset."""
-        return []
 
     def table(self) -> Table:
         columns = ("layers", "RoPE", "base", "B_m >= 0 needed up to", "B_m >= 0 up to", "verdict")
@@ -197,10 +186,9 @@ class RopeReport(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
-        names = [field.name for field in fields(RopeLayers)]
-        groups = [RopeLayers(**{name: group[name] for name in names}) for group in document["groups"]]
-        described = {name: document[name] for name in ("model", "claimed_context", "claimed_by", "caveat")}
-        return cls(**described, groups=tuple(groups), notes=tuple(document["notes"]))
+        groups = [RopeLayers(*(group[field.name] for field in fields(RopeLayers))) for group in document["groups"]]
+        named = {field.name: document[field.name] for field in fields(cls)}
+        return cls(**named | {"groups": tuple(groups), "notes": tuple(document["notes"])})
 
     def __str__(self):
         title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
@@ -391,10 +379,10 @@ def _as_held(rope, model, kind, notes):
             continue
         buffer = getattr(module, f"{kind}_inv_freq", getattr(module, "inv_freq", None))
         if buffer is not None and not buffer.is_meta:
-            held = buffer.double().cpu().numpy()
-            if held.shape != rope.inv_freq.shape or not np.allclose(held, rope.inv_freq, rtol=1e-5, atol=0):
+            inv_freq = buffer.double().cpu().numpy()
+            if inv_freq.shape != rope.inv_freq.shape or not np.allclose(inv_freq, rope.inv_freq, rtol=1e-5, atol=0):
                 notes.append("the model's own frequencies are not those of its config (a cast?); the model's are used")
-            return rope._replace(inv_freq=held)
+            return rope._replace(inv_freq=inv_freq)
     return rope
 
 

@@ -89,16 +89,7 @@ class Engine:
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Greedy next-token predictions at some positions of inputs of one length.
-
-        Args:
-            inputs: (R, T) int64. Equal rows are read once.
-            prefix: length of the beginnings that inputs may share, at most `positions.start`.
-            positions: consecutive input positions, ascending.
-
-        Returns:
-            (R, len(positions)) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
-        """
+        """Greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
         copies = equal_rows(inputs)
         rows = inputs[[group[0] for group in copies]]
         best = np.empty((len(rows), len(positions)), dtype=np.int64)
@@ -124,15 +115,10 @@ class Engine:
         return DynamicCache(config=text_config(self.model))
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int = 0) -> np.ndarray:
-        """Read on from a cache, which grows, in passes of at most `tokens_per_pass` tokens.
-
-        Args:
-            ids: (B, t) int64.
-            cache: of as many texts, or a new one.
-            scored: predict at so many positions at the end.
+        """Read ids (B, t) on from a cache of B texts, which grows, in passes of at most `tokens_per_pass` tokens.
 
         Returns:
-            (B, scored) int64, as from `predict`.
+            predictions at the last `scored` positions, (B, scored) int64.
         """
         length, unscored = ids.shape[1], ids.shape[1] - scored
         step = max(1, self.tokens_per_pass // len(ids))
@@ -159,11 +145,7 @@ class Engine:
         return self.read(ids, branch, scored)
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Logits at some positions of one input, a part at a time.
-
-        Args:
-            ids: (T,) int64.
-            positions: consecutive input positions, ascending.
+        """Logits at some positions (consecutive, ascending) of one input (T,), a part at a time.
 
         Yields:
             (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A
@@ -254,23 +236,12 @@ class Engine:
 
 
 def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
-    """Greedy next-token predictions at some positions of one input, by one forward pass without a cache.
-
-    Args:
-        ids: the input, (T,) int64.
-        positions: consecutive input positions, ascending.
-
-    Returns:
-        (len(positions),) int64: at each position the likeliest id to come next, or -1 where a logit is NaN.
-
-    Raises:
-        ValueError: the model returns neither the requested logits nor those of all positions.
-    """
+    """Greedy next-token predictions, (len(positions),) int64, from `logits_plainly`; -1 where a logit is NaN."""
     return argmax(logits_plainly(model, ids, positions))
 
 
 def logits_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> torch.Tensor:
-    """Logits at some positions of one input (T,), by one forward pass without a cache; (len(positions), V).
+    """Logits at some consecutive positions of one input (T,), by one forward pass without a cache; (P, V).
 
     Only the logits of these positions are computed, never (T, V), where the model's forward takes `logits_to_keep`,
     as the causal models in transformers do.
@@ -300,16 +271,11 @@ def argmax(logits: torch.Tensor) -> np.ndarray:
 def argmax_tiled(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: tuple[int, int]
 ) -> np.ndarray:
-    """`argmax(hidden @ weight.T + bias)` with no more logits at a time than a tile has.
+    """`argmax(hidden @ weight.T + bias)`, (B, P) int64, with no more logits at a time than a tile has.
 
     Args:
-        hidden: (B, P, D).
-        weight: (V, D).
-        bias: (V,).
+        hidden, weight, bias: (B, P, D), (V, D) and (V,).
         tile: positions and vocabulary rows.
-
-    Returns:
-        (B, P) int64.
     """
     rows, columns = tile
     indices = []
@@ -325,9 +291,7 @@ def argmax_tiled(
             best = torch.where(better, tile_best.values, best)
             index = torch.where(better, tile_best.indices + start, index)
         indices.append(index.masked_fill(best.isnan(), -1))
-    return (
-        (torch.cat(indices) if indices else hidden.new_empty(0, dtype=torch.long)).view(hidden.shape[:2]).cpu().numpy()
-    )
+    return torch.cat(indices).view(hidden.shape[:2]).cpu().numpy()
 
 
 def plain_head(

@@ -1,11 +1,10 @@
-"""Facts about a model before it runs: identity, settings, vocabulary, special ids, positions, cost of reading."""
+"""Facts about a model before it runs: configuration, identity, vocabulary, positions."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -30,15 +29,6 @@ def text_config(model: nn.Module):
 def first_parameter(model: nn.Module) -> torch.Tensor:
     """A tensor with the dtype of the model and the device of its input."""
     return next(model.parameters(), torch.empty(0))
-
-
-def model_settings(model: nn.Module) -> dict[str, str | None]:
-    """What the settings of a result say about its model."""
-    return {
-        "model": getattr(model.config, "_name_or_path", None) or type(model).__name__,
-        "dtype": str(first_parameter(model).dtype).removeprefix("torch."),
-        "attention": getattr(text_config(model), "_attn_implementation", None),
-    }
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -69,20 +59,6 @@ def vocabulary_size(model: nn.Module) -> int:
     return text_config(model).vocab_size
 
 
-def configured_id(model: nn.Module, name: str) -> int | None:
-    """A special id ("bos_token_id" or "eos_token_id") of the model's config, else of its generation config."""
-    for config in (text_config(model), getattr(model, "generation_config", None)):
-        value = getattr(config, name, None)
-        if value is not None:
-            return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
-    return None
-
-
-def claimed_context(model: nn.Module) -> int | None:
-    """The context that a model claims (max_position_embeddings), in tokens."""
-    return getattr(text_config(model), "max_position_embeddings", None)
-
-
 def position_limit(model: nn.Module) -> int | None:
     """How many tokens fit into the model's table of absolute positions; None if any number do.
 
@@ -106,23 +82,3 @@ def position_limit(model: nn.Module) -> int | None:
         if table.is_floating_point() and table.ndim > 1:  # (..., positions, width), as in GPT-J and CTRL
             limits.append(table.shape[-2])
     return min(limits, default=None)
-
-
-def reading_cost(model: nn.Module) -> Callable[[int], float]:
-    """How long the model takes to read some number of tokens, in units of one token of a short input, as a function.
-
-    Attention to n earlier tokens costs n / (parameters / (layers * width)) as much as all matrix products of a token.
-    """
-    config = text_config(model)
-    embedding = sum(p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
-    matrices = max(sum(p.numel() for p in model.parameters()) - embedding, 1)
-    attends = getattr(config, "num_attention_heads", None) is not None
-    width = config.num_hidden_layers * config.hidden_size if attends else 0
-    return lambda tokens: tokens * (1 + tokens * width / matrices)
-
-
-def is_distributed(model: nn.Module) -> bool:
-    """Whether the parameters are spread over processes (tensor parallel or FSDP)."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

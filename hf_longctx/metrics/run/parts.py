@@ -30,6 +30,10 @@ from .reader import Reader
 class Run:
     """How a metric is run, which changes no number but by rounding.
 
+    Where torch.distributed is initialized (`torchrun`, `accelerate launch`), every process, with its own copy of the
+    model, measures a share, and all return the whole result. An exception that leaves a metric once measuring has
+    begun, also KeyboardInterrupt, has an attribute `result`: that of what was measured until then, or None.
+
     Attributes:
         journal: path of a file that gets a line for every finished part at once. Given again after a crash, the run
             goes on from there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no
@@ -102,8 +106,6 @@ def run_parts(
         depends_on: settings that the entries depend on, as JSON values.
         trial: ids of a typical input.
         run: None is `Run()`.
-
-    An exception gets an attribute `result`, made of what was measured before it.
     """
     run = run or Run()
     rank, processes = process_place(reader)
@@ -134,21 +136,23 @@ def run_parts(
 
 def process_place(reader: Reader) -> tuple[int, int]:
     """Number of this process and of all that share the work: (0, 1) unless each has the whole model to itself."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or reader.is_distributed:
+    if not several_processes() or reader.is_distributed:
         return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def process_rank() -> int:
     """Rank of this process in torch.distributed; 0 without it."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return torch.distributed.get_rank() if several_processes() else 0
 
 
 def wait() -> None:
     """Until all processes of torch.distributed are here."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if several_processes():
         torch.distributed.barrier()
 
 

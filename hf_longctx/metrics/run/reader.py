@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import model as facts
 from .engine import Engine, evaluating
+from .model import first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
 class Reader(Protocol):
@@ -99,39 +99,56 @@ def reader_for(model: nn.Module | Reader) -> Reader:
 
 
 class LocalReader:
-    """Reads with a torch model, in the model's dtype and on its device.
-
-    Args:
-        model: a causal language model: `forward(input_ids)` returns logits (or an output with `.logits`), (B, T, V).
-    """
+    """Reads with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V)."""
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.vocab_size = facts.vocabulary_size(model)
-        self.position_limit = facts.position_limit(model)
-        self.claimed_context = facts.claimed_context(model)
+        self.config = text_config(model)
+        self.vocab_size = vocabulary_size(model)
+        self.position_limit = position_limit(model)
+        self.claimed_context = getattr(self.config, "max_position_embeddings", None)
         self.can_reply = hasattr(model, "generate")
-
-    @cached_property
-    def cost(self):
-        return facts.reading_cost(self.model)
 
     @property
     def is_distributed(self) -> bool:
-        return facts.is_distributed(self.model)
+        """Whether the parameters are spread over processes (tensor parallel or FSDP)."""
+        from torch.distributed.tensor import DTensor
+
+        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def settings(self) -> dict[str, Any]:
-        return facts.model_settings(self.model)
+        return {
+            "model": getattr(self.model.config, "_name_or_path", None) or type(self.model).__name__,
+            "dtype": str(first_parameter(self.model).dtype).removeprefix("torch."),
+            "attention": getattr(self.config, "_attn_implementation", None),
+        }
 
     def identity(self) -> dict[str, str]:
-        return {"weights_sha256": facts.weights_hash(self.model)}
+        return {"weights_sha256": weights_hash(self.model)}
 
     def configured_id(self, name: str) -> int | None:
-        return facts.configured_id(self.model, name)
+        """The id in the model's config, else in its generation config."""
+        for config in (self.config, getattr(self.model, "generation_config", None)):
+            value = getattr(config, name, None)
+            if value is not None:
+                return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
+        return None
+
+    def cost(self, tokens: int) -> float:
+        width, matrices = self._sizes
+        return tokens * (1 + tokens * width / matrices)
+
+    @cached_property
+    def _sizes(self):
+        """Attention to n earlier tokens costs n * width / matrices as much as all matrix products of a token."""
+        modules = self.model.modules()
+        embedding = sum(p.numel() for m in modules if isinstance(m, nn.Embedding) for p in m.parameters())
+        matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
+        attends = getattr(self.config, "num_attention_heads", None) is not None
+        return (self.config.num_hidden_layers * self.config.hidden_size if attends else 0), matrices
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:
-        """Eval and inference mode; afterwards every module has its training flag again."""
         self._engine_arguments = np.resize(trial, max(len(trial), 3)), tokens_per_pass
         try:
             with evaluating(self.model):
@@ -204,15 +221,10 @@ def as_array(ids) -> np.ndarray:
 
 
 def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:
-    """Warn if an input is longer than the context that a model claims, whose positions have no end.
-
-    Args:
-        tokens: of the input.
-        what: names the input.
-        reply: tokens that are to be generated after it.
+    """Warn if an input of so many tokens, named `what`, is longer than the context that a model claims.
 
     Raises:
-        ValueError: input and reply are longer than the model's table of positions.
+        ValueError: input and reply (of `reply` tokens) are longer than the model's table of positions.
     """
     tokens += reply
     limit, claim = reader.position_limit, reader.claimed_context

@@ -16,15 +16,11 @@ REPLY_MARGIN = 16  # tokens that a reply may have beyond the answer
 
 
 def token_losses(reader: Reader, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
-    """Loss of each target at the position of the id before it, in nats; (T,) float64.
-
-    Args:
-        ids, targets: (T,) int64.
-        where: names the input in an error.
+    """Loss of each target after the id before it, in nats, (T,) float64; ids and targets are (T,) int64.
 
     Raises:
-        ValueError: a loss is NaN or infinite.
-        OutOfMemory: memory runs out even in the smallest passes.
+        ValueError: a loss is NaN or infinite; `where` names the input.
+        OutOfMemory: see `next_tokens`.
     """
     log_probs, _ = next_tokens(reader, ids, targets, range(len(ids)), where)
     bad = np.flatnonzero(~np.isfinite(log_probs))
@@ -51,11 +47,10 @@ def score_answer(
         prompt, answer: ids, (T,) and (n,) int64.
         matches: whether a reply holds the answer.
         generate: let the model reply, if its likeliest tokens are not the answer anyway.
-        where: names the question in an error.
 
     Raises:
-        ValueError: a logit is NaN.
-        OutOfMemory: memory runs out even in the smallest passes.
+        ValueError: a logit is NaN; `where` names the question.
+        OutOfMemory: see `next_tokens`.
     """
     positions = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
     log_probs, best = next_tokens(reader, np.concatenate([prompt, answer[:-1]]), answer, positions, where)
@@ -77,7 +72,7 @@ def score_answer(
 
 
 def next_tokens(reader, ids, targets, positions, where):
-    """`reader.score`, with the name of the input in its error."""
+    """`reader.score`, with the name of the input in its OutOfMemory: memory ran out even in the smallest passes."""
     try:
         return reader.score(ids, targets, positions)
     except OutOfMemory as error:

@@ -5,8 +5,7 @@ forms, which are tried in turn.
 
 - `prompt_logprobs` (vLLM): per prompt token a dictionary of token ids with log-probability and rank;
 - `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts
-need
-  not be unique, so numbers are compared: a prompt token is the likeliest one if none has a higher log-probability.
+  need not be unique, so numbers are compared: a prompt token is the likeliest if none has a higher log-probability.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -80,14 +79,11 @@ class ServedModel:
         self.vocab_size = vocab_size or math.inf
         self._key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
         self.model, self.position_limit = self._choose_model(model)
+        self.claimed_context = self.position_limit
         self.form = self._choose_form()
 
     def __repr__(self):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
-
-    @property
-    def claimed_context(self) -> int | None:
-        return self.position_limit
 
     def settings(self) -> dict[str, Any]:
         return {"model": self.model, "dtype": None, "attention": None, "served_with": self.form}
@@ -106,15 +102,9 @@ class ServedModel:
         return nullcontext()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Greedy next-token predictions; see `reader.Reader`.
+        """As for `reader.Reader`, but at positions up to T - 2: log-probabilities are those of the prompt's tokens.
 
-        Args:
-            prefix: not used; a server finds what inputs share.
-            positions: the last one at most T - 2, because a prompt's log-probabilities are those of its tokens.
-
-        Returns:
-            (R, len(positions)) int64: at each position the likeliest id to come next, -1 where it is NaN, or -2 if the
-            likeliest id is not that of the input and the reply does not identify it.
+        A prediction is -2 where the likeliest id is not that of the input and the reply does not identify it.
         """
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -144,25 +134,21 @@ class ServedModel:
         if max(ids) >= self.vocab_size:
             raise ValueError(f"id {max(ids)} is not in the vocabulary of {self.model}.")
         options, parse = FORMS[self.form]
-        reply = self._post("/completions", {"model": self.model, "prompt": ids, **options})
+        reply = self._send("/completions", {"model": self.model, "prompt": ids, **options})
         scores = parse(reply["choices"][0], ids)
         if scores is None:
             raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(ids)} tokens.")
         return scores
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
-        """The text that greedy decoding gives after a prompt; the server's tokenizer makes it.
-
-        Raises:
-            ConnectionError, RuntimeError: as for the class.
-        """
+        """As for `reader.Reader`; the server's tokenizer makes the text."""
         body = {"model": self.model, "prompt": [int(i) for i in prompt], "max_tokens": tokens, "temperature": 0}
-        return self._post("/completions", body)["choices"][0]["text"]
+        return self._send("/completions", body)["choices"][0]["text"]
 
     def _choose_model(self, model):
         """The name, and the longest prompt."""
         try:
-            entries = self._send("/models", None)["data"]
+            entries = self._send("/models")["data"]
         except (RuntimeError, LookupError, TypeError):  # few servers lack the list, but nothing depends on it
             entries = []
         names = [entry.get("id") for entry in entries]
@@ -179,7 +165,7 @@ class ServedModel:
         failures = []
         for form, (options, parse) in FORMS.items():
             try:
-                reply = self._post("/completions", {"model": self.model, "prompt": PROBE, **options})
+                reply = self._send("/completions", {"model": self.model, "prompt": PROBE, **options})
                 if parse(reply["choices"][0], PROBE) is not None:
                     return form
                 failures.append(f"with {form} it left them out")
@@ -190,16 +176,13 @@ class ServedModel:
             f"be measured: {'; '.join(failures)}. vLLM gives them; chat endpoints and llama.cpp do not."
         )
 
-    def _post(self, path, body):
-        return self._send(path, json.dumps(body).encode())
-
-    def _send(self, path, data):
+    def _send(self, path, body=None):
         """The JSON of a reply, tried again as long as that may help.
 
         Not by `huggingface_hub.utils.http_backoff`: its client refuses every address under HF_HUB_OFFLINE, where a
         server on this machine can still be measured, and is closed for all threads when one of them cannot connect.
         """
-        url = self.base_url + path
+        url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
