@@ -64,8 +64,7 @@ def calls():
         for dtype in dtypes:
             yield "folded", True, case, dtype
             yield "triton", True, case, dtype
-    for case in ("ragged", "grouped heads"):
-        yield "triton", False, case, BF16
+    yield "triton", False, "grouped heads", BF16
     for case in BOTH_WAYS:
         yield "triton", False, case, FP32
 

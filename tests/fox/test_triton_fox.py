@@ -72,11 +72,10 @@ def test_decoding_equals_the_full_kernel():
 @pytest.mark.parametrize(
     "Tq, gates_per_key, dtype",
     [
-        (1, 1, torch.float32),
         (3, 2, torch.float32),
-        (1, 2, torch.bfloat16),
-        (3, 1, torch.bfloat16),
-        (1, 2, torch.float16),
+        (1, 1, torch.bfloat16),
+        pytest.param(3, 1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1, 2, torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
@@ -148,7 +147,14 @@ def test_whole_131072_tokens():
 
 @pytest.mark.parametrize(
     "value, causal",
-    [(0.0, True), (-30.0, False), (-1e4, True), (-1e4, False), (-torch.inf, True), (-torch.inf, False)],
+    [
+        (0.0, True),
+        (-1e4, True),
+        (-torch.inf, True),
+        (-torch.inf, False),
+        pytest.param(-30.0, False, marks=pytest.mark.slow),
+        pytest.param(-1e4, False, marks=pytest.mark.slow),
+    ],
 )
 def test_extreme_gates(value, causal):
     """Open gates are plain attention; closed ones hide what lies beyond; nothing in between overflows."""
