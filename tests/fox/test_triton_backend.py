@@ -112,6 +112,8 @@ def rows(kind):
         ("llama", "left padding"),
         ("no gate", "right padding"),
         ("one gate per key head", "causal"),
+        pytest.param("llama", "causal", marks=pytest.mark.slow),
+        pytest.param("one gate per key head", "padding in the middle", marks=pytest.mark.slow),
         ("pro with rope", "packed"),
         ("pro with a window", "padding in the middle"),
         ("window", "packed"),
