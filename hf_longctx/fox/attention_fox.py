@@ -173,18 +173,19 @@ def folded_width(head_dim, group, device):
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
-def running_sum(log_f, places=None):
+def running_sum(log_f, document_positions=None):
     """Running sum of the log gates, (B, H, T) -> (B, H, T) fp32: the `c` whose differences are the decay.
 
-    places: (B, T), position of each token in its document, where a row holds several documents. The sum then starts
-        near 0 with every document, and its resolution is that of a document, not of the row. How far from 0 it starts
-        is the same for the whole document and cancels in the softmax.
+    document_positions: as in `Rows`. The sum then starts near 0 with every document, and its resolution is that of a
+        document, not of the row. How far from 0 it starts is the same for the whole document and cancels in the
+        softmax.
     """
     c = log_f.cumsum(-1)
-    if places is None:
+    if document_positions is None:
         return c
     before = (c - log_f).detach()
-    first = torch.arange(places.shape[1], device=places.device) - places  # of the document
+    index = torch.arange(log_f.shape[-1], device=log_f.device)
+    first = index - document_positions  # of the document
     at_border = before.gather(-1, first[:, None].expand_as(before))
     return (log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1]))).cumsum(-1)
 

@@ -22,17 +22,7 @@ from .bounds_fox import VisibleKeys, stop_query
 from .triton_fox import attention_from_sums, finite_gates
 
 
-def bidirectional_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_f: torch.Tensor,
-    visible: VisibleKeys | None = None,
-    *,
-    scale: float | None = None,
-    log_pruning_tolerance: float | None = None,
-    logit_bound: torch.Tensor | float | None = None,
-) -> torch.Tensor:
+def bidirectional_attention(q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None) -> torch.Tensor:
     """`forgetting_attention(..., causal=False)` of checked inputs; arguments and result as in `triton_attention`.
 
     visible: the keys that *causal* queries see. In the other direction, i sees j exactly if j sees i.
@@ -45,7 +35,7 @@ def bidirectional_attention(
     stop = None if first is None else stop_query(first, T)
     log_f = finite_gates(log_f, stop)
     c = log_f.double().cumsum(-1)
-    options = scale, log_pruning_tolerance, logit_bound
+    options = scale, log_pruning_tolerance, None
     o, lse = attention_from_sums(q, k, v, c, first, stop, *options)
     if T == 1:
         return o

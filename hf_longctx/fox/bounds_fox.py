@@ -6,6 +6,7 @@ counts what was left out.
 """
 
 import contextlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -129,9 +130,7 @@ def stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
     return torch.where(count > 0, count + (Tk - first_key.shape[-1]), 0).int()
 
 
-def first_kept_key(
-    c: torch.Tensor, threshold: torch.Tensor, Tq: int, query_block: int, key_block: int
-) -> torch.Tensor:
+def first_kept_key(c, threshold, Tq: int, query_block: int, key_block: int) -> torch.Tensor:
     """Adaptive computation pruning (arXiv 2504.06949): the first key that each block of queries still has to read.
 
     A key block that ends at e is dropped for the query block that starts at r if c_r - c_e < threshold. c falls, so
@@ -149,10 +148,9 @@ def first_kept_key(
     rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)
     ends = torch.arange(key_block, Tk + key_block, key_block, device=c.device).clamp(max=Tk) - 1
     # NaN or inf in c or in the threshold prunes nothing.
-    faded = (-c[..., ends]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
-    needed = (threshold.double()[..., None] - c[..., rows]).nan_to_num(
-        nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
-    )
+    inf = torch.inf
+    faded = (-c[..., ends]).nan_to_num(nan=inf, posinf=inf, neginf=inf)
+    needed = (threshold.double()[..., None] - c[..., rows]).nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
     dropped = torch.searchsorted(faded, needed)
     return torch.minimum(dropped * key_block, rows)
 
@@ -173,56 +171,43 @@ def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
     return torch.as_tensor(logit_bound, device=q.device, dtype=torch.float32).expand(q.shape[:2]).contiguous()
 
 
-def pruning_threshold(q, Tk: int, tolerance: float, logit_bound) -> torch.Tensor:
-    """(B, Hq) fp32: keys whose decay is below it weigh at most e^tolerance of a row together."""
-    bound = bound_per_head(q, logit_bound)
+def pruning_threshold(bound: torch.Tensor, Tk: int, tolerance: float) -> torch.Tensor:
+    """Keys whose decay is below it weigh at most e^tolerance of a row together. bound: of the logits, (B, Hq) fp32."""
     return tolerance - 2 * bound - bound.new_full((), Tk).log()  # math.log would fix Tk in a compiled graph
 
 
+@dataclass(eq=False)
 class PrunedBlocks:
-    """What `count_pruned_blocks` yields: blocks of the forward tile, summed over heads, rows and calls."""
+    """What `count_pruned_blocks` yields: blocks of the forward tile, summed over heads, rows and calls.
 
-    def __init__(self):
-        self._pruned = self._total = 0
+    total: blocks that causality, padding, documents and window leave.
+    pruned: how many of them were not computed.
+    """
 
-    def add(self, first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-        """Count the key blocks that `first_key` leaves to the query blocks of a call, and those `pruned_from`
-        drops.
-        """
-        Tq = pruned_from.shape[-1]
-        stops = torch.arange(Tk - Tq, Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
-        begin = pruned_from[..., :: tile.BM]
-        before = torch.zeros_like(begin) if first_key is None else first_key[..., :: tile.BM].expand_as(begin)
-        blocks = ((stops - before).clamp(min=0) + tile.BN - 1) // tile.BN
-        kept = ((stops - begin).clamp(min=0) + tile.BN - 1) // tile.BN
-        self._total = self._total + blocks.sum()
-        self._pruned = self._pruned + (blocks - kept).sum()
-
-    @property
-    def total(self) -> int:
-        """Blocks that causality, padding, documents and window leave."""
-        return int(self._total)
-
-    @property
-    def pruned(self) -> int:
-        """How many of the `total` blocks were not computed."""
-        return int(self._pruned)
+    total: int | torch.Tensor = 0
+    pruned: int | torch.Tensor = 0
 
 
 _tallies: list[PrunedBlocks] = []
 
 
 def tally_pruned(first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-    """`PrunedBlocks.add` for every open `count_pruned_blocks`."""
+    """Count the key blocks that `first_key` leaves to the query blocks of a call, and those `pruned_from` drops."""
+    if not _tallies:
+        return
+    stops = torch.arange(Tk - pruned_from.shape[-1], Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
+    begin = pruned_from[..., :: tile.BM]
+    before = torch.zeros_like(begin) if first_key is None else first_key[..., :: tile.BM].expand_as(begin)
+    blocks, kept = (((stops - first).clamp(min=0) + tile.BN - 1) // tile.BN for first in (before, begin))
     for tally in _tallies:
-        tally.add(first_key, pruned_from, Tk, tile)
+        tally.total = tally.total + blocks.sum()
+        tally.pruned = tally.pruned + (blocks - kept).sum()
 
 
 @contextlib.contextmanager
 def count_pruned_blocks():
     """Count what adaptive computation pruning leaves out: `with count_pruned_blocks() as blocks: model(x)`, then read
-    `blocks.pruned` and `blocks.total`. The counts stay on the device until they are read. Compiled calls are not
-    counted.
+    `blocks.pruned` and `blocks.total`, as integers at the end of the block. Compiled calls are not counted.
     """
     tally = PrunedBlocks()
     _tallies.append(tally)
@@ -230,3 +215,4 @@ def count_pruned_blocks():
         yield tally
     finally:
         _tallies.remove(tally)
+    tally.total, tally.pruned = int(tally.total), int(tally.pruned)

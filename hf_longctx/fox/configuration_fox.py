@@ -218,15 +218,13 @@ class FoxConfig(PreTrainedConfig):
                     'forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).'
                 )
             return
+        both = f"decay_time_min={times[0]} and decay_time_max={times[1]}"
         if self.forget_gate == "none":
             raise ValueError(
-                f"decay_time_min={times[0]} and decay_time_max={times[1]} set the initial bias of forget gates, but "
-                'forget_gate is "none". Leave them out.'
+                f'{both} set the initial bias of forget gates, but forget_gate is "none". Leave them out.'
             )
         if None in times or not 0 < times[0] <= times[1]:
-            raise ValueError(
-                f"decay_time_min={times[0]} and decay_time_max={times[1]} must be tokens with 0 < min <= max."
-            )
+            raise ValueError(f"{both} must be tokens with 0 < min <= max.")
 
     @classmethod
     def pro(cls, **kwargs):

@@ -33,17 +33,7 @@ class Rows(NamedTuple):
 PLAIN_ROWS = Rows()  # real tokens of one document per row
 
 
-def read_rows(
-    config,
-    inputs_embeds,
-    attention_mask,
-    position_ids,
-    past_key_values,
-    cu_seq_lens_q=None,
-    seq_idx=None,
-    cache=None,
-    **kwargs,
-) -> Rows:
+def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_values, cache=None, **kwargs) -> Rows:
     """Check one call of the model, and find padding, packed documents and positions in its arguments.
 
     Args:
@@ -53,8 +43,8 @@ def read_rows(
             None.
         position_ids: (1 or B, T) or None.
         past_key_values: a `Cache` or None.
-        cu_seq_lens_q, seq_idx: borders of packed documents, (N + 1,) or (B, T), as transformers' collators give them.
         cache: the pages of continuous batching, for which transformers has prepared everything; else None.
+        kwargs: `cu_seq_lens_q` or `seq_idx`, as in `document_positions`, and what other parts of the model take.
 
     Raises:
         ValueError: tokens, mask, positions and cache do not fit together, or packed documents have padding or a cache.
@@ -68,15 +58,23 @@ def read_rows(
     else:
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if past_key_values is None or not torch.compiler.is_compiling():
-            documents = document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q, seq_idx)
-    if documents is not None and past_key_values is not None:
-        raise ValueError(
-            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so), "
+            documents = document_positions(inputs_embeds, real, position_ids, **kwargs)
+    if documents is not None and (real is not None or past_key_values is not None):
+        problem = (
             "which a cache cannot tell apart. Leave past_key_values out, or run each document as a row of its own."
         )
-    if position_ids is None and documents is not None:
+        if real is not None:
+            problem = (
+                "and their attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no "
+                "mask, only labels of -100; or give each document a row of its own."
+            )
+        raise ValueError(
+            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so), "
+            + problem
+        )
+    if position_ids is None:
         position_ids = documents
-    elif position_ids is None:
+    if position_ids is None:
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + cached).unsqueeze(0)
     return Rows(real, documents, position_ids)
@@ -94,12 +92,14 @@ def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tenso
     return None if not torch.compiler.is_compiling() and real.all() else real
 
 
-def document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q=None, seq_idx=None) -> torch.Tensor | None:
+def document_positions(
+    inputs_embeds, real, position_ids, cu_seq_lens_q=None, seq_idx=None, **kwargs
+) -> torch.Tensor | None:
     """Position of each token in its own document, (B, T), where rows hold several documents; None where no row does.
 
-    A document starts where `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position ids do not rise
-    from one token to the next. While compiling, when values cannot be read, position ids without a mask are taken for
-    packed, as transformers does.
+    A document starts where a collator's `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position
+    ids do not rise from one token to the next. While compiling, when values cannot be read, position ids without a
+    mask are taken for packed, as transformers does.
     """
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     compiling = torch.compiler.is_compiling()
@@ -130,12 +130,6 @@ def document_positions(inputs_embeds, real, position_ids, cu_seq_lens_q=None, se
         return None
     if real is None and cu_seq_lens_q is None and seq_idx is None:
         check_document_starts(position_ids, starts)
-    if real is not None:
-        raise ValueError(
-            "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says so) "
-            "and their attention_mask hides tokens. Leave attention_mask out: padding after the documents needs no "
-            "mask, only labels of -100; or give each document a row of its own."
-        )
     index = torch.arange(length, device=device)
     return index - torch.where(starts, index, 0).cummax(1).values
 
@@ -242,10 +236,7 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
-    cached = 0
-    if past_key_values is not None:
-        check_room(past_key_values, length, config.num_hidden_layers)
-        cached = count_cached(past_key_values)
+    cached = 0 if past_key_values is None else count_cached(past_key_values, length, config.num_hidden_layers)
     flat_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
     if flat_mask and cached is not None and attention_mask.shape != (batch, cached + length):
         raise ValueError(
@@ -254,8 +245,12 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
         )
 
 
-def check_room(past_key_values, length: int, depth: int) -> None:
-    """Raise ValueError unless this is a cache for `depth` layers with room for `length` more tokens."""
+def count_cached(past_key_values, length: int, depth: int) -> int | None:
+    """Tokens in a cache; None where only the GPU knows.
+
+    Raises:
+        ValueError: it is no cache for `depth` layers, or has no room for `length` more tokens.
+    """
     layers = getattr(past_key_values, "layers", None)
     if layers is None or len(layers) not in (0, depth):
         what = "no transformers Cache" if layers is None else f"for {len(layers)} layers"
@@ -263,7 +258,10 @@ def check_room(past_key_values, length: int, depth: int) -> None:
             f"this {type(past_key_values).__name__} is {what} and the model has {depth} layers; make a cache for this "
             "model: DynamicCache(config=model.config)."
         )
-    needed = (count_cached(past_key_values) or 0) + length
+    cached = past_key_values.get_seq_length()
+    if isinstance(cached, torch.Tensor):
+        cached = int(cached) if cached.device.type == "cpu" else None
+    needed = (cached or 0) + length
     for layer in layers[:1]:
         room = getattr(layer, "max_cache_len", None)  # of a static cache; a sliding window makes room by itself
         if room is not None and not layer.is_sliding and needed > room:
@@ -271,11 +269,4 @@ def check_room(past_key_values, length: int, depth: int) -> None:
                 f"this {type(past_key_values).__name__} has room for {room} tokens and {needed} are needed; make it "
                 "with a larger max_cache_len."
             )
-
-
-def count_cached(past_key_values) -> int | None:
-    """Tokens in a cache; None where only the GPU knows."""
-    length = past_key_values.get_seq_length()
-    if isinstance(length, torch.Tensor):
-        return int(length) if length.device.type == "cpu" else None
-    return length
+    return cached

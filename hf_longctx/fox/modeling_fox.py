@@ -129,28 +129,23 @@ class FoxAttention(nn.Module):
         self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
         self.is_causal = True
 
-        q_size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        hidden_size, kv_heads = config.hidden_size, config.num_key_value_heads
+        q_size, kv_size = config.num_attention_heads * self.head_dim, kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, hidden_size, bias=False)
         self.f_proj = FoxForgetGate(config) if config.forget_gate != "none" else None
-        self.k_shift_proj = (
-            nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.k_shift else None
-        )
-        self.v_shift_proj = (
-            nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False) if config.v_shift else None
-        )
-        if config.qk_norm:
-            if config.qk_norm_shared:
-                self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
-            else:
-                self.q_norm, self.k_norm = (FoxHeadRMSNorm(size, config.qk_norm_eps) for size in (q_size, kv_size))
-        else:
+        self.k_shift_proj = nn.Linear(hidden_size, kv_heads, bias=False) if config.k_shift else None
+        self.v_shift_proj = nn.Linear(hidden_size, kv_heads, bias=False) if config.v_shift else None
+        if not config.qk_norm:
             self.q_norm = self.k_norm = nn.Identity()
+        elif config.qk_norm_shared:
+            self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
+        else:
+            self.q_norm, self.k_norm = (FoxHeadRMSNorm(size, config.qk_norm_eps) for size in (q_size, kv_size))
         self.o_norm = FoxHeadRMSNorm(q_size, config.rms_norm_eps) if config.output_norm else nn.Identity()
-        self.g_proj = nn.Linear(config.hidden_size, q_size, bias=False) if config.output_gate else None
+        self.g_proj = nn.Linear(hidden_size, q_size, bias=False) if config.output_gate else None
         self.g_act = ACT2FN[config.output_gate] if config.output_gate else None
 
     def forward(
@@ -268,9 +263,8 @@ class FoxPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls):
-        return (
-            True  # transformers would search this file for the choice of the attention function, which `attend` makes
-        )
+        # transformers would search this file for the choice of the attention function, which `attend` makes
+        return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         """Raise if Triton was requested but cannot run: no silent fallback."""
@@ -296,10 +290,10 @@ class FoxPreTrainedModel(PreTrainedModel):
         if isinstance(module, FoxForgetGate):
             if module.kind == "full":
                 init.normal_(module.weight, std=self.config.initializer_range)
-            if self.config.decay_time_min is None:
+            times = (self.config.decay_time_min, self.config.decay_time_max)
+            if times == (None, None):
                 init.zeros_(module.bias)
             else:
-                times = (self.config.decay_time_min, self.config.decay_time_max)
                 init.copy_(module.bias, decay_time_bias(len(module.bias), *times))
 
 
@@ -334,7 +328,6 @@ class FoxModel(FoxPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-
         if self.training and torch.is_grad_enabled():
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 

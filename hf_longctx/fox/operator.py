@@ -75,17 +75,7 @@ def forgetting_attention(
     attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, causal=causal, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
-    if backend is None:
-        backend = "triton" if triton_runs_well(q) else "folded"
-        if backend == "folded" and not causal:
-            raise NotImplementedError(
-                "causal=False runs on Triton kernels (pip install 'hf-longctx[triton]'), on GPUs of compute capability 8.0 "
-                f"and later, in bf16, fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. "
-                "backend='reference' computes it anywhere, in memory that grows with T * T."
-            )
-    else:
-        check_backend(backend, q, causal, log_pruning_tolerance)
-
+    backend = choose_backend(backend, q, causal, log_pruning_tolerance)
     if backend == "reference":
         return forgetting_attention_ref(q, k, v, log_f, causal=causal, scale=scale, **masks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -124,8 +114,10 @@ def triton_runs_well(q: torch.Tensor) -> bool:
     return runs and capability_of(q.device) >= OLDEST_GPU
 
 
-def check_backend(backend: str, q: torch.Tensor, causal: bool, log_pruning_tolerance: float | None) -> None:
-    """Raise what keeps a backend that was named from computing this call."""
+def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruning_tolerance: float | None) -> str:
+    """The backend that computes a call, `backend` or the default; raises what keeps it from that."""
+    if backend is None:
+        backend, log_pruning_tolerance = "triton" if triton_runs_well(q) else "folded", None  # it need not prune
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}, or None.")
     if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
@@ -133,9 +125,12 @@ def check_backend(backend: str, q: torch.Tensor, causal: bool, log_pruning_toler
     if backend == "folded" and not causal:
         raise NotImplementedError(
             "the folded form is causal only: a decay in the keys cannot grow in both directions. For causal=False use "
-            "backend='triton', or 'reference' in memory that grows with T * T."
+            "backend='triton' (pip install 'hf-longctx[triton]'), on GPUs of compute capability 8.0 and later, in bf16, "
+            f"fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. backend='reference' "
+            "computes it anywhere, in memory that grows with T * T."
         )
     if backend != "triton" and log_pruning_tolerance is not None:
         raise NotImplementedError(
             f"backend={backend!r} computes every key, so it has no log_pruning_tolerance; leave one of the two out."
         )
+    return backend

@@ -52,21 +52,16 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
         folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.
     """
     shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
-    if attention.f_proj is None:
-        log_f = x.new_zeros(1, k.shape[2], x.shape[1], dtype=torch.float32)
-    else:
-        log_f = attention.f_proj(x)
-    if shifted:
+    log_f = x.new_zeros(1, k.shape[2], x.shape[1]).float() if attention.f_proj is None else attention.f_proj(x)
+    q = attention.q_norm(q).transpose(1, 2)
+    if shifted:  # then there is no RoPE, and keys are normed when they have been read
         projections = (attention.k_shift_proj, attention.v_shift_proj)
         weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).float().sigmoid().to(k) for p in projections]
         v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
-        q = attention.q_norm(q).transpose(1, 2)
-    else:
-        q, k = attention.q_norm(q).transpose(1, 2), attention.k_norm(k).transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        k = k.transpose(1, 2)
-    k, v = fold_keys(k.transpose(1, 2), log_f, attention.scaling), v.transpose(1, 2)
+    k = (k if shifted else attention.k_norm(k)).transpose(1, 2)
+    if position_embeddings is not None:
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    k, v = fold_keys(k, log_f, attention.scaling), v.transpose(1, 2)
     width = k.shape[-1]
     k, v = cache.update(k, F.pad(v, (0, width - v.shape[-1])), attention.layer_idx, kwargs)  # (1, Hkv, all, D')
 

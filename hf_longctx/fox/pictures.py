@@ -27,9 +27,8 @@ class HeadMap:
     Args:
         layer, head: index of the layer and of the query head.
         decay_time: tokens in which the head forgets by a factor e, the mean over the text.
-        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is
-            of
-            block x block entries of the matrix: the mean of F, and the largest weight of A, which is sparse.
+        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry
+            stands for block x block entries: the mean of F, and the largest weight of A, which is sparse.
         tokens: T, the length of the text.
         block: 1, or as many tokens as one row and column stand for.
     """
@@ -88,15 +87,9 @@ class _MapRecorder(AttendingCache, DynamicCache):
             forget.append(reduce_blocks((c[rows, None] - c).clamp(max=0).exp().float(), visible, self.block, False))
             attention.append(reduce_blocks(logits.softmax(-1), visible, self.block, True))
         forgotten = (c[0] - c[-1]).item()
-        return HeadMap(
-            layer=module.layer_idx,
-            head=head,
-            decay_time=(length - 1) / forgotten if forgotten else float("inf"),
-            forget=torch.cat(forget).cpu(),
-            attention=torch.cat(attention).cpu(),
-            tokens=length,
-            block=self.block,
-        )
+        decay_time = (length - 1) / forgotten if forgotten else float("inf")
+        maps = (torch.cat(pieces).cpu() for pieces in (forget, attention))
+        return HeadMap(module.layer_idx, head, decay_time, *maps, tokens=length, block=self.block)
 
 
 @torch.no_grad()
@@ -121,21 +114,22 @@ def head_maps(model, input_ids, layers=None, heads=None, resolution=384) -> list
         raise ValueError(f"input_ids is {tuple(input_ids.shape)}; give one row of at least 2 tokens, (T,) or (1, T).")
     if resolution < 1:
         raise ValueError(f"resolution is {resolution}; it must be at least 1.")
-    chosen = {}
-    for name, indices, count in (
-        ("layers", layers, config.num_hidden_layers),
-        ("heads", heads, config.num_attention_heads),
-    ):
-        chosen[name] = list(range(count)) if indices is None else list(indices)
-        if not chosen[name] or not set(chosen[name]) <= set(range(count)):
-            raise ValueError(f"{name} is {chosen[name]}; this model has {count}, from 0 to {count - 1}.")
+    layers = _check_indices("layers", layers, config.num_hidden_layers)
+    heads = _check_indices("heads", heads, config.num_attention_heads)
     block = -(-input_ids.shape[1] // resolution)
-    recorder = _MapRecorder(config, dict.fromkeys(chosen["layers"], chosen["heads"]), block)
+    recorder = _MapRecorder(config, dict.fromkeys(layers, heads), block)
     base = getattr(model, model.base_model_prefix, model)  # without the logits
     training = model.training
     base.eval()(input_ids, past_key_values=recorder, use_cache=True)
     model.train(training)
-    return [recorder.maps[layer, head] for layer in chosen["layers"] for head in chosen["heads"]]
+    return [recorder.maps[layer, head] for layer in layers for head in heads]
+
+
+def _check_indices(name, indices, count):
+    indices = list(range(count)) if indices is None else list(indices)
+    if not indices or not set(indices) <= set(range(count)):
+        raise ValueError(f"{name} is {indices}; this model has {count}, from 0 to {count - 1}.")
+    return indices
 
 
 def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolution=384, title=None) -> None:
@@ -178,9 +172,8 @@ def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolu
         for kind, axes in (("forget", grid[2 * row, column]), ("attention", grid[2 * row + 1, column])):
             image = draw(axes, head_map, kind, *colours[kind])
             if column == columns - 1 or i == len(maps) - 1:
-                bar = figure.colorbar(
-                    image, ax=list(grid[2 * row + (kind == "attention")]), shrink=0.9, aspect=22, pad=0.015
-                )
+                beside = list(grid[2 * row + (kind == "attention")])
+                bar = figure.colorbar(image, ax=beside, shrink=0.9, aspect=22, pad=0.015)
                 bar.outline.set_visible(False)
                 bar.ax.tick_params(colors=INK, labelsize=8, length=0)
                 if kind == "attention":
@@ -193,8 +186,7 @@ def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolu
         grid[2 * row, column].tick_params(labelbottom=False)
         grid[2 * row + 1, column].set_xlabel("key (token)", color=QUIET, fontsize=9)
     figure.suptitle(title or "What each head keeps, and where it looks", color=INK, fontsize=13.5, fontweight="bold")
-    if maps[0].block > 1:
-        side = maps[0].block
+    if (side := maps[0].block) > 1:
         note = f"{maps[0].tokens:,} tokens; a point stands for {side} x {side}: the mean of F, the largest of A"
         figure.supxlabel(note, x=0.99, ha="right", fontsize=8, color=QUIET)
     figure.savefig(path)
@@ -217,10 +209,8 @@ def spread(maps, count):
 
 def heading(head_map):
     time = head_map.decay_time
-    if time == float("inf"):
-        kept = "forgets nothing"
-    else:
-        kept = f"decay time {time:,.0f} tokens" if time >= 10 else f"decay time {time:.1f} tokens"
+    digits = 0 if time >= 10 else 1
+    kept = "forgets nothing" if time == float("inf") else f"decay time {time:,.{digits}f} tokens"
     return f"layer {head_map.layer}, head {head_map.head}\n{kept}"
 
 
@@ -230,13 +220,8 @@ def draw(axes, head_map, kind, colours, norm):
     axes.set_visible(True)
     axes.set_facecolor(UNSEEN)
     side = head_map.tokens
-    image = axes.imshow(
-        getattr(head_map, kind).numpy(),
-        cmap=colours,
-        norm=norm,
-        interpolation="nearest",
-        extent=(0, side, side, 0),
-    )
+    options = dict(cmap=colours, norm=norm, interpolation="nearest", extent=(0, side, side, 0))
+    image = axes.imshow(getattr(head_map, kind).numpy(), **options)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

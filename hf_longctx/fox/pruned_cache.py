@@ -111,9 +111,6 @@ class HeadGroup:
         self.values[:, :, self.length : end] = values[:, self.heads]
         self.length = end
 
-    def select_rows(self, rows):
-        self.keys, self.values = (x.index_select(0, rows) for x in (self.keys, self.values))
-
 
 def group_heads(available, needed, short):
     """Split heads into groups that share a length: [(length, heads), ...], longest first.
@@ -202,14 +199,9 @@ class PrunedLayer(DynamicLayer):
                     mask = mask[:, group.query_heads]
             elif mask is not None:
                 mask = mask.last(group.length)
-            output, weight = attention_function(
-                module,
-                query if self.order is None else query[:, group.query_heads],
-                group.keys[:, :, : group.length],
-                group.values[:, :, : group.length],
-                mask,
-                **kwargs,
-            )
+            queries = query if self.order is None else query[:, group.query_heads]
+            keys, values = group.keys[:, :, : group.length], group.values[:, :, : group.length]
+            output, weight = attention_function(module, queries, keys, values, mask, **kwargs)
             outputs.append(output)
             if weight is not None:
                 weights.append(nn.functional.pad(weight, (self.length - group.length, 0)))
@@ -338,7 +330,7 @@ class PrunedLayer(DynamicLayer):
         super().reorder_cache(beam_idx)
         rows = beam_idx.to(self.device) if self.is_initialized else beam_idx
         for group in self.groups:
-            group.select_rows(rows)
+            group.keys, group.values = (x.index_select(0, rows) for x in (group.keys, group.values))
         if self.log_lost is not None:
             self.log_lost = self.log_lost.index_select(0, rows)
 
@@ -404,25 +396,15 @@ class PrunedCache(AttendingCache):
                 )
             tolerance = math.exp(config.log_pruning_tolerance)
         if not 0 <= tolerance < 1:
-            raise ValueError(
-                f"tolerance is {tolerance}; it is a share of the attention weight, at least 0 and below 1."
-            )
+            raise ValueError(f"tolerance is {tolerance}; it is a share of attention weight, at least 0 and below 1.")
         if logit_bound not in ("weights", "observed"):
             raise ValueError(f'logit_bound is {logit_bound!r}; it must be "weights" or "observed".')
         if prune_every < 1:
             raise ValueError(f"prune_every is {prune_every}; it must be at least 1 token.")
         layer_class = PrunedHybridLayer if config.k_shift or config.v_shift else PrunedLayer
-        super().__init__(
-            layers=[
-                layer_class(
-                    layer.self_attn,
-                    logit_bound_of_weights(layer) if logit_bound == "weights" else None,
-                    tolerance,
-                    prune_every,
-                )
-                for layer in decoder_layers
-            ]
-        )
+        bounds = [logit_bound_of_weights(layer) if logit_bound == "weights" else None for layer in decoder_layers]
+        attentions = [layer.self_attn for layer in decoder_layers]
+        super().__init__(layers=[layer_class(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
     def wrap_attention(self, attention_function):
         """The attention function of a model, called once per group of heads."""

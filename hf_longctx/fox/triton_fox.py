@@ -73,10 +73,9 @@ def _empty_output(q: torch.Tensor) -> torch.Tensor:
 def _decay_in_block(c: torch.Tensor, e: torch.Tensor, block: int) -> torch.Tensor:
     """Decay from each key to the last key of its aligned block, in units of log 2; (B, H, T)."""
     d, T = torch.empty_like(c), c.shape[-1]
+    programs = triton.cdiv(T, block) * (c.numel() // T)
     with _on(c.device):
-        launch(
-            block_decay_kernel, triton.cdiv(T, block) * (c.numel() // T), Tile(1, block, 1, 1), c, e, d, T, BN=block
-        )
+        launch(block_decay_kernel, programs, Tile(1, block, 1, 1), c, e, d, T, BN=block)
     return d
 
 
@@ -166,23 +165,22 @@ if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
     _SPACE = __name__.removesuffix(".fox.triton_fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor e, Tensor? first_key, Tensor? stop_query"
-    fox_forward = torch.library.custom_op(
-        f"{_SPACE}::fox_forward",
-        launch_forward,
-        mutates_args=(),
-        schema=f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)",
+
+    def _operator(name, launcher, schema):
+        return torch.library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
+
+    fox_forward = _operator(
+        "fox_forward", launch_forward, f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)"
     )
-    fox_backward = torch.library.custom_op(
-        f"{_SPACE}::fox_backward",
+    fox_backward = _operator(
+        "fox_backward",
         launch_backward,
-        mutates_args=(),
-        schema=f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     )
-    fox_decode = torch.library.custom_op(
-        f"{_SPACE}::fox_decode",
+    fox_decode = _operator(
+        "fox_decode",
         launch_decode,
-        mutates_args=(),
-        schema="(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? bound, "
+        "(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? bound, "
         "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
     )
 
@@ -249,15 +247,7 @@ def finite_gates(log_f: torch.Tensor, stop: torch.Tensor | None) -> torch.Tensor
 
 
 def triton_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_f: torch.Tensor,
-    visible: VisibleKeys | None = None,
-    *,
-    scale: float | None = None,
-    log_pruning_tolerance: float | None = None,
-    logit_bound: torch.Tensor | float | None = None,
+    q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
 ) -> torch.Tensor:
     """Causal forgetting attention (arXiv 2503.02130, eq. 11) of checked inputs.
 
@@ -290,9 +280,7 @@ def triton_attention(
     return visible.unsort_queries(o)
 
 
-def attention_from_sums(
-    q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_from_sums(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound):
     """`triton_attention` from the float64 running sum c of log f, (B, Hq, Tk), and the keys that queries see.
 
     Args:
@@ -312,7 +300,7 @@ def attention_from_sums(
             logit_bound = bound_from_norms(q, k, scale, first_key, stop)
         if log_pruning_tolerance is not None:
             Tq, Tk, tile = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype).forward
-            threshold = pruning_threshold(q, Tk, log_pruning_tolerance, logit_bound)
+            threshold = pruning_threshold(logit_bound, Tk, log_pruning_tolerance)
             kept = first_kept_key(c, threshold, Tq, tile.BM, tile.BN).int().repeat_interleave(tile.BM, -1)[..., :Tq]
             pruned = kept if first_key is None else torch.maximum(kept, first_key)
             tally_pruned(first_key, pruned, Tk, tile)

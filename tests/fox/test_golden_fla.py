@@ -65,7 +65,9 @@ def test_both_layouts_of_one_model_are_one_model(golden):
     assert twins == 2
 
 
-@pytest.mark.parametrize("backend", ["folded", "reference", pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize(
+    "backend", ["folded", "reference", pytest.param("triton", marks=[*runs_triton, pytest.mark.slow])]
+)
 def test_operator(golden, backend):
     names = ("q", "k", "v", "log_fgate")
     for case, t in load_cases(golden / "fox_fla", "op"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_fox import both_blocks, logits, make, tokens
+from tiny_fox import both_blocks, check_logits, logits, make, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -47,14 +47,14 @@ PACKED += [("llama", "seq_idx", "eager"), ("pro with a window", "position ids", 
 def test_packed_documents_equal_separate_rows(variant, borders, backend):
     model = make(variant, backend)
     packed = logits(model, **BORDERS[borders]())
-    torch.testing.assert_close(packed, alone(model), atol=2e-5, rtol=1e-4)
+    check_logits(packed, alone(model))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_packs_too():
     with torch.compiler.set_stance("force_eager"):  # compiling it takes a minute
         packed = logits(make("pro with a window", "flex_attention"), **BORDERS["cu_seq_lens"]())
-    torch.testing.assert_close(packed, alone(make("pro with a window")), atol=2e-5, rtol=1e-4)
+    check_logits(packed, alone(make("pro with a window")))
 
 
 @both_blocks
@@ -63,7 +63,7 @@ def test_rows_packed_differently(variant):
     second = {"input_ids": tokens(1, 15, seed=3), "position_ids": torch.arange(15)[None]}
     batch = {name: torch.cat([first[name], second[name]]) for name in first}
     want = torch.cat([alone(model), logits(model, second["input_ids"])])
-    torch.testing.assert_close(logits(model, **batch), want, atol=2e-5, rtol=1e-4)
+    check_logits(logits(model, **batch), want)
 
 
 def flash_attention(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, cu_seq_lens_k, **kwargs):
@@ -91,7 +91,7 @@ def test_flash_attention_is_told_the_borders(variant, borders, rows, monkeypatch
     want = alone(model).expand(rows, -1, -1)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_attention)
     model.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(logits(model, **batch), want, atol=2e-5, rtol=1e-4)
+    check_logits(logits(model, **batch), want)
 
 
 @both_blocks
@@ -119,7 +119,7 @@ def test_packed_documents_compile_without_graph_break(variant, borders):
     torch._dynamo.reset()
     model, batch = make(variant), BORDERS[borders]()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(logits(compiled, **batch), alone(model), atol=2e-5, rtol=1e-4)
+    check_logits(logits(compiled, **batch), alone(model))
 
 
 @both_blocks
@@ -129,7 +129,7 @@ def test_positions_that_leap_are_one_document(variant):
     positions = torch.cat([torch.arange(6), torch.arange(100, 106)])[None]
     mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
     want = logits(model, ids, position_ids=positions, attention_mask=mask)
-    torch.testing.assert_close(logits(model, ids, position_ids=positions, use_cache=False), want, atol=2e-5, rtol=1e-4)
+    check_logits(logits(model, ids, position_ids=positions, use_cache=False), want)
 
 
 def test_the_running_sum_keeps_the_resolution_of_a_document():

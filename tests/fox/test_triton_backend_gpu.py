@@ -80,12 +80,12 @@ def test_generation_with_a_static_cache_under_cuda_graphs():
 def test_bfloat16_autocast_with_checkpointing():
     """As far from float32 as stock attention is, or less, and nothing changes in the second run of a layer."""
     _, exact = loss_and_gradients(make("eager").train(), *rows())
-    found = {}
+    gradients = {}
     for name, backend in (("plain", "forgetting_triton"), ("twice", "forgetting_triton"), ("stock", "sdpa")):
         model = make(backend).train()
         model = checkpointed(model) if name == "twice" else model
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            _, found[name] = loss_and_gradients(model, *rows())
+            _, gradients[name] = loss_and_gradients(model, *rows())
     for name, gradient in exact.items():
-        assert rel(found["twice"][name], found["plain"][name]) < 1e-3, name
-        assert rel(found["plain"][name], gradient) <= 2 * rel(found["stock"][name], gradient) + 1e-3, name
+        assert rel(gradients["twice"][name], gradients["plain"][name]) < 1e-3, name
+        assert rel(gradients["plain"][name], gradient) <= 2 * rel(gradients["stock"][name], gradient) + 1e-3, name

@@ -72,11 +72,12 @@ def test_decoding_equals_the_full_kernel():
 @pytest.mark.parametrize(
     "Tq, gates_per_key, dtype",
     [
-        (1, 1, torch.float32),
         (3, 2, torch.float32),
-        (1, 2, torch.bfloat16),
-        (3, 1, torch.bfloat16),
-        (1, 2, torch.float16),
+        (1, 1, torch.bfloat16),
+        pytest.param(1, 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(1, 2, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(3, 1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1, 2, torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
@@ -148,7 +149,14 @@ def test_whole_131072_tokens():
 
 @pytest.mark.parametrize(
     "value, causal",
-    [(0.0, True), (-30.0, False), (-1e4, True), (-1e4, False), (-torch.inf, True), (-torch.inf, False)],
+    [
+        (0.0, True),
+        (-1e4, True),
+        (-torch.inf, True),
+        (-torch.inf, False),
+        pytest.param(-30.0, False, marks=pytest.mark.slow),
+        pytest.param(-1e4, False, marks=pytest.mark.slow),
+    ],
 )
 def test_extreme_gates(value, causal):
     """Open gates are plain attention; closed ones hide what lies beyond; nothing in between overflows."""
@@ -158,7 +166,7 @@ def test_extreme_gates(value, causal):
     check_budget(run(forgetting_attention, *inputs, causal=causal, backend="triton"), plain, exact, inputs)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_decay_is_exact_far_below_zero(causal):
     """A running sum of -5e5 would resolve the decay to 0.03 in float32."""
     inputs = draw(1, 1, 1, 90, 90, 16)
@@ -167,7 +175,7 @@ def test_decay_is_exact_far_below_zero(causal):
     check_budget(run(forgetting_attention, *inputs, causal=causal, backend="triton"), plain, exact, inputs)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
 def test_a_gate_that_is_no_number_reaches_only_later_rows(value):
     q, k, v, log_f, _ = draw(1, 1, 1, 120, 120, 16)
     q, log_f = q.requires_grad_(), log_f * 1e-3  # nothing is forgotten
@@ -213,7 +221,11 @@ def test_a_known_bound_changes_nothing(shape, options, dtype):
     assert (fast[0][exact[0] == 0] == 0).all()
 
 
-@pytest.mark.parametrize("largest, bound", [(28.0, 29.0), (60.0, 61.0)], ids=["used", "too large"])
+@pytest.mark.parametrize(
+    "largest, bound",
+    [(28.0, 29.0), pytest.param(60.0, 61.0, marks=pytest.mark.slow)],
+    ids=["used", "too large"],
+)
 def test_the_largest_bound_loses_nothing(largest, bound):
     """Every key but a row's own is as strong as the bound allows, its own as weak; most are forgotten, few are not."""
     T = 100
@@ -231,7 +243,7 @@ def test_the_largest_bound_loses_nothing(largest, bound):
     assert (o[:, :, 50] - v[:, :, 49]).abs().max() < 0.1  # a strong key of yesterday, before a weak one of today
 
 
-@pytest.mark.parametrize("sink", [False, True], ids=["own key", "first key"])
+@pytest.mark.parametrize("sink", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own key", "first key"])
 def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink):
     """Beside a running maximum it is 1; beside a bound it is rounded, and must be summed as it multiplies."""
     T = 80

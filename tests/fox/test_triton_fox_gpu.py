@@ -89,10 +89,10 @@ def test_offsets_beyond_32_bits():
 def test_pruning_at_16k():
     inputs = draw(1, 4, 4, 16384, 16384, 64, dtype=BF16, openness=1.0)
     norms = [x.float().norm(dim=-1).amax(-1) for x in inputs[:2]]
-    known = {"logit_bound": norms[0] * norms[1] * 64**-0.5}
-    dense = run(triton_attention, *inputs, **known)
+    bound = {"logit_bound": norms[0] * norms[1] * 64**-0.5}
+    dense = run(triton_attention, *inputs, **bound)
     with count_pruned_blocks() as blocks:
-        pruned = run(triton_attention, *inputs, log_pruning_tolerance=-10.0, **known)
+        pruned = run(triton_attention, *inputs, log_pruning_tolerance=-10.0, **bound)
     assert blocks.pruned > 0.7 * blocks.total
     for d, p in zip(dense, pruned):
         assert error(p, d) < 20 * math.exp(-10.0) * d.norm()

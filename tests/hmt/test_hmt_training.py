@@ -237,7 +237,7 @@ def trained(model, rows, folder, **arguments):
     return trainer
 
 
-@pytest.mark.parametrize("scope", ["all", "last"])
+@pytest.mark.parametrize("scope", ["all", pytest.param("last", marks=pytest.mark.slow)])
 def test_trainer_accumulates_exactly(make_wrapper, tokens, tmp_path, llama, scope):
     """Two accumulated rows make the step of one batch of two."""
     start, results = {n: p.clone() for n, p in llama.named_parameters()}, []
