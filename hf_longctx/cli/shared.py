@@ -87,18 +87,43 @@ def load_reader(args):
     return ServedModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
 
 
+def check_model_name(name):
+    """Raise ValueError if a name that can only be a path leads to no folder."""
+    path = Path(name)
+    if path.is_file():
+        raise ValueError(f"{name} is a file; give the folder that holds the model: {path.parent}.")
+    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise ValueError(f"there is no folder {name}; give a folder with a model, or its name on the Hub.")
+
+
+def choose_device(name):
+    """The device of that name, or by default an accelerator if there is one; ValueError if the device is missing."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if name is None:
+        return available[-1]
+    if name.partition(":")[0] not in available:
+        raise ValueError(
+            f"--device {name} cannot be had: PyTorch {torch.__version__} sees {' and '.join(available)} here."
+        )
+    return name
+
+
 def load_model(args):
     """The model, on its device, in eval mode, and its tokenizer."""
-    import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = args.device
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = "cpu" if accelerator is None else accelerator.type
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
-    )
+    check_model_name(args.model)
+    device = choose_device(args.device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {args.model} are damaged ({error}); copy or download them again.") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     except ValueError as error:

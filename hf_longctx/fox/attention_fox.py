@@ -110,12 +110,17 @@ def check_inputs(
             )
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of an enclosing `torch.autocast`; None outside of one, and on the meta device, which knows none."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def autocast_inputs(*tensors):
     """q, k, v in the dtype of an enclosing `torch.autocast`; to be rounded before the decay is folded in."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
 def clear_padding(q, k, v, log_f, real):
@@ -238,8 +243,8 @@ def fold_keys(k, c, scale):
     if x.requires_grad:
         first = x + (first - rest)
     parts = torch.stack([first, second, third], dim=-1).flatten(3).to(k.dtype)
-    gradient_column = k.new_zeros(folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1])
-    gradient_column[:1].fill_(GATE_QUERY)  # gradient_column[0] = 64.0 would copy from the CPU and make a GPU wait
+    free = folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1]
+    gradient_column = F.pad(k.new_full((1,), GATE_QUERY), (0, free - 1))
     return torch.cat([k, parts, gradient_column.expand(batch, kv_heads, length, -1)], dim=-1)
 
 

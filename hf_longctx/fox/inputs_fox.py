@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import logging
 
+from .attention_fox import autocast_dtype
+
 
 logger = logging.get_logger(__name__)
 
@@ -201,11 +203,12 @@ def check_dtype(hidden_states: torch.Tensor, projection) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    weight = getattr(projection, "weight", None)
-    plain = weight is not None and weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if plain and hidden_states.dtype != weight.dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+    weight = getattr(projection, "weight", None)  # of a quantized layer, it may be a method
+    dtype = weight.dtype if isinstance(weight, torch.Tensor) else None
+    plain = dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if plain and hidden_states.dtype != dtype and autocast_dtype(hidden_states.device) is None:
         raise ValueError(
-            f"inputs_embeds is {hidden_states.dtype} but the weights are {weight.dtype}; cast one of them: "
+            f"inputs_embeds is {hidden_states.dtype} but the weights are {dtype}; cast one of them: "
             "inputs_embeds.to(model.dtype)."
         )
 

@@ -8,7 +8,7 @@ shift are the state of a convolution that reaches back one token.
 import torch
 from transformers.cache_utils import Cache
 
-from .attention_fox import GATE_PARTS, GATE_QUERY, folded_width, unfold_decay
+from .attention_fox import GATE_PARTS, GATE_QUERY, autocast_dtype, folded_width, unfold_decay
 
 
 class AttendingCache(Cache):
@@ -99,9 +99,11 @@ class CachedLayer:
             return
         keys, gated = layer.keys, attention.f_proj is not None
         width = folded_width(attention.head_dim, attention.gates_per_key, k.device) if gated else attention.head_dim
-        dtype = k.dtype
-        if torch.is_autocast_enabled(k.device.type):  # without a gate, norms and RoPE decide
-            dtype = torch.get_autocast_dtype(k.device.type) if gated else keys.dtype
+        dtype = autocast_dtype(k.device)
+        if dtype is None:
+            dtype = k.dtype
+        elif not gated:  # norms and RoPE decide
+            dtype = keys.dtype
         cached = (keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype)
         expected = (k.shape[0], k.shape[2], width, dtype)
         if cached != expected:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import __version__, cli
@@ -34,6 +35,32 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
 def test_generate_continues_the_prompt(folder, capsys):
     assert cli.main(["generate", str(folder), "The import statement", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("The import statement")
+
+
+def damaged(folder, path):
+    shutil.copytree(folder, path)
+    (path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["FOLDER", "--device", "cuda:7" if not torch.cuda.is_available() else "xpu"], "sees cpu"),
+        (["FOLDER", "--device", "meta"], "sees cpu"),
+        (["FOLDER/nowhere"], "no folder"),
+        (["FOLDER/config.json"], "is a file"),
+        (["DAMAGED"], "damaged"),
+    ],
+    ids=["no such accelerator", "meta", "no folder", "a file", "half of the weights"],
+)
+def test_an_everyday_mistake_is_one_line(arguments, message, folder, tmp_path, capsys):
+    places = {"FOLDER": str(folder), "DAMAGED": str(damaged(folder, tmp_path / "damaged"))}
+    for name, place in places.items():
+        arguments = [argument.replace(name, place) for argument in arguments]
+    assert cli.main(["generate", arguments[0], "The import statement", *arguments[1:]]) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
 
 
 def test_gates_draws_a_picture(folder, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -163,6 +164,37 @@ def test_torch_export(variant):
     for ids in (tokens(2, 9), tokens(2, 23, seed=2)):
         got = program.module()(input_ids=ids, use_cache=False).logits
         check_logits(got, logits(model, ids))
+    # ONNX export refuses a graph that writes into a view
+    in_place = [str(node.target) for node in program.graph.nodes if "fill_" in str(node.target)]
+    assert not in_place
+
+
+@both_blocks
+def test_trainer_evaluates(variant, tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'hf-longctx[training]'")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(3, 12)]
+    options = dict(output_dir=tmp_path, report_to=[], disable_tqdm=True, use_cpu=True, per_device_eval_batch_size=2)
+    model = make(variant)
+    trainer = transformers.Trainer(model=model, args=transformers.TrainingArguments(**options), eval_dataset=rows)
+    with torch.no_grad():
+        loss = sum(model(row["input_ids"][None], labels=row["labels"][None]).loss.item() for row in rows) / 3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+@both_blocks
+def test_the_meta_device_gives_shapes(variant):
+    model = make(variant).to("meta")
+    assert model(tokens(2, 9).to("meta")).logits.shape == (2, 9, 61)
+
+
+def test_linear_layers_can_be_quantized_dynamically():
+    """The layers that take their place have a method `weight`, not a tensor."""
+    model = make("pro")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    error = (logits(quantized, tokens()) - logits(model, tokens())).abs().max()
+    assert 0 < error < 0.2 * logits(model, tokens()).abs().max()
 
 
 @pytest.mark.slow
