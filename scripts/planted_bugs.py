@@ -190,7 +190,7 @@ def main():
         raise SystemExit(f"names must be unique, and --only must name some of them: {', '.join(names)}")
     chosen, problems = [], []
     for bug in bugs:
-        if args.only is None or bug["name"] in args.only:
+        if (args.only is None or bug["name"] in args.only) and bug.get("since", args.key) == args.key:
             try:
                 chosen.append(find_place(tree, bug))
             except ValueError as problem:
