@@ -169,7 +169,7 @@ def whole_inputs(model):
 def test_counts_are_those_of_the_definition(irrelevant):
     """Against the whole logits of a plain forward pass, with samples from the same seed."""
     model = tiny_llama(vocab_size=8).eval()
-    with torch.no_grad():  # far from the near-uniform start, where the last id decides and the irrelevant text does not
+    with torch.no_grad():  # near the start the last id decides alone, whatever the irrelevant text is
         for parameter in model.parameters():
             parameter.mul_(10 if parameter.dim() == 2 else 1)
     corpus = CORPUS % 8
