@@ -155,13 +155,12 @@ def describe(tree: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def write_results(output: Path, key: str, commit: str, entries: list[dict], names: list[str]) -> dict:
+def write_results(output: Path, key: str, entries: list[dict], names: list[str]) -> dict:
     """Put the entries in the place of older ones of the same bugs. Returns what the JSON says under `key`."""
     results = json.loads(output.read_text()) if output.exists() else {}
     bugs = {entry["name"]: entry for entry in [*results.get(key, {}).get("bugs", ()), *entries]}
     bugs = [bugs[name] for name in names if name in bugs]
     results[key] = {
-        "commit": commit,
         "planted": len(bugs),
         "caught": sum(entry["caught"] for entry in bugs),
         "caught_by_the_fast_tier": sum(entry["tier"] == "fast" for entry in bugs if entry["caught"]),
@@ -190,7 +189,7 @@ def main():
         raise SystemExit(f"names must be unique, and --only must name some of them: {', '.join(names)}")
     chosen, problems = [], []
     for bug in bugs:
-        if args.only is None or bug["name"] in args.only:
+        if (args.only is None or bug["name"] in args.only) and bug.get("since", args.key) == args.key:
             try:
                 chosen.append(find_place(tree, bug))
             except ValueError as problem:
@@ -213,12 +212,12 @@ def main():
             copies.put(copy_tree(tree, Path(temporary) / str(job)))
         with fork.Pool(args.jobs, initializer=take_copy, initargs=(copies,)) as pool:
             for entry in pool.imap(plant, chosen):
-                entries.append(entry)
+                entries.append(entry | {"commit": commit})
                 found = f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
                 print(f"{entry['name']} ({entry['seconds']} s): {found}", flush=True)
-                write_results(args.output, args.key, commit, entries, names)
+                write_results(args.output, args.key, entries, names)
         confirm(Path(temporary) / "0" / "tree", entries)
-    totals = write_results(args.output, args.key, commit, entries, names)
+    totals = write_results(args.output, args.key, entries, names)
     print(f"caught {totals['caught']} of {totals['planted']}, {totals['caught_by_the_fast_tier']} by the fast tier")
     for entry in totals["bugs"]:
         if not entry["caught"]:

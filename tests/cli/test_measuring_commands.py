@@ -44,8 +44,11 @@ def test_options_of_the_curve(folder, tmp_path):
     _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --protocol nested --train-length 64")
     assert [p.length for p in curve.points] == [8, 19, 30] and {p.repeats for p in curve.points} == {2}
     assert (curve.settings["protocol"], curve.settings["train_length"]) == ("nested", 64)
-    _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --log-lengths --bos-token-id 5")
-    assert [p.length for p in curve.points] == [8, 15, 30] and curve.settings["bos_token_id"] == 5
+    _, curve = measure(
+        folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --log-lengths --bos-token-id 5 --eos-token-id 6"
+    )
+    assert [p.length for p in curve.points] == [8, 15, 30]
+    assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (5, 6)
 
 
 def test_random_data_need_no_text(folder, tmp_path):
@@ -139,6 +142,10 @@ def test_a_served_model(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (
+            "curve {folder} --text stdlib --max-length 30 --tokens-per-pass 0",
+            "tokens_per_pass must be at least 1, got 0",
+        ),
         ("loss {folder} --text stdlib --context-length 100000000", "fewer than context_length=100000000"),
         ("loss {folder} --text stdlib --context-length 0", "context_length (0)"),
         ("needle {folder} --text stdlib --depths 1", "--depths is 1"),

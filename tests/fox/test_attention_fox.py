@@ -5,10 +5,17 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from budget import DEVICE, EPS, RESULTS, draw, error, floors, padding, run, run_exact, run_plain
+from budget import DEVICE, EPS, RESULTS, check_close, draw, error, floors, padding, run, run_exact, run_plain
 
 from hf_longctx import forgetting_attention
-from hf_longctx.fox.attention_fox import fold_keys, folded_attention, forgetting_attention_ref, unfold_decay
+from hf_longctx.fox.attention_fox import (
+    GATE_QUERY,
+    fold_keys,
+    fold_queries,
+    folded_attention,
+    forgetting_attention_ref,
+    unfold_decay,
+)
 
 
 def by_hand(q, k, v, log_f, *, causal=True, scale=None, attention_mask=None, cu_seqlens=None, window=None):
@@ -68,6 +75,16 @@ def test_open_gates_have_a_gradient(causal):
     assert error(run_exact(q, k, v, log_f, do, causal=causal)[4], exact[4]) <= floors(q, k, v, log_f, do)["dlog_f"]
 
 
+def test_the_gradient_of_a_logit_is_that_of_the_decay_between_query_and_key():
+    """c_i - c_j, although a folded logit holds -c_j only. Under softmax the sums over rows are 0 but for rounding."""
+    q, k, _, log_f, _ = draw(1, 4, 2, 9, 9, 4)
+    c = log_f.cumsum(-1).requires_grad_()
+    logits = 0.5 * fold_queries(q, c, 0.5, 2) @ fold_keys(k, c, 0.5).repeat_interleave(2, dim=1).mT
+    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    (gradient,) = torch.autograd.grad(logits, c, upstream)
+    check_close(gradient, upstream.sum(-1) - upstream.sum(-2), size=9 * upstream.abs().max())
+
+
 @pytest.mark.parametrize("openness", [3.0, 0.0, -3.0], ids=["open gates", "half-open gates", "closing gates"])
 def test_gate_gradient_does_not_drift_over_a_long_context(openness):
     inputs = draw(1, 2, 2, 512, 512, 16, openness=openness)
@@ -108,7 +125,10 @@ def test_the_decay_can_be_read_back_from_the_keys(dtype, head_dim):
     c = -torch.rand(2, 4, 9).cumsum(-1) * 1000
     scale = head_dim**-0.5
     keys = fold_keys(torch.randn(2, 2, 9, head_dim, dtype=dtype), c, scale)
-    torch.testing.assert_close(unfold_decay(keys, head_dim, 2, scale), c, rtol=2 * EPS, atol=0)
+    spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # of subnormals, which float16 reaches
+    torch.testing.assert_close(
+        unfold_decay(keys, head_dim, 2, scale), c, rtol=2 * EPS, atol=GATE_QUERY * scale * spacing
+    )
 
 
 def test_decay_resolution_at_large_c():

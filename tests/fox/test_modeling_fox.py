@@ -6,12 +6,14 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from budget import EPS
 from tiny_fox import ROPE, TINY, VARIANTS, both_blocks, check_logits, every_variant, logits, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
 from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, decay_time_bias
 
 
@@ -28,6 +30,38 @@ def test_decoding_in_any_chunks_equals_one_forward(variant, backend, chunks):
     for chunk in ids.split(chunks, dim=1):
         pieces.append(logits(model, chunk, past_key_values=cache))
     check_logits(torch.cat(pieces, dim=1), logits(model, ids, use_cache=False))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_pro_layer_is_that_of_the_paper(backend):
+    """Section 3 and Figure 1, for one sequence and head by head, without RoPE."""
+    layer = make("pro with grouped heads and rope", backend).model.layers[0].self_attn
+    x = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    D = layer.head_dim
+
+    def norm(y, weight, eps=layer.config.qk_norm_eps):  # RMSNorm
+        return weight * y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    def shift(y, w):  # eq. 14: a_t of the predecessor, whose first is 0
+        a = (x @ w).sigmoid()[:, None]
+        return a * torch.cat([torch.zeros(1, D), y[:-1]]) + (1 - a) * y
+
+    outputs = []
+    for h in range(4):
+        kv = h // 2  # two query heads share a key head
+        rows, kv_rows = slice(h * D, h * D + D), slice(kv * D, kv * D + D)
+        q = norm(x @ layer.q_proj.weight[rows].T, layer.q_norm.weight[rows])
+        k = shift(x @ layer.k_proj.weight[kv_rows].T, layer.k_shift_proj.weight[kv])
+        k = norm(k, layer.k_norm.weight[kv_rows])
+        v = shift(x @ layer.v_proj.weight[kv_rows].T, layer.v_shift_proj.weight[kv])
+        log_f = F.logsigmoid(x @ layer.f_proj.weight[h] + layer.f_proj.bias[h])
+        o = forgetting_attention_ref(*(y[None, None] for y in (q, k, v, log_f)))[0, 0]
+        gate = torch.sigmoid(x @ layer.g_proj.weight[rows].T)
+        outputs.append(norm(o, layer.o_norm.weight[rows], layer.config.rms_norm_eps) * gate)
+    expected = torch.cat(outputs, -1) @ layer.o_proj.weight.T
+    mask = None if backend == "sdpa" else torch.full((20, 20), -torch.inf).triu(1)[None, None]
+    torch.testing.assert_close(layer(x[None], attention_mask=mask)[0][0], expected, atol=2e-5, rtol=1e-4)
 
 
 @every_variant
@@ -226,6 +260,12 @@ def test_other_heads(auto_class, shape, tmp_path):
     assert torch.equal(out[0], again[0])
 
 
+def test_gates_start_with_decay_times_on_a_logarithmic_scale():
+    times = -1 / F.logsigmoid(decay_time_bias(3, 2, 512).double())
+    # bias b = log(1 / expm1(1 / T)) of order log T in float32, and dT / db of order T
+    torch.testing.assert_close(times, torch.tensor([2.0, 32.0, 512.0]).double(), atol=0, rtol=8 * EPS)
+
+
 def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
     config = FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64)
     scratch = FoxForCausalLM(config)
@@ -262,6 +302,7 @@ BAD_CONFIGS = {
     "fixed without times": (dict(forget_gate="fixed"), "needs decay_time_min"),
     "times without a gate": (dict(forget_gate="none", decay_time_min=2, decay_time_max=8), 'forget_gate is "none"'),
     "times upside down": (dict(forget_gate="fixed", decay_time_min=8, decay_time_max=2), "0 < min <= max"),
+    "window of one token": (dict(sliding_window=1), "at least 2"),
     "odd head with rope": (dict(hidden_size=36, rope_parameters=ROPE), "head_dim=9 is odd"),
     "layer types": (dict(layer_types=["full_attention", "sliding_attention"]), "Leave layer_types out"),
     "layer types without a window": (dict(layer_types=["sliding_attention"] * 2), "Leave layer_types out"),

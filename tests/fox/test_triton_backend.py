@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from budget import EPS
 from tiny_fox import ROPE, TINY, logits, tokens
 from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, triton_fox
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
@@ -354,6 +355,22 @@ def test_the_norms_bound_every_logit(shared):
     logits = layer.scaling * q.float().norm(dim=-1) * k.float().norm(dim=-1)
     largest, unit = logit_bound_of_norms(layer, config.num_attention_heads)
     assert (logits <= unit * largest).all()
+
+
+def test_rope_brings_the_largest_weights_of_both_norms_together():
+    """It turns dimension 0 of a query into dimension D / 2 of a key, almost wholly 11 tokens apart: 11 = 7 pi / 2."""
+    model = FoxForCausalLM(FoxConfig(**SMALL, qk_norm=True, rope_parameters=ROPE))
+    layer, largest = model.model.layers[0].self_attn, {"q": 0, "k": model.config.head_dim // 2}
+    heads = {}
+    for name, norm, number in (("q", layer.q_norm, 4), ("k", layer.k_norm, 2)):
+        norm.weight.data.fill_(0.1).view(number, -1)[:, largest[name]] = torch.arange(2.0, 2.0 + number)
+        x = torch.zeros(1, 12, number, model.config.head_dim)
+        x[..., largest[name]] = 1e3  # far above the epsilon of the norm
+        heads[name] = norm(x).transpose(1, 2)
+    q, k = apply_rotary_pos_emb(heads["q"], heads["k"], *model.model.rotary_emb(x, torch.arange(12)[None]))
+    reached = (layer.scaling * q @ k.repeat_interleave(2, dim=1).mT).abs().amax((0, 2, 3))
+    largest, unit = logit_bound_of_norms(layer, 4)
+    assert (0.9 * unit * largest <= reached).all() and (reached <= unit * largest).all()
 
 
 def test_an_adapter_in_the_place_of_a_norm():

@@ -39,7 +39,7 @@ def plain_causal(model, row):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sum_fraction": 1.0}, {"sum_fraction": 0.2}, {"sensory_tokens": 0}], ids=str
+    "settings", [{}, {"sum_fraction": 1.0}, {"sum_fraction": 0.2}, {"sensory_tokens": 0}, {"recall_dim": 5}], ids=str
 )
 def test_equals_its_definition(make_wrapper, tokens, settings):
     model = make_wrapper(**settings)

@@ -67,6 +67,18 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
+def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path):
+    """Two segments of padding and a part of the third, which the next call, without a mask, must still leave out."""
+    model, mask = make_wrapper(), torch.ones(2, 21, dtype=torch.long)
+    mask[0, :18] = 0
+    with torch.no_grad():
+        state = model(tokens[:, :21], attention_mask=mask, use_cache=True).state
+        state.save(tmp_path / "state.safetensors")
+        saved = HMTState.load(tmp_path / "state.safetensors")
+        expected, logits = (model(tokens[:, 21:], state=x).logits for x in (state, saved))
+    torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
+
+
 def test_memory_does_not_grow(make_wrapper, tokens):
     model = make_wrapper()
     with torch.no_grad():

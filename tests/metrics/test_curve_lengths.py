@@ -101,6 +101,14 @@ def test_length_interval(fine, expected):
     assert ForgettingCurve(step_curve(fine)).interval("coarse") == (800, None)
 
 
+@pytest.mark.parametrize("risk, low", [(1.1, 2000), (0.9, 0)], ids=["enough risk", "too little"])
+def test_both_ends_and_all_lengths_share_the_risk(risk, low):
+    """Two lengths and two ends of the interval: each one-sided test has a quarter of the risk."""
+    values = np.array([0.03, 0.015, 0.03, 0.03, 0.027])
+    p = scipy.stats.ttest_1samp(values, 0, alternative="greater").pvalue
+    assert length_interval([1000, 2000], [values, values], [1000, 1000], confidence=1 - risk * 4 * p) == (low, None)
+
+
 def test_noise_widens_the_interval():
     points = step_curve(200)
     points[2] = CurvePoint(200, [100, 100, 95, 100, 98] * 2, [0] * 10)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-import matplotlib
+import matplotlib.figure
 
 from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell, NeedleGrid
@@ -56,6 +56,19 @@ def test_words_of_the_picture(tmp_path, result, options, texts):
     words = (tmp_path / "picture.svg").read_text().replace("&#x27;", "'")
     assert [text for text in texts if text not in words] == []
     assert ("found in the replies" in words) is (result is REPLIED)
+
+
+def test_a_needle_has_its_column_by_length_and_its_row_by_depth(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    GRID.plot(tmp_path / "needle.png")
+    axes = figures[0].axes[0]
+    colours = axes.images[0].get_array().filled(math.nan)
+    words = {text.get_position(): text.get_text() for text in axes.texts}
+    assert colours.shape == (5, 3) and len(words) == len(GRID.cells)
+    for cell in GRID.cells:
+        row, column = GRID.depths.index(cell.depth), GRID.lengths.index(cell.length)
+        assert colours[row, column] == cell.exact_rate and words[column, row] == f"{100 * cell.exact_rate:.0f}"
 
 
 def test_nothing_to_draw(tmp_path):

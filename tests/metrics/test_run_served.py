@@ -73,7 +73,9 @@ def test_scores_are_those_of_the_model(model, form):
     with serving(model, form) as server:
         endpoint = connect(server)
         top, own = endpoint.score_prompt(CORPUS[:60])
+        some, some_top = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
         assert endpoint.form == FORMS[form]
+    assert np.array_equal(some, own[40:]) and np.array_equal(some_top, top[40:])  # for the token after each position
     assert np.allclose(own[1:], log_probs[range(59), right], rtol=1e-6)
     assert np.isnan(own[0])
     assert top[0] == -1
