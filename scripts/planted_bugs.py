@@ -213,8 +213,8 @@ def main():
         with fork.Pool(args.jobs, initializer=take_copy, initargs=(copies,)) as pool:
             for entry in pool.imap(plant, chosen):
                 entries.append(entry | {"commit": commit})
-                found = f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
-                print(f"{entry['name']} ({entry['seconds']} s): {found}", flush=True)
+                verdict = f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
+                print(f"{entry['name']} ({entry['seconds']} s): {verdict}", flush=True)
                 write_results(args.output, args.key, entries, names)
         confirm(Path(temporary) / "0" / "tree", entries)
     totals = write_results(args.output, args.key, entries, names)
