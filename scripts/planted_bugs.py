@@ -213,7 +213,9 @@ def main():
         with fork.Pool(args.jobs, initializer=take_copy, initargs=(copies,)) as pool:
             for entry in pool.imap(plant, chosen):
                 entries.append(entry | {"commit": commit})
-                verdict = f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
+                verdict = (
+                    f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
+                )
                 print(f"{entry['name']} ({entry['seconds']} s): {verdict}", flush=True)
                 write_results(args.output, args.key, entries, names)
         confirm(Path(temporary) / "0" / "tree", entries)

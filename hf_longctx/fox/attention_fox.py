@@ -32,6 +32,14 @@ GATE_QUERY = 64.0
 CLOSED_GATE = -120.0
 
 
+def check_types(q, k, v, log_f, attention_mask, cu_seqlens) -> None:
+    """Raise ValueError for an argument that is no tensor; a mask and borders may be None."""
+    arguments = {"q": q, "k": k, "v": v, "log_f": log_f, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+    for name, x in arguments.items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name not in ("attention_mask", "cu_seqlens")):
+            raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor: torch.tensor({name}).")
+
+
 def check_inputs(
     q, k, v, log_f, *, causal, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None
 ) -> None:
@@ -41,6 +49,7 @@ def check_inputs(
     """
     if torch.compiler.is_compiling():
         return
+    check_types(q, k, v, log_f, attention_mask, cu_seqlens)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions; they must be (batch, heads, time, head_dim)."
@@ -83,14 +92,22 @@ def check_inputs(
         )
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale is {scale}; it must be a positive number. The default is D ** -0.5.")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it counts the keys a query sees, its own included, so it starts at 1.")
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise ValueError(
+            f"window is {window}; it must be an integer of at least 1, the number of keys that a query sees."
+        )
     if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
         raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, Tk) = {(batch, kv_length)} with 1 for real "
             "tokens, cached ones included."
+        )
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype}; it must be boolean or integer, 1 for real tokens and 0 for padding, "
+            "because a floating mask may be one that is added to logits. Convert it: (mask == 0) if it is added, mask.bool() "
+            "if it holds 1 and 0."
         )
     if cu_seqlens is not None:
         if batch != 1 or q_length != kv_length or attention_mask is not None:
@@ -99,10 +116,11 @@ def check_inputs(
                 f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
             )
         borders = cu_seqlens.tolist()
-        if cu_seqlens.is_floating_point() or borders != sorted(borders) or (borders[0], borders[-1]) != (0, kv_length):
+        integers = cu_seqlens.dtype != torch.bool and not cu_seqlens.is_floating_point() and cu_seqlens.ndim == 1
+        if not integers or borders != sorted(borders) or borders[:1] != [0] or borders[-1:] != [kv_length]:
             raise ValueError(f"cu_seqlens is {borders}; it must be integers that rise from 0 to T = {kv_length}.")
     if log_f.device.type == "cpu":
-        gates = log_f if attention_mask is None else log_f.masked_fill(~attention_mask.bool()[:, None], 0.0)
+        gates = log_f if attention_mask is None else log_f.masked_fill(~attention_mask.cpu().bool()[:, None], 0.0)
         if not (gates <= 0).all():
             raise ValueError(
                 "log_f holds a positive or NaN value; it is the log of a gate between 0 and 1, so it must be <= 0. "

@@ -6,6 +6,7 @@ from .attention_fox import (
     CLOSED_GATE,
     autocast_inputs,
     check_inputs,
+    check_types,
     clear_padding,
     folded_attention,
     forgetting_attention_ref,
@@ -60,6 +61,8 @@ def forgetting_attention(
             exact at any length; the only one that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
             device; causal only; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
+            The decay is resolved to 6e-8 * |c| in the exponent, and a closed gate adds 120 to |c|; in fp16, |c| must
+            stay below 64 * scale * 65504.
             "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk.
 
     Returns:
@@ -71,6 +74,7 @@ def forgetting_attention(
 
     Source: arXiv 2503.02130, eq. 11; for causal=False, which the paper leaves to future work, bidirectional.py.
     """
+    check_types(q, k, v, log_f, attention_mask, cu_seqlens)
     q, k, v = autocast_inputs(q, k, v)
     attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
@@ -116,8 +120,9 @@ def triton_runs_well(q: torch.Tensor) -> bool:
 
 def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruning_tolerance: float | None) -> str:
     """The backend that computes a call, `backend` or the default; raises what keeps it from that."""
-    if backend is None:
-        backend, log_pruning_tolerance = "triton" if triton_runs_well(q) else "folded", None  # it need not prune
+    named = backend is not None
+    if not named:
+        backend = "triton" if triton_runs_well(q) else "folded"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}, or None.")
     if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
@@ -129,7 +134,7 @@ def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruni
             f"fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. backend='reference' "
             "computes it anywhere, in memory that grows with T * T."
         )
-    if backend != "triton" and log_pruning_tolerance is not None:
+    if named and backend != "triton" and log_pruning_tolerance is not None:  # the default is free to leave nothing out
         raise NotImplementedError(
             f"backend={backend!r} computes every key, so it has no log_pruning_tolerance; leave one of the two out."
         )

@@ -190,15 +190,17 @@ def read_result(path) -> Result:
     """
     for module in RESULT_MODULES:
         importlib.import_module(f".{module}", __package__)
-    text = Path(path).read_text(encoding="utf-8")
     try:
+        text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text)
         for cls in Result.kinds.values():
             if isinstance(document, dict) and cls.mismatch(document) is None:
                 return cls.from_json(text)
         raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        if isinstance(error, (TypeError, AttributeError)):
+            reason = f"a value in it has the wrong type ({error})."
         raise ValueError(f"{path} is no saved result of ours: {reason}") from error
 
 

@@ -258,8 +258,17 @@ def test_without_triton_the_request_names_the_package(monkeypatch):
 # --- bad input: one validator, whoever computes ----------------------------------------------------------------------
 
 
-ONES = torch.ones(1, 4)
+ONES = torch.ones(1, 4, dtype=torch.long)
 BAD = {
+    "q as a list": (dict(q=[[0.0]]), "q is a list"),
+    "gates left out": (dict(log_f=None), "log_f"),
+    "mask as a list": (dict(attention_mask=[[1, 1, 1, 1]]), "attention_mask is a list"),
+    "mask that is added to logits": (dict(attention_mask=torch.zeros(1, 4)), r"mask == 0.*mask\.bool"),
+    "borders as a list": (dict(cu_seqlens=[0, 4]), "cu_seqlens is a list"),
+    "no borders": (dict(cu_seqlens=torch.tensor([], dtype=torch.int32)), "from 0 to T = 4"),
+    "one border": (dict(cu_seqlens=torch.tensor(4)), "from 0 to T = 4"),
+    "borders by bits": (dict(cu_seqlens=torch.tensor([False, True])), "from 0 to T = 4"),
+    "half a window": (dict(window=2.5), "window is 2.5"),
     "3-dimensional": (dict(q=torch.zeros(2, 4, 8)), r"\(batch, heads, time, head_dim\)"),
     "head dims differ": (dict(q=torch.zeros(1, 2, 4, 6)), "do not fit"),
     "v shorter than k": (dict(v=torch.zeros(1, 2, 3, 8)), "do not fit"),
@@ -284,7 +293,7 @@ BAD = {
         "NaN",
     ),
     "scale 0": (dict(scale=0.0), "0.0.*positive"),
-    "no window": (dict(window=0), "starts at 1"),
+    "no window": (dict(window=0), "at least 1"),
     "positive tolerance": (dict(log_pruning_tolerance=1.0), "at most 0"),
     "mask of wrong length": (dict(attention_mask=torch.ones(1, 3)), r"\(1, 4\)"),
     "mask of another batch": (dict(attention_mask=torch.ones(2, 4)), r"\(1, 4\)"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,6 +209,9 @@ def measure_all(
                     unfinished.with_suffix(ending).replace(folder / f"{metric}{ending}")
         Path(f"{journal}.{rank}" if rank else journal).unlink(missing_ok=True)
     title = Path(name).resolve().name if Path(name).is_dir() else name
+    if rank == 0:
+        with suppress(OSError):  # something is left to go on with
+            (folder / "unfinished").rmdir()
     return write_pages(folder, title, missing) if rank == 0 else None
 
 
