@@ -1,11 +1,13 @@
 """The commands, on a small model with random weights."""
 
+import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,33 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
 def test_generate_continues_the_prompt(folder, capsys):
     assert cli.main(["generate", str(folder), "The import statement", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("The import statement")
+
+
+def test_the_demo_model_says_english(capsys, monkeypatch):
+    """Its tokenizer adds no BOS, without which the model stutters; special tokens are not shown."""
+    demo = str(Path(__file__).parents[2] / "model_cards" / "fox-demo")
+    assert cli.main(["generate", demo, "The import statement", "--max-new-tokens", "20"]) == 0
+    text = capsys.readouterr().out
+    assert len(set(text.split())) > 6 and "<s>" not in text and "ghtght" not in text
+    monkeypatch.setattr("sys.stdin", io.StringIO("The import statement\n"))
+    assert cli.main(["generate", demo, "-", "--max-new-tokens", "20"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["  "], "prompt is empty"),
+        (["x", "--max-new-tokens", "0"], "max-new-tokens is 0"),
+        (["x", "--temperature", "-1"], "temperature is -1"),
+        (["x", "--temperature", "nan"], "temperature is nan"),
+        (["x", "--temperature", "1", "--top-p", "0"], "top-p is 0"),
+        (["x", "--top-p", "0.9"], "needs sampling"),
+    ],
+)
+def test_arguments_are_checked_before_the_model_is_loaded(arguments, message, capsys):
+    assert cli.main(["generate", "no/such-model", *arguments]) == 1
+    assert message in capsys.readouterr().err
 
 
 def damaged(folder, path):
