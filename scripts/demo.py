@@ -56,8 +56,10 @@ def main():
     print("   same logits, with trust_remote_code=True", flush=True)
 
     print("3. Continue a prompt")
-    ids = tokenizer(PROMPT, return_tensors="pt")
-    new = model.generate(**ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    ids = tokenizer(tokenizer.bos_token + PROMPT, return_tensors="pt")  # as every row of the training began
+    torch.manual_seed(0)
+    sampling = dict(do_sample=True, temperature=0.7, top_p=0.9)  # a model this small repeats itself if it is greedy
+    new = model.generate(**ids, **sampling, max_new_tokens=40, pad_token_id=tokenizer.pad_token_id)
     text = tokenizer.decode(new[0], skip_special_tokens=True)
     print("   " + text.replace("\n", "\n   "), flush=True)
 
