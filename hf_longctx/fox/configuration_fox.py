@@ -46,8 +46,8 @@ class FoxConfig(PreTrainedConfig):
         format_version: layout of the saved folder.
 
     Raises:
-        ValueError: a size does not divide, a gate is unknown, decay times contradict the gate, or the folder was saved
-            by a newer hf-longctx.
+        ValueError: a size or an epsilon is not positive, a size does not divide, a gate is unknown, decay times
+            contradict the gate, or the folder was saved by a newer hf-longctx.
     """
 
     model_type = "fox"
@@ -123,6 +123,7 @@ class FoxConfig(PreTrainedConfig):
                 f"this folder has FoX format version {self.format_version}, but the installed code reads up to "
                 f"version {FORMAT_VERSION}. Upgrade: pip install -U hf-longctx (or use trust_remote_code=True)."
             )
+        self._check_sizes()
         self._check_heads()
         self._check_gates()
         if self.intermediate_size is None:
@@ -181,6 +182,21 @@ class FoxConfig(PreTrainedConfig):
                 plan[rule] = style
         return plan
 
+    def _check_sizes(self):
+        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size}; it must be at least 1.")
+        for name in ("rms_norm_eps", "qk_norm_eps"):
+            eps = getattr(self, name)
+            if not 0 < eps < 1:
+                raise ValueError(f"{name}={eps}; it must be a small positive number such as 1e-6.")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout}; it is a probability, at least 0 and below 1."
+            )
+
     def _check_heads(self):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -206,7 +222,7 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"forget_gate={self.forget_gate!r} is unknown; it must be one of {FORGET_GATES}.")
         if self.output_gate is not None and self.output_gate not in OUTPUT_GATES:
             raise ValueError(f"output_gate={self.output_gate!r} is unknown; it must be None or one of {OUTPUT_GATES}.")
-        if self.log_pruning_tolerance is not None and self.log_pruning_tolerance > 0:
+        if self.log_pruning_tolerance is not None and not self.log_pruning_tolerance <= 0:
             raise ValueError(
                 f"log_pruning_tolerance={self.log_pruning_tolerance} is the log of a share, so at most 0; None turns "
                 "pruning off."

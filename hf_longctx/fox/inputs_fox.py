@@ -106,15 +106,22 @@ def document_positions(
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     compiling = torch.compiler.is_compiling()
     if cu_seq_lens_q is not None:
-        if batch > 1 or (not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)):
+        if batch > 1 or (
+            not compiling
+            and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length or (cu_seq_lens_q.diff() < 0).any())
+        ):
             raise ValueError(
                 "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must "
-                f"run from 0 to the length of the row; got an input of {(batch, length)} tokens and "
+                f"rise from 0 to the length of the row; got an input of {(batch, length)} tokens and "
                 f"{cu_seq_lens_q.tolist()}."
             )
         starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
         starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
     elif seq_idx is not None:
+        if seq_idx.shape != (batch, length):
+            raise ValueError(
+                f"seq_idx is {tuple(seq_idx.shape)}; it must be {(batch, length)}, the number of the document of each token."
+            )
         starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
     elif position_ids is None or length == 1 or (compiling and real is not None):
         return None
@@ -231,21 +238,37 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
     """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_rows`."""
     if torch.compiler.is_compiling():
         return
+    if inputs_embeds.ndim != 3:
+        raise ValueError(
+            f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, hidden), from input_ids of (B, T). "
+            "Give a single text as input_ids[None]."
+        )
     batch, length = inputs_embeds.shape[:2]
     if batch == 0 or length == 0:
         raise ValueError(f"the input is empty: {batch} rows of {length} tokens. Give at least one token.")
-    if position_ids is not None and (position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch)):
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
     cached = 0 if past_key_values is None else count_cached(past_key_values, length, config.num_hidden_layers)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim not in (2, 4):
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, past + T), 1 for a token and 0 for padding."
+        )
     flat_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
     if flat_mask and cached is not None and attention_mask.shape != (batch, cached + length):
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}; it must be {(batch, cached + length)}: a column for "
             f"each of {cached} cached and {length} new tokens, 1 for a token and 0 for padding."
         )
+    if flat_mask and attention_mask.device.type == "cpu":
+        others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+        if len(others):
+            raise ValueError(
+                f"attention_mask holds {others[0].item()}; it must hold 1 for a token and 0 for padding. Convert a mask "
+                "that is added to logits: (mask == 0).long()."
+            )
 
 
 def count_cached(past_key_values, length: int, depth: int) -> int | None:

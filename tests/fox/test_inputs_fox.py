@@ -158,8 +158,10 @@ BAD = {
     ),
     "borders of another row": (
         lambda model: dict(cu_seq_lens_q=torch.tensor([0, 5, 14])),
-        r"run from 0 to the length of the row; got an input of \(1, 15\) tokens and \[0, 5, 14\]",
+        r"rise from 0 to the length of the row; got an input of \(1, 15\) tokens and \[0, 5, 14\]",
     ),
+    "borders that fall": (lambda model: dict(cu_seq_lens_q=torch.tensor([0, 9, 5, 15])), r"rise .*\[0, 9, 5, 15\]"),
+    "documents of another row": (lambda model: dict(seq_idx=torch.zeros(1, 7)), r"seq_idx is \(1, 7\).*\(1, 15\)"),
 }
 
 
@@ -197,6 +199,15 @@ BAD_CALLS = {
         lambda model: {"position_ids": torch.arange(7)[None]},
         r"must be \(2, 9\) or \(1, 9\)",
     ),
+    "three dimensions of tokens": (lambda model: {"input_ids": IDS[None]}, r"must be \(B, T, hidden\)"),
+    "one dimension of tokens": (lambda model: {"input_ids": IDS[0]}, r"input_ids\[None\]"),
+    "mask of one dimension": (lambda model: {"attention_mask": torch.ones(9)}, r"must be \(B, past \+ T\)"),
+    "mask that is added to logits": (
+        lambda model: {"attention_mask": torch.zeros(2, 9).index_fill(1, torch.tensor([0]), -1e9)},
+        r"holds -1000000000.*mask == 0",
+    ),
+    "mask of NaN": (lambda model: {"attention_mask": torch.full((2, 9), torch.nan)}, "holds nan"),
+    "positions of three dimensions": (lambda model: {"position_ids": torch.zeros(3, 2, 9).long()}, r"\(3, 2, 9\)"),
     "no tokens": (lambda model: {"input_ids": IDS[:, :0]}, "the input is empty: 2 rows of 0 tokens"),
     "no rows": (lambda model: {"input_ids": IDS[:0]}, "the input is empty: 0 rows of 9 tokens"),
     "embeddings in half precision": (

@@ -295,6 +295,15 @@ def test_save_and_load(variant, tmp_path):
 
 
 BAD_CONFIGS = {
+    **{
+        f"{name} of {size}": ({name: size}, f"{name}={size}; it must be at least 1")
+        for name, size in (("num_attention_heads", 0), ("num_key_value_heads", 0), ("vocab_size", -1), ("head_dim", 0))
+    },
+    "no layers": (dict(num_hidden_layers=0), "num_hidden_layers=0"),
+    "negative epsilon": (dict(rms_norm_eps=-1.0), "rms_norm_eps=-1.0.*1e-6"),
+    "epsilon of NaN": (dict(qk_norm_eps=float("nan")), "qk_norm_eps=nan"),
+    "dropout of everything": (dict(attention_dropout=2.0), "attention_dropout=2.0"),
+    "pruning of NaN": (dict(log_pruning_tolerance=float("nan")), "log_pruning_tolerance=nan"),
     "hidden size and heads": (dict(hidden_size=30), "not a multiple of num_attention_heads"),
     "heads and key heads": (dict(num_key_value_heads=3), "not a multiple of num_key_value_heads"),
     "unknown gate": (dict(forget_gate="sigmoid"), "must be one of"),

@@ -209,6 +209,7 @@ def measure_all(
                     unfinished.with_suffix(ending).replace(folder / f"{metric}{ending}")
         Path(f"{journal}.{rank}" if rank else journal).unlink(missing_ok=True)
     title = Path(name).resolve().name if Path(name).is_dir() else name
+    wait()  # until every process has removed its journals
     if rank == 0:
         with suppress(OSError):  # something is left to go on with
             (folder / "unfinished").rmdir()
