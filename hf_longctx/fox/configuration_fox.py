@@ -190,7 +190,7 @@ class FoxConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={size}; it must be at least 1.")
         for name in ("rms_norm_eps", "qk_norm_eps"):
             eps = getattr(self, name)
-            if not 0 < eps < 1:
+            if not 0 < eps < float("inf"):
                 raise ValueError(f"{name}={eps}; it must be a small positive number such as 1e-6.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(
