@@ -56,7 +56,7 @@ def main():
     print("   same logits, with trust_remote_code=True", flush=True)
 
     print("3. Continue a prompt")
-    ids = tokenizer(tokenizer.bos_token + PROMPT, return_tensors="pt")  # as every row of the training began
+    ids = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
     sampling = dict(do_sample=True, temperature=0.7, top_p=0.9)  # a model this small repeats itself if it is greedy
     new = model.generate(**ids, **sampling, max_new_tokens=40, pad_token_id=tokenizer.pad_token_id)
@@ -65,7 +65,7 @@ def main():
 
     print("4. Measure its forgetting curve")
     output = folder.with_name("forgetting_curve")
-    tokens = len(tokenizer(load_text(args.text), verbose=False)["input_ids"])
+    tokens = len(tokenizer(load_text(args.text), add_special_tokens=False, verbose=False)["input_ids"])
     command = ["curve", str(folder), "--output", str(output), "--max-length", str(min(args.max_length, tokens // 3))]
     command += ["--text", args.text or "stdlib", "--train-length", str(model.config.max_position_embeddings)]
     status = cli.main(command)

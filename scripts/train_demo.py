@@ -47,7 +47,7 @@ def publish(work):
 
     model = FoxForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     model.config._name_or_path = TARGET.name
-    tokens = tokenizer(stdlib_text("held_out"), verbose=False)["input_ids"]
+    tokens = tokenizer(stdlib_text("held_out"), add_special_tokens=False, verbose=False)["input_ids"]
     curve = forgetting_curve(model, tokens, lengths=linear_lengths(1600, 16), run=Run(progress=True))
     curve.save(TARGET / "forgetting_curve.json")
     curve.plot(TARGET / "forgetting_curve.png", train_length=model.config.max_position_embeddings)

@@ -43,17 +43,13 @@ def run(args):
     from transformers import TextStreamer
 
     model, tokenizer = shared.load_model(args)
-    ids = tokenizer(prompt)["input_ids"]
-    bos = tokenizer.bos_token_id
-    if bos is not None and ids[:1] != [bos]:
-        ids = [bos, *ids]  # a model that was trained with a BOS is lost without one, and not every tokenizer adds it
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     sampling = {"do_sample": args.temperature > 0}
     if args.temperature > 0:
         sampling |= {"temperature": args.temperature, "top_p": args.top_p}
     torch.manual_seed(args.seed)
     model.generate(
-        torch.tensor([ids], device=model.device),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
+        **inputs,
         **sampling,
         max_new_tokens=args.max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,

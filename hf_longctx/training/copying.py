@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -26,7 +26,7 @@ CORRUPTION = 0.2  # share of the tokens of repeated text that are replaced by ra
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, which encodes every text. The tokenizer adds no special tokens by itself."""
+    """Byte-level BPE, which encodes every text, after a BOS, as every row of the training begins."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,14 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
         vocab_size=vocab_size, special_tokens=[PAD, BOS, EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text], trainer)
+    tokenizer.post_processor = begin_with_bos(tokenizer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+
+
+def begin_with_bos(tokenizer: Tokenizer) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B:1", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
 
 
 class RepeatedPassages(torch.utils.data.Dataset):
@@ -162,7 +169,7 @@ def train_demo_model(
         seed=seed,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    tokens = tokenizer(text)["input_ids"]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     rows = RepeatedPassages(tokens, context, len(tokenizer), steps * batch_size * 16, tokenizer.bos_token_id, seed)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=_stack)
     trainer.train(resume_from_checkpoint=last)

@@ -40,7 +40,7 @@ def test_generate_continues_the_prompt(folder, capsys):
 
 
 def test_the_demo_model_says_english(capsys, monkeypatch):
-    """Its tokenizer adds no BOS, without which the model stutters; special tokens are not shown."""
+    """Its tokenizer adds the BOS without which the model stutters; special tokens are not shown."""
     demo = str(Path(__file__).parents[2] / "model_cards" / "fox-demo")
     assert cli.main(["generate", demo, "The import statement", "--max-new-tokens", "20"]) == 0
     text = capsys.readouterr().out

@@ -227,7 +227,7 @@ def test_a_missing_package_is_named_as_pip_knows_it():
 
 
 def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, tokenizer, tmp_path):
-    tokens = tokenizer(TEXT)["input_ids"]
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     expected = forgetting_curve(model, tokens, lengths=[4, 9], repeats=2, seed=3)
     options = dict(model=model, lengths=[4, 9], repeats=2, seed=3)
     result = curve_module.compute(corpus=tokens, **options)
@@ -326,7 +326,7 @@ def test_no_predictions_and_no_tokenizer(model):
 
 
 def test_a_measured_loss_is_what_the_runner_gives(loss_module, model, tokenizer, tmp_path):
-    tokens = tokenizer(TEXT)["input_ids"]
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
     expected = position_loss(model, tokens, context_length=20, sequences=3, tokenizer=tokenizer, bos_token_id=bos)
     result = loss_module.compute(model=model, corpus=TEXT, tokenizer=tokenizer, context_length=20, sequences=3)

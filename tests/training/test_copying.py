@@ -53,9 +53,10 @@ def test_a_text_shorter_than_a_row_is_refused():
 def test_the_tokenizer_loses_nothing():
     tokenizer = train_tokenizer("The fox forgets. " * 20, 300)
     for text in ("The fox forgets.", "naïve 狐 🦊\n\t"):
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == text
         assert tokenizer.bos_token_id not in ids
+        assert tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *ids]
 
 
 def test_an_interrupted_training_goes_on(tmp_path):
