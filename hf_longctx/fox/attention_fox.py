@@ -45,11 +45,10 @@ def check_inputs(
 ) -> None:
     """Raise ValueError for arguments of `forgetting_attention` that do not fit. While compiling, nothing is checked.
 
-    Gates are looked at on a CPU only: a GPU would have to wait for the answer.
+    `check_types` comes before it. Gates are looked at on a CPU only: a GPU would have to wait for the answer.
     """
     if torch.compiler.is_compiling():
         return
-    check_types(q, k, v, log_f, attention_mask, cu_seqlens)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions; they must be (batch, heads, time, head_dim)."
@@ -162,6 +161,7 @@ def forgetting_attention_ref(
     Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only). The paper leaves
     causal=False to future work (sec. 6); our reading is `D_ij = -|c_i - c_j|`.
     """
+    check_types(q, k, v, log_f, attention_mask, cu_seqlens)
     options = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, causal=causal, scale=scale, **options)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -227,17 +227,19 @@ def fold_queries(q, c, scale, gates_per_key):
         (B, Hq, T, D'). The added columns are 0 at the gate parts of other query heads.
     """
     batch, heads, length, head_dim = q.shape
-    parts = GATE_PARTS * gates_per_key
-    # One row per query head that shares a key head; not written in place, which ONNX export cannot follow.
-    columns = GATE_QUERY * torch.eye(gates_per_key, dtype=q.dtype, device=q.device).repeat_interleave(
-        GATE_PARTS, dim=1
-    )
-    columns = F.pad(columns, (0, folded_width(head_dim, gates_per_key, q.device) - head_dim - parts))
-    added = columns.repeat(heads // gates_per_key, 1)[:, None].expand(batch, -1, length, -1)
+    free = folded_width(head_dim, gates_per_key, q.device) - head_dim - GATE_PARTS * gates_per_key
+    if gates_per_key == 1:
+        gates = q.new_full((GATE_PARTS,), GATE_QUERY)
+    else:  # a row for each query head that shares a key head
+        gates = GATE_QUERY * torch.eye(gates_per_key, dtype=q.dtype, device=q.device)
+        gates = gates.repeat_interleave(GATE_PARTS, dim=1).repeat(heads // gates_per_key, 1)[:, None]
+    columns = [gates]
     if c.requires_grad:
         zero = ((c - c.detach()) / (GATE_QUERY * scale)).repeat_interleave(heads // c.shape[1], dim=1)
-        added = added + F.pad(zero.unsqueeze(-1).to(q.dtype), (parts, added.shape[-1] - parts - 1))
-    return torch.cat([q, added], dim=-1)
+        columns.append(zero.unsqueeze(-1).to(q.dtype))
+        free -= 1
+    columns.append(q.new_zeros(free))
+    return torch.cat([q, *(x.expand(batch, heads, length, -1) for x in columns)], dim=-1)
 
 
 def fold_keys(k, c, scale):
@@ -262,8 +264,8 @@ def fold_keys(k, c, scale):
         first = x + (first - rest)
     parts = torch.stack([first, second, third], dim=-1).flatten(3).to(k.dtype)
     free = folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1]
-    gradient_column = F.pad(k.new_full((1,), GATE_QUERY), (0, free - 1))
-    return torch.cat([k, parts, gradient_column.expand(batch, kv_heads, length, -1)], dim=-1)
+    columns = k.new_full((1,), GATE_QUERY), k.new_zeros(free - 1)
+    return torch.cat([k, parts, *(x.expand(batch, kv_heads, length, -1) for x in columns)], dim=-1)
 
 
 def unfold_decay(folded_keys, head_dim, group, scale):

@@ -19,7 +19,7 @@ log-sum-exp. The log-sum-exps L mix the two results:
 import torch
 
 from .bounds_fox import VisibleKeys, stop_query
-from .triton_fox import attention_from_sums, finite_gates
+from .triton_fox import attention_from_sums, sort_inputs
 
 
 def bidirectional_attention(q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None) -> torch.Tensor:
@@ -29,11 +29,8 @@ def bidirectional_attention(q, k, v, log_f, visible=None, *, scale=None, log_pru
     """
     T = k.shape[2]
     visible = VisibleKeys(None, T) if visible is None else visible
-    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
+    q, k, v, log_f, first, stop = sort_inputs(q, k, v, log_f, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    first = visible.first_key
-    stop = None if first is None else stop_query(first, T)
-    log_f = finite_gates(log_f, stop)
     c = log_f.double().cumsum(-1)
     options = scale, log_pruning_tolerance, None
     o, lse = attention_from_sums(q, k, v, c, first, stop, *options)

@@ -246,6 +246,14 @@ def finite_gates(log_f: torch.Tensor, stop: torch.Tensor | None) -> torch.Tensor
     return log_f.clamp(min=GATE_FLOOR)
 
 
+def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
+    """q, k, v and finite log f in the order in which `visible` counts, its first_key and the `stop_query` of that."""
+    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
+    first = visible.first_key
+    stop = None if first is None else stop_query(first, k.shape[2])
+    return q, k, v, finite_gates(log_f, stop), first, stop
+
+
 def triton_attention(
     q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
 ) -> torch.Tensor:
@@ -263,19 +271,17 @@ def triton_attention(
     Returns:
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens.
     """
-    Tk = k.shape[2]
-    visible = VisibleKeys(None, Tk) if visible is None else visible
-    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
+    visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
+    q, k, v, log_f, first_key, stop = sort_inputs(q, k, v, log_f, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    stop = None if visible.first_key is None else stop_query(visible.first_key, Tk)
-    c = finite_gates(log_f, stop).double().cumsum(-1)  # cumsum(dtype=float64) would sum its gradient in float32
+    c = log_f.double().cumsum(-1)  # cumsum(dtype=float64) would sum its gradient in float32
     if is_decoding(q, k, v, log_f):
         gates = torch.stack([c.float(), (c - c.float()).float()], dim=-1)  # (B, Hq, Tk, 2)
         gates = gates.unflatten(1, (k.shape[1], -1))
         bound = None if logit_bound is None else bound_per_head(q, logit_bound)
-        o = triton_decode(q, k, v, gates, 1.0, visible.first_key, None, scale, log_pruning_tolerance, bound)
+        o = triton_decode(q, k, v, gates, 1.0, first_key, None, scale, log_pruning_tolerance, bound)
     else:
-        bounds = visible.first_key, stop, scale, log_pruning_tolerance, logit_bound
+        bounds = first_key, stop, scale, log_pruning_tolerance, logit_bound
         o, _ = attention_from_sums(q, k, v, c, *bounds)
     return visible.unsort_queries(o)
 
