@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from endpoint_server import serving
+from tiny_models import copied_ids
 from torch import nn
 
 from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
@@ -29,25 +30,15 @@ def build(name, **config):
 
 
 class Copier(nn.Module):
-    """Predicts what followed the last k ids when they occurred before, if that was at most `window` positions ago."""
+    """Predicts `copied_ids`."""
 
     def __init__(self, k, window=10**9, vocab_size=384):
         super().__init__()
         self.k, self.window = k, window
         self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=1)
 
-    def next_ids(self, ids):
-        guess, ended = [0] * len(ids), {}
-        for end in range(self.k - 1, len(ids)):
-            gram = tuple(ids[end - self.k + 1 : end + 1])
-            before = ended.get(gram)
-            if before is not None and end - before <= self.window:
-                guess[end] = ids[before + 1]
-            ended[gram] = end
-        return guess
-
     def forward(self, input_ids):
-        guess = torch.tensor([self.next_ids(row) for row in input_ids.tolist()])
+        guess = torch.tensor([copied_ids(row, self.k, self.window) for row in input_ids.tolist()])
         return (9.0 * F.one_hot(guess, self.config.vocab_size),)
 
 
@@ -63,7 +54,7 @@ class Talker(Copier):
         self.generate_calls += 1
         ids = ids[0].tolist()
         for _ in range(max_new_tokens):
-            ids.append(self.next_ids(ids)[-1])
+            ids.append(copied_ids(ids, self.k, self.window)[-1])
         return torch.tensor([ids])
 
 

@@ -35,8 +35,20 @@ class RemoteCode(nn.Module):
         return (self.inner(idx).logits[:, self.returned],)
 
 
+def copied_ids(ids, k, window):
+    """What followed the last k ids when they occurred before, if that was at most `window` positions ago; else 0."""
+    guess, ended = [0] * len(ids), {}
+    for end in range(k - 1, len(ids)):
+        gram = tuple(ids[end - k + 1 : end + 1])
+        before = ended.get(gram)
+        if before is not None and end - before <= window:
+            guess[end] = ids[before + 1]
+        ended[gram] = end
+    return guess
+
+
 class Oracle(nn.Module):
-    """Copies what followed the last k ids when they occurred before, if that was at most `window` positions ago."""
+    """Predicts `copied_ids` in rows of one."""
 
     def __init__(self, window, k, vocab_size):
         super().__init__()
@@ -44,14 +56,7 @@ class Oracle(nn.Module):
         self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=2)
 
     def forward(self, input_ids, logits_to_keep=slice(None)):
-        ids = input_ids[0].tolist()
-        guess, ended = [0] * len(ids), {}
-        for end in range(self.k - 1, len(ids)):
-            gram = tuple(ids[end - self.k + 1 : end + 1])
-            before = ended.get(gram)
-            if before is not None and end - before <= self.window:
-                guess[end] = ids[before + 1]
-            ended[gram] = end
+        guess = copied_ids(input_ids[0].tolist(), self.k, self.window)
         kept = torch.tensor(guess)[logits_to_keep]
         return (
             torch.zeros(1, len(kept), self.config.vocab_size, dtype=torch.uint8).scatter_(2, kept[None, :, None], 1),
