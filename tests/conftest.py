@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import mistakes
 import pytest
 import torch
 from processes import TwoProcesses
@@ -43,3 +44,12 @@ UPSTREAM_MARKS = """
 def pytest_configure(config):
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
+
+
+def pytest_terminal_summary(terminalreporter):
+    counts = mistakes.count(terminalreporter.stats.get("passed", []))
+    if counts:
+        terminalreporter.write_line(
+            f"bad input: {counts.total()} mistakes, {counts['refused']} refused with one clear error, "
+            f"{counts['harmless']} harmless"
+        )

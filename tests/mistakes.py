@@ -1,0 +1,51 @@
+"""Mistakes that users make, as tables of rows: tests/fox/test_fox_bad_input.py and its siblings.
+
+A row is `refused(name, call, says)`: the call raises one clear error that matches the regular expression `says`; or
+`harmless(name, call)`: the call returns what the mistake gives and what the right call gives, and the two are equal.
+A call takes the argument that the table's test hands to it, such as a small model.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+
+CLEAR_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    name: str
+    call: object
+    says: str | None = None
+    error: type | tuple = CLEAR_ERRORS
+
+    def __str__(self):
+        return self.name
+
+    def check(self, *arguments):
+        """Make the mistake; the outcome is "refused" or "harmless"."""
+        if self.says is None:
+            torch.testing.assert_close(*self.call(*arguments))
+            return "harmless"
+        with pytest.raises(self.error, match=self.says) as raised:
+            self.call(*arguments)
+        assert isinstance(raised.value, CLEAR_ERRORS), f"{type(raised.value).__name__} is no error of ours"
+        message = str(raised.value)
+        assert 20 < len(message) < 1000, f"{len(message)} characters: {message}"
+        return "refused"
+
+
+def refused(name, call, says, error=CLEAR_ERRORS):
+    return Mistake(name, call, says, error)
+
+
+def harmless(name, call):
+    return Mistake(name, call)
+
+
+def count(reports) -> Counter:
+    """How many mistakes were refused, and how many are harmless, of pytest's reports of passed tests."""
+    return Counter(outcome for report in reports for name, outcome in report.user_properties if name == "mistake")
