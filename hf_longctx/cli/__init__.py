@@ -19,6 +19,7 @@ from . import (
     register_metrics,
     report,
     rope,
+    serve,
     shared,
     train_demo,
 )
@@ -33,6 +34,7 @@ COMMANDS = {
     "rope": rope,
     "report": report,
     "generate": generate,
+    "serve": serve,
     "gates": gates,
     "train-demo": train_demo,
     "convert": convert,

@@ -27,6 +27,7 @@ def test_train_demo_leaves_a_model_and_its_log(tmp_path):
     assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_fox.py"} <= files
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in log if "loss" in entry] == [1, 2]
+    assert (tmp_path / "chat_template.jinja").read_text() == (DEMO / "chat_template.jinja").read_text()
     published = json.loads((DEMO / "generation_config.json").read_text())
     assert json.loads((tmp_path / "generation_config.json").read_text()).items() >= published.items()
 
@@ -103,10 +104,11 @@ def test_generation_ends_early(folder, tmp_path, capsys, source):
 
 
 def test_chat_renders_the_prompt_as_a_turn(folder, tmp_path, capsys):
-    assert cli.main(["generate", str(folder), "Hello", "--chat"]) == 1
-    assert "has no chat template" in capsys.readouterr().err
     chat = tmp_path / "chat"
     shutil.copytree(folder, chat)
+    (chat / "chat_template.jinja").unlink()
+    assert cli.main(["generate", str(chat), "Hello", "--chat"]) == 1
+    assert "has no chat template" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(chat)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
     tokenizer.save_pretrained(chat)
