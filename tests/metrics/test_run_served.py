@@ -433,8 +433,9 @@ def test_values_at_the_wrong_tokens_are_noticed(model):
     """Without a BOS, llama-cpp-python's lists are one position late."""
     tokenizer = tiny_tokenizer()
     tokenizer.bos_token = None
-    with serving(model, "llama-cpp-python", tokenizer=tokenizer) as server, pytest.raises(
-        ValueError, match="with echo of text they are those of other tokens, as if one position late"
+    with (
+        serving(model, "llama-cpp-python", tokenizer=tokenizer) as server,
+        pytest.raises(ValueError, match="with echo of text they are those of other tokens, as if one position late"),
     ):
         connect(server, tokenizer=tokenizer)
 
