@@ -114,14 +114,14 @@ def choose_device(name):
 def load_model(args):
     """The model, on its device, in eval mode, and its tokenizer."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from ..metrics.run.model import load_language_model
 
     check_model_name(args.model)
     device = choose_device(args.device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
-        )
+        model = load_language_model(args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     except SafetensorError as error:
         raise ValueError(f"the weights in {args.model} are damaged ({error}); copy or download them again.") from error
     try:
