@@ -28,6 +28,8 @@ def add_arguments(parser):
 def run(args):
     from ..fox.pictures import plot_forget_gates
 
+    if args.tokens < 1:
+        raise ValueError(f"--tokens is {args.tokens}; it must be at least 1.")
     model, tokenizer = shared.load_model(args)
     tokens = shared.load_corpus(args, tokenizer, longest=args.tokens).tokens[: args.tokens]
     output = Path(args.output)
