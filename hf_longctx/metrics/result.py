@@ -11,6 +11,8 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -183,7 +185,8 @@ class Result:
         path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with writing(partial):
+            partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
@@ -208,6 +211,17 @@ def read_result(path) -> Result:
         if isinstance(error, (TypeError, AttributeError)):
             reason = f"a value in it has the wrong type ({error})."
         raise ValueError(f"{path} is no saved result of ours: {reason}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Where the disk is full, the error names the file, which is removed, as only a part of it is there."""
+    try:
+        yield
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
+        raise
 
 
 def commit(folder: Path) -> str | None:

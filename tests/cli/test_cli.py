@@ -199,7 +199,7 @@ def test_convert_there_and_back_and_from_a_llama(folder, tmp_path, capsys):
         (["curve", "{bare}"], r"model\.safetensors"),
         (["generate", "{folder}", "  "], "prompt is empty"),
         (["rope", "{folder}"], "RoPE"),
-        (["curve", "{folder}", "--text", "{tmp}"], r"no \*.txt file"),
+        (["curve", "{folder}", "--text", "{tmp}"], r"no file of these kinds: \*.txt"),
         (["curve", "{folder}", "--text", "{tmp}/nowhere.txt"], "nowhere.txt is no file or folder"),
         (
             ["convert", "{folder}", "{tmp}/fla", "--to", "fla"],
@@ -241,7 +241,7 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["generate", "no/model", "x"], ["curve", "no/model"], ["rope", "no/model"]):
         assert cli.main([*arguments, *options]) == 1
-    assert calls == [{"revision": "v1", "code_revision": "abc", "trust_remote_code": True}] * 3
+    assert calls == [{"revision": "v1", "code_revision": "abc", "trust_remote_code": True}] * 4
 
 
 def test_dtypes_are_named(capsys):

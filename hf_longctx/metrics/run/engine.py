@@ -380,6 +380,10 @@ def batches(items: list, size: int) -> Iterator[list]:
 
 
 def output_logits(output) -> torch.Tensor:
+    if not isinstance(output, tuple) and not hasattr(output, "logits"):
+        raise TypeError(
+            f"the model returns {type(output).__name__}, which has no logits. Load it with its head: AutoModelForCausalLM."
+        )
     return output[0] if isinstance(output, tuple) else output.logits
 
 

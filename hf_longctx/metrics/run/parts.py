@@ -21,6 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
+from ..curve.protocol import check_count
 from ..result import Result
 from .journal import Journal
 from .reader import Reader
@@ -50,8 +51,8 @@ class Run:
     progress: bool = False
 
     def __post_init__(self):
-        if self.tokens_per_pass is not None and self.tokens_per_pass < 1:
-            raise ValueError(f"tokens_per_pass must be at least 1, got {self.tokens_per_pass}.")
+        if self.tokens_per_pass is not None:
+            check_count("tokens_per_pass", self.tokens_per_pass)
 
 
 class Worker(NamedTuple):
@@ -77,12 +78,24 @@ class Worker(NamedTuple):
             shares[least].add(i)
         return [parts[i] for i in sorted(shares[self.rank])]
 
-    def measure(self, parts: Sequence, cost: Callable[[Any], float], measure: Callable[[Any], Any]) -> None:
-        """Measure those of this process's parts that the journal does not have; `measure` returns JSON values."""
+    def measure(
+        self,
+        parts: Sequence,
+        cost: Callable[[Any], float],
+        measure: Callable[[Any], Any],
+        name: Callable[[Any], str] = str,
+    ) -> None:
+        """Measure those of this process's parts that the journal does not have.
+
+        Args:
+            measure: returns JSON values.
+            name: of a part, for the bar.
+        """
         parts = self.share(parts, cost)
         self.bar.reset(sum(map(cost, parts)))
         for part in parts:
             if part not in self.journal.done:
+                self.bar.set_postfix_str(name(part))
                 self.journal.append(part, measure(part))
             self.bar.update(cost(part))
 
@@ -109,7 +122,9 @@ def run_parts(
         trial: ids of a typical input.
         run: None is `Run()`.
     """
-    run = run or Run()
+    run = Run() if run is None else run
+    if not isinstance(run, Run):
+        raise TypeError(f"run is {run!r}; give Run(journal=..., tokens_per_pass=..., progress=...).")
     rank, processes = process_place(reader)
     journal = run.journal
     if journal is not None:
@@ -181,8 +196,15 @@ def exchange(entries: dict, failure: BaseException | None, processes: int) -> tu
 
 def progress_bar(name: str, show: bool) -> tqdm:
     """A bar of work, so that the time left is right although long inputs are slow; `reset(total)` says how much."""
-    form = "{l_bar}{bar}| {elapsed}<{remaining}"
-    return tqdm(desc=name, bar_format=form, total=0, smoothing=0, disable=not show)
+    form = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    return Bar(desc=name, bar_format=form, total=0, smoothing=0, disable=not show)
+
+
+class Bar(tqdm):
+    """A bar that never passes its end: costs are floats, and their sums are rounded."""
+
+    def update(self, n: float = 1) -> bool | None:
+        return super().update(min(n, self.total - self.n))
 
 
 def versions() -> dict[str, str]:
