@@ -55,10 +55,31 @@ def add_served(group):
     group.add_argument(
         "--endpoint",
         metavar="URL",
-        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded "
-        "here (a key: OPENAI_API_KEY)",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded",
     )
-    group.add_argument("--served-as", metavar="NAME", help="name of MODEL there, if several are served")
+    group.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL there, if several are served")
+    group.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds its key")
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="endpoint: of one request (default: 600)")
+    group.add_argument("--retries", type=int, metavar="N", help="endpoint: of a failed request (default: 4)")
+    group.add_argument("--concurrency", type=int, metavar="N", help="endpoint: requests in flight (default: 8)")
+
+
+def served_options(args):
+    """Options of `ServedModel`; ValueError for one without --endpoint, and for a key that is not set."""
+    options = {"model": args.served_as, "api_key": args.api_key_env, "timeout": args.timeout}
+    options |= {"retries": args.retries, "concurrency": args.concurrency}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and args.endpoint is None:
+        raise ValueError(
+            "--served-as, --api-key-env, --timeout, --retries and --concurrency are for a served model; give its --endpoint."
+        )
+    if "api_key" in options:
+        options["api_key"] = os.environ.get(args.api_key_env)
+        if not options["api_key"]:
+            raise ValueError(
+                f"--api-key-env {args.api_key_env}: there is no such environment variable, or it is empty."
+            )
+    return options
 
 
 def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
@@ -163,10 +184,11 @@ def open_model(args):
     from ..metrics import LocalReader, ServedModel
     from ..metrics.run.model import check_decoder
 
+    options = served_options(args)
     join_processes()
     if args.endpoint is not None:
         tokenizer = load_tokenizer(args)
-        reader = ServedModel(args.endpoint, args.served_as, vocab_size=len(tokenizer))
+        reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
         return tokenizer, reader.claimed_context, lambda: reader
     choose_device(args.device)
     try:
