@@ -1,5 +1,6 @@
 """The commands curve, loss, needle and lines: options in, JSON and picture out."""
 
+import doctest
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
-from hf_longctx.metrics import ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, read_result
+from hf_longctx.cli import curve as curve_command
+from hf_longctx.cli import shared
+from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, NeedleGrid, PositionLoss, read_result
 
 
 # how a tiny model is measured in a moment
@@ -115,6 +118,27 @@ def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
     journal.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     _, second = measure(folder, tmp_path / "curve", "curve", options)
     assert journal.read_bytes() == whole and second.points == first.points
+
+
+def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
+    predict = LocalReader.predict
+
+    def stop(reader, inputs, prefix, positions):
+        if inputs.shape[1] > 30:
+            raise KeyboardInterrupt
+        return predict(reader, inputs, prefix, positions)
+
+    monkeypatch.setattr(LocalReader, "predict", stop)
+    status, curve = measure(folder, tmp_path / "curve", "curve", QUICK["curve"])
+    assert status == 130 and [p.length for p in curve.points] == [8]
+    assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["interrupted"] == "Ctrl-C"
+    assert curve.not_measured == {19: "interrupted", 30: "interrupted"}
+    assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [curve_command, shared])
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(module) == (0, 1)
 
 
 def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):
