@@ -316,7 +316,7 @@ def test_settings_and_seed():
     assert set(curve.settings["versions"]) == {"hf-longctx", "torch", "transformers"}
     expected = {"model": "LlamaForCausalLM", "dtype": "float32", "protocol": "reference", "data_type": "order"}
     expected |= {"seed": 5, "repeats": 2, "bos_token_id": 1, "eos_token_id": 2}
-    expected |= {"lengths": [8, 9], "device": "cpu", "tokens_per_pass": None, "weights_sha256": weights_hash(model)}
+    expected |= {"lengths": [8, 9], "device": "cpu", "tokens_per_pass": 512, "weights_sha256": weights_hash(model)}
     expected |= {"corpus_tokens": 200, "corpus_sha256": content_hash(CORPUS), "corpus": "noise", "train_length": 64}
     assert {name: curve.settings[name] for name in expected} == expected
     assert ForgettingCurve.from_json(curve.to_json()) == curve

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from ... import __version__
 from ..curve.protocol import check_count
 from ..result import Result
+from .engine import pass_and_tile
 from .journal import Journal
 from .reader import Reader
 
@@ -116,7 +117,7 @@ def run_parts(
         name: of the progress bar.
         work: measures what the journal does not have, within `reader.reading`.
         result: of the journal's entries; None if they do not suffice for one. Its settings get what says how it was
-            run: which weights, device, tokens per pass (None: the device's default), versions; and `interrupted`, if
+            run: which weights, device, tokens per pass, versions; and `interrupted`, if
             an exception ended the run, by what.
         depends_on: settings that the entries depend on, as JSON values.
         trial: ids of a typical input.
@@ -144,7 +145,10 @@ def run_parts(
         entries, failure = exchange(entries, failure, processes)
     outcome = result(entries)
     if outcome is not None:
-        facts = {"device": reader.device, "tokens_per_pass": run.tokens_per_pass, "versions": versions()}
+        tokens_per_pass = run.tokens_per_pass
+        if tokens_per_pass is None and reader.device is not None:
+            tokens_per_pass, _ = pass_and_tile(torch.device(reader.device))
+        facts = {"device": reader.device, "tokens_per_pass": tokens_per_pass, "versions": versions()}
         facts |= {} if failure is None else {"interrupted": describe(failure)}
         outcome = outcome.with_settings(**reader.identity(), **facts)
     if failure is None:

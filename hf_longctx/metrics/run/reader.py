@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .engine import Engine, evaluating
+from .engine import Engine, evaluating, input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
@@ -128,7 +128,7 @@ class LocalReader:
         self.vocab_size = vocabulary_size(model)
         self.position_limit = position_limit(model)
         self.claimed_context = getattr(self.config, "max_position_embeddings", None)
-        self.device = str(first_parameter(model).device)
+        self.device = str(input_device(model))
         self.can_reply = hasattr(model, "generate")
 
     @property
