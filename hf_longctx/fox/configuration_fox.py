@@ -58,10 +58,12 @@ class FoxConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.k_shift_proj": "colwise",
-        "layers.*.self_attn.v_shift_proj": "colwise",
-        # The gate is no nn.Linear: "packed_colwise" runs it on the heads of a rank and sums the gradients of its
-        # input.
+        # Shift weights and gate are no nn.Linear: "packed_colwise" runs them on the heads of a rank and sums the
+        # gradients of their input.
+        "layers.*.self_attn.k_shift_proj": "packed_colwise",
+        "layers.*.self_attn.k_shift_proj.weight": "colwise",
+        "layers.*.self_attn.v_shift_proj": "packed_colwise",
+        "layers.*.self_attn.v_shift_proj.weight": "colwise",
         "layers.*.self_attn.f_proj": "packed_colwise",
         "layers.*.self_attn.f_proj.weight": "colwise",
         "layers.*.self_attn.f_proj.bias": "colwise",

@@ -113,6 +113,20 @@ class FoxForgetGate(nn.Module):
         return F.logsigmoid(logits.float()).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 
+class FoxShiftWeight(nn.Module):
+    """a_t = sigmoid(w.x_t), the share of the previous key or value in a token's: (B, T, hidden) -> (B, T, Hkv), fp32.
+
+    No `nn.Linear` either: as wide as there are key heads, it is too narrow for kernels of quantized layers.
+    """
+
+    def __init__(self, config: FoxConfig):
+        super().__init__()
+        self.weight = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False).weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight).float().sigmoid()
+
+
 class FoxAttention(nn.Module):
     """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
 
@@ -129,15 +143,15 @@ class FoxAttention(nn.Module):
         self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
         self.is_causal = True
 
-        hidden_size, kv_heads = config.hidden_size, config.num_key_value_heads
-        q_size, kv_size = config.num_attention_heads * self.head_dim, kv_heads * self.head_dim
+        hidden_size = config.hidden_size
+        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, hidden_size, bias=False)
         self.f_proj = FoxForgetGate(config) if config.forget_gate != "none" else None
-        self.k_shift_proj = nn.Linear(hidden_size, kv_heads, bias=False) if config.k_shift else None
-        self.v_shift_proj = nn.Linear(hidden_size, kv_heads, bias=False) if config.v_shift else None
+        self.k_shift_proj = FoxShiftWeight(config) if config.k_shift else None
+        self.v_shift_proj = FoxShiftWeight(config) if config.v_shift else None
         if not config.qk_norm:
             self.q_norm = self.k_norm = nn.Identity()
         elif config.qk_norm_shared:
@@ -189,9 +203,9 @@ class FoxAttention(nn.Module):
             first = (rows.document_positions == 0)[..., None, None]
             k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
         if self.k_shift_proj is not None:
-            k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
+            k = torch.lerp(k, k_previous, self.k_shift_proj(x)[..., None].to(k.dtype))
         if self.v_shift_proj is not None:
-            v = torch.lerp(v, v_previous, self.v_shift_proj(x).float().sigmoid()[..., None].to(v.dtype))
+            v = torch.lerp(v, v_previous, self.v_shift_proj(x)[..., None].to(v.dtype))
         return k, v
 
     def log_forget_gate(self, x, rows):
@@ -287,6 +301,8 @@ class FoxPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
+        if isinstance(module, FoxShiftWeight):
+            init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, FoxForgetGate):
             if module.kind == "full":
                 init.normal_(module.weight, std=self.config.initializer_range)

@@ -56,7 +56,7 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     q = attention.q_norm(q).transpose(1, 2)
     if shifted:  # then there is no RoPE, and keys are normed when they have been read
         projections = (attention.k_shift_proj, attention.v_shift_proj)
-        weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).float().sigmoid().to(k) for p in projections]
+        weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).to(k) for p in projections]
         v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
     k = (k if shifted else attention.k_norm(k)).transpose(1, 2)
     if position_embeddings is not None:
