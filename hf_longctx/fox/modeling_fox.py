@@ -49,7 +49,7 @@ from .inputs_fox import (
     split_heads,
 )
 from .paged_fox import ContinuousBatching, paged_attention
-from .state_fox import CachedLayer
+from .state_fox import NO_QUANTIZED_CACHE, CachedLayer
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
@@ -388,6 +388,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         if shape is None or self.config.forget_gate == "none":
             return shape
         return shape[0], folded_width(self.config.head_dim, self.model.layers[0].self_attn.gates_per_key, self.device)
+
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        if generation_config.cache_implementation == "quantized" and self.config.forget_gate != "none":
+            raise NotImplementedError(NO_QUANTIZED_CACHE)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     @can_return_tuple
     def forward(
