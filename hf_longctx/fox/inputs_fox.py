@@ -13,6 +13,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils import logging
 
 from .attention_fox import autocast_dtype
+from .masks_fox import TreeMask, read_tree_mask
 
 
 logger = logging.get_logger(__name__)
@@ -25,11 +26,13 @@ class Rows(NamedTuple):
     document_positions: (B, T), position of each token in its document, where rows hold several documents. None: each
         row is one document.
     position_ids: (1 or B, T), positions for RoPE.
+    tree: what a mask of four dimensions says. None: a token sees all real tokens before it, in its document.
     """
 
     real: torch.Tensor | None = None
     document_positions: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    tree: TreeMask | None = None
 
 
 PLAIN_ROWS = Rows()  # real tokens of one document per row
@@ -41,8 +44,8 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     Args:
         config: the `FoxConfig`.
         inputs_embeds: (B, T, hidden).
-        attention_mask: (B, past + T), the result of `create_masks_for_generate`, a mask for the attention backend, or
-            None.
+        attention_mask: (B, past + T), a mask of four dimensions as in `read_tree_mask`, the result of
+            `create_masks_for_generate`, or None.
         position_ids: (1 or B, T) or None.
         past_key_values: a `Cache` or None.
         cache: the pages of continuous batching, for which transformers has prepared everything; else None.
@@ -54,9 +57,11 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     if cache is not None:
         return Rows(position_ids=position_ids)
     check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values)
-    documents = None
+    documents = tree = None
     if isinstance(attention_mask, dict):
         real = attention_mask["real"]
+    elif attention_mask is not None and attention_mask.ndim == 4:
+        real, tree = None, read_tree_mask(config, attention_mask, *inputs_embeds.shape[:2], past_key_values)
     else:
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if past_key_values is None or not torch.compiler.is_compiling():
@@ -79,7 +84,7 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     if position_ids is None:
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + cached).unsqueeze(0)
-    return Rows(real, documents, position_ids)
+    return Rows(real, documents, position_ids, tree)
 
 
 def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
@@ -252,6 +257,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
     cached = 0 if past_key_values is None else count_cached(past_key_values, length, config.num_hidden_layers)
+    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor | dict):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor, (B, past + T) with 1 for a token "
+            "and 0 for padding, or (B, 1, T, past + T) for a tree."
+        )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim not in (2, 4):
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, past + T), 1 for a token and 0 for padding."

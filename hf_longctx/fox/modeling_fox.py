@@ -188,7 +188,8 @@ class FoxAttention(nn.Module):
     def token_shift(self, x, k, v, rows, past):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
 
-        The predecessor is the last real token, in the cache or in this call; the first token of a document has 0.
+        The predecessor is the last real token, in the cache or in this call, or that of a `TreeMask`; the first token
+        of a document has 0.
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
@@ -199,6 +200,11 @@ class FoxAttention(nn.Module):
             tokens = [y.gather(1, last_real.expand_as(y)) for y in tokens]
         past.keep_tokens(*(y[:, 1:] for y in tokens))
         k_previous, v_previous = (y[:, :-1] for y in tokens)
+        if rows.tree is not None:
+            before = rows.tree.before[..., None, None]  # (1 or B, T, 1, 1)
+            k_previous, v_previous = (
+                y.gather(1, before.clamp(min=0).expand_as(y[:, 1:])).masked_fill(before < 0, 0.0) for y in tokens
+            )
         if rows.document_positions is not None:
             first = (rows.document_positions == 0)[..., None, None]
             k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
@@ -288,7 +294,12 @@ class FoxPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
-        """All that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real."""
+        """All that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
+
+        A mask of four dimensions comes back as it is.
+        """
+        if attention_mask is not None and attention_mask.ndim == 4:
+            return attention_mask
         return {
             "attention": create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids),
             "real": real_tokens(attention_mask, inputs_embeds.shape[1]),

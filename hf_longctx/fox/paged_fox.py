@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
-from .backend_fox import MASKED, run_backend
+from .backend_fox import run_backend
 from .inputs_fox import split_heads
+from .masks_fox import MASKED
 
 
 def paged_attention(
