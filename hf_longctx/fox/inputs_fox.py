@@ -8,6 +8,7 @@ values are not read at all.
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import logging
@@ -226,9 +227,17 @@ def check_dtype(hidden_states: torch.Tensor, projection) -> None:
 
 
 def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start."""
+    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start.
+
+    Or if every token starts one: position ids that are all 0 are a mistake.
+    """
     if torch.compiler.is_compiling():
         return
+    if starts.all(dim=1).any():
+        raise ValueError(
+            "position_ids do not rise in one of the rows, so every token would be a document of its own. Count the "
+            "tokens of each document from 0, or leave position_ids out."
+        )
     wrong = starts & (position_ids != position_ids[:, :1])
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
@@ -236,6 +245,20 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
             f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. "
             "Within a document they must rise, and the next document packed into the row must start with "
             f"{position_ids[row, 0]} again, as the first did."
+        )
+
+
+def check_first_positions(position_ids: torch.Tensor) -> None:
+    """Raise ValueError if rows of position ids (B, T) may be parts of longer rows that several processes share.
+
+    In one process, a row may start anywhere: RoPE sees differences of positions only.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and (position_ids[:, 0] > 0).any():
+        raise ValueError(
+            f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {dist.get_world_size()} "
+            "processes. That may be a part of a row which context parallelism has split, where the gates of one part "
+            "would not fade the keys of the parts before, so FoX refuses it. Use another parallelism; and where a row is "
+            "a whole text, count from 0."
         )
 
 
@@ -256,6 +279,8 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
+    if position_ids is not None and attention_mask is None and past_key_values is None:
+        check_first_positions(position_ids)
     cached = 0 if past_key_values is None else count_cached(past_key_values, length, config.num_hidden_layers)
     if attention_mask is not None and not isinstance(attention_mask, torch.Tensor | dict):
         raise ValueError(
