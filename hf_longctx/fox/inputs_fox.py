@@ -5,19 +5,23 @@ checked only where they lie on the CPU, since reading a value from a GPU would s
 values are not read at all.
 """
 
+import difflib
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils import logging
+from transformers.utils import TransformersKwargs, logging
 
 from .attention_fox import autocast_dtype
 from .masks_fox import TreeMask, read_tree_mask
 
 
 logger = logging.get_logger(__name__)
+# What a call of the model may name. transformers passes on whatever else it is given.
+NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+NAMES += ("logits_to_keep", *TransformersKwargs.__annotations__)
 
 
 class Rows(NamedTuple):
@@ -57,6 +61,7 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     """
     if cache is not None:
         return Rows(position_ids=position_ids)
+    check_names(config, kwargs)
     check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values)
     documents = tree = None
     if isinstance(attention_mask, dict):
@@ -259,6 +264,19 @@ def check_first_positions(position_ids: torch.Tensor) -> None:
             "processes. That may be a part of a row which context parallelism has split, where the gates of one part "
             "would not fade the keys of the parts before, so FoX refuses it. Use another parallelism; and where a row is "
             "a whole text, count from 0."
+        )
+
+
+def check_names(config, kwargs: dict) -> None:
+    """Raise ValueError for an argument that is nearly one of `NAMES`, and where attention shall not be causal."""
+    if torch.compiler.is_compiling():
+        return
+    for name in kwargs.keys() - NAMES:
+        if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+            raise ValueError(f"{name!r} is no argument of this model; {closest[0]!r} is.")
+    if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
+        raise ValueError(
+            "is_causal=False; the gates of a FoX forget the past, so its attention is causal. Leave it out."
         )
 
 
