@@ -6,6 +6,7 @@ The drawing files take what they need of matplotlib from here, so that its absen
 from __future__ import annotations
 
 import textwrap
+from numbers import Real
 
 
 try:
@@ -78,6 +79,15 @@ def rates(axes) -> None:
 def mark_training(axes, x: float, width: float = 1.2):
     """A dashed vertical line where the context of training ends."""
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
+
+
+def check_train_length(train_length: int | None) -> None:
+    """
+    Raises:
+        ValueError: it is neither a positive number nor None.
+    """
+    if train_length is not None and not (isinstance(train_length, Real) and train_length > 0):
+        raise ValueError(f"train_length must be the context length of the training, in tokens, got {train_length!r}.")
 
 
 def heading(result, metric: str | None = None) -> str:
