@@ -24,7 +24,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
 EXAMPLES = [
-    ForgettingCurve([CurvePoint(8, [4, 4], [1, 0], [3, 5])], {"model": "someone/fox"}),
+    ForgettingCurve([CurvePoint(800, [400] * 3, [1, 0, 1], [3, 5, 4])], {"model": "someone/fox"}),
     PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
     NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
     LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
@@ -51,9 +51,9 @@ def test_a_rope_report(tmp_path):
         ("{", "result.json is no saved result of ours: Expecting"),
         ("[1]", "expected a result of forgetting_curve"),
         ('{"metric": "bleu"}', "expected a result of forgetting_curve"),
-        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "it lacks 'copy_correct'"),
+        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "lacks 'copy_correct'"),
         ('{"format": 99, "settings": {}, "points": []}', "Upgrade"),
-        ('{"claimed_context": 1, "groups": []}', "it lacks 'model'"),
+        ('{"claimed_context": 1, "groups": []}', "lacks 'model'"),
     ],
     ids=["no JSON", "a list", "another metric", "half a curve", "newer format", "half a report"],
 )
@@ -76,7 +76,10 @@ def test_settings_can_be_added():
 
 
 HEADLINES = [
-    [("forgetting_curve", f"{reading} memory length, more than (tokens)", 8) for reading in ("fine", "coarse")],
+    [
+        ("forgetting_curve", f"{reading} memory length, at least (tokens, 95 % sure)", 800)
+        for reading in ("fine", "coarse")
+    ],
     [("perplexity", "perplexity of 2 tokens", 15.6426)],
     [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
     [("accuracy", "line retrieval, found up to 10 lines", 1.0)],

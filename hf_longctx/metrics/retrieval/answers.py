@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ..result import entries, integers
+
 
 SCORES = ("match_rate", "exact_rate", "probability")
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
@@ -39,6 +41,11 @@ class Answer:
     reply: str | None
     matched: bool
 
+    def __post_init__(self):
+        integers([self.tokens], "the tokens of an answer", 1)
+        if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
+            raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
+
     @property
     def probability(self) -> float:
         """Probability of a token of the answer, geometric mean over its tokens."""
@@ -52,9 +59,20 @@ class Answers:
     answers: tuple[Answer, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "answers", tuple(self.answers))
+        object.__setattr__(self, "answers", entries(self.answers, Answer))
         if not self.answers:
             raise ValueError("there is no answer to score.")
+
+    def for_each(self, name: str, low: int, high: float = math.inf) -> None:
+        """Turn a field with an integer for each answer into a tuple.
+
+        Raises:
+            ValueError: there are more or fewer, or one is not between `low` and `high`.
+        """
+        values = integers(getattr(self, name), name, low, high)
+        if len(values) != len(self.answers):
+            raise ValueError(f"{name} has {len(values)} numbers for {len(self.answers)} answers; give one for each.")
+        object.__setattr__(self, name, values)
 
     @property
     def match_rate(self) -> float:
@@ -79,6 +97,13 @@ class Answers:
     def rates(self) -> dict[str, float]:
         return {score: getattr(self, score) for score in self.scores}
 
+    def interval(self, score: str) -> tuple[float, float]:
+        """Where the rate lies, 95 % sure: Wilson's interval.
+
+        It is too wide for the probability, whose answers differ less than right and wrong do.
+        """
+        return wilson(getattr(self, score), len(self.answers))
+
     def to_list(self) -> list[dict]:
         return [asdict(answer) for answer in self.answers]
 
@@ -86,6 +111,17 @@ class Answers:
     def from_list(cls, answers: Sequence[dict], *fields) -> Answers:
         """The answers that `to_list` wrote, and the fields of a subclass."""
         return cls((Answer(**answer) for answer in answers), *fields)
+
+
+def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a rate; z standard errors to each side, 1.96 for 95 %.
+
+    >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
+    [0.0, 0.793, 0.237, 0.763]
+    """
+    centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
+    half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def holds_text(reply: str, expected: str) -> bool:
