@@ -93,7 +93,7 @@ def test_what_a_report_says(result, headlines):
 
 def test_what_a_report_says_of_a_rope_base():
     report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
-    assert report.summary() == "holds at 512 tokens (max_position_embeddings)"
+    assert report.summary() == "holds at 512 tokens (max_position_embeddings): up to distance 511"
     assert report.headlines() == [] and report.settings["claimed_context"] == 512
     assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
     with pytest.raises(NotImplementedError, match="no picture"):
