@@ -276,8 +276,8 @@ def loss_result(result: PositionLoss) -> dict:
 def check_model(model, **options) -> dict:
     """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
 
-    `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other modules
-    in the same call; a note says so then.
+    `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
+    modules in the same call; a note says so then.
     """
     from .rope.verdict import NoRopeError, rope_report
 
@@ -301,8 +301,8 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
 
     Returns:
         plain JSON types: `holds`, the share of pairs that do, and per pair `verdicts`, `context_bounds` (how far the
-        base reaches; None if it never ends), `minimum_bases` (the smallest base for the context, above which others may
-        fail) and `settled_bases` (above which none does; None if the search up to 16 times the minimum found none).
+        base reaches; None if it never ends), `minimum_bases` (the smallest base for the context, above which others
+        may fail) and `settled_bases` (above which none does, as far as 16 times the minimum; None if some does there).
 
     Raises:
         ValueError: a number is out of its range, or the lists differ in length.

@@ -44,19 +44,17 @@ class Result:
     """What a metric measured.
 
     A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
-    sets `kind` and `title` and defines the methods of the first part, and `plot` if there is a picture.
+    sets `kind` and `title` and defines the methods of the first part.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
         version: of the JSON format; raised when an older reader would misread a newer file.
-        has_picture: whether `plot` can draw it.
     """
 
     kind: ClassVar[str]
     title: ClassVar[str]
     version: ClassVar[int] = 1
-    has_picture: ClassVar[bool] = True
     kinds: ClassVar[dict[str, type[Result]]] = {}
     settings: dict[str, Any]
 
@@ -78,6 +76,10 @@ class Result:
     def summary(self) -> str:
         """The result in one line."""
         raise NotImplementedError
+
+    def remarks(self) -> list[str]:
+        """Assumptions and limits that a reader of the result should know."""
+        return []
 
     def headlines(self) -> list[Headline]:
         """The numbers for a model card; none if nothing was measured on a dataset."""
@@ -109,9 +111,8 @@ class Result:
         Raises:
             ImportError: matplotlib is missing.
             ValueError: nothing was measured, or matplotlib does not know the extension.
-            NotImplementedError: this kind of result `has_picture` False.
         """
-        raise NotImplementedError(f"{self.title} has no picture.")
+        raise NotImplementedError
 
     # What all results have in common --------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def test_every_metric_has_its_section(tmp_path):
         assert result.summary() in page.text and result.explanation() in page.text
     assert f"Not measured: because {EVIL}" in page.text
     assert "violated at 512 tokens" in page.text or "holds at 512 tokens" in page.text
-    assert len(page.images()) == 4 and all("<svg" in image for image in page.images())
+    assert len(page.images()) == 5 and all("<svg" in image for image in page.images())
     assert "train_length" in page.text and "78.1%" in page.text  # 50 of 64 copied
 
 

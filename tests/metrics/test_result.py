@@ -85,7 +85,7 @@ HEADLINES = [
 
 @pytest.mark.parametrize("result, headlines", list(zip(EXAMPLES, HEADLINES)), ids=lambda x: getattr(x, "kind", ""))
 def test_what_a_report_says(result, headlines):
-    assert result.measured and result.has_picture and result.title and result.summary() and result.explanation()
+    assert result.measured and result.title and result.summary() and result.explanation()
     assert result.headlines() == headlines
     columns, rows = result.table()
     assert rows and all(len(row) == len(columns) for row in rows)
@@ -96,8 +96,6 @@ def test_what_a_report_says_of_a_rope_base():
     assert report.summary() == "holds at 512 tokens (max_position_embeddings): up to distance 511"
     assert report.headlines() == [] and report.settings["claimed_context"] == 512
     assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
-    with pytest.raises(NotImplementedError, match="no picture"):
-        report.plot("rope.png")
 
 
 def test_what_is_not_measured_has_no_headline():

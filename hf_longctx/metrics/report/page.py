@@ -65,7 +65,7 @@ def template():
 def section(result: Result) -> tuple[str, Result, str | None, list[tuple[str, str]]]:
     """Heading, result, picture if there is one, and settings as texts."""
     picture = None
-    if result.measured and result.has_picture:
+    if result.measured:
         picture = svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))
     settings = [
         (name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()

@@ -15,7 +15,7 @@ import copy
 import json
 import math
 import textwrap
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -61,8 +61,8 @@ class RopeLayers:
         base: rope_theta.
         head_dim, rotary_dim: dimensions of a query or key head, and those of them that rotate.
         max_distance: the largest distance these layers attend over at the claimed context.
-        context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up to
-            m = 4194304 and max_distance.
+        context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
+            to m = 4194304 and max_distance.
         rotary_only_bound: the same over the rotating dimensions alone.
         negative_distances: how many m in 0..max_distance have B_m < 0.
         last_negative: the last of them; None if there is none.
@@ -77,6 +77,7 @@ class RopeLayers:
         heads, heads_holding: query heads measured (eq. 19), and those of them without violation up to max_distance.
         weighted_bound: L_theta of the average measured head, every head's weights scaled to one sum; None if there is
             no violation up to max_distance, or nothing was measured.
+        inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
 
     layer_type: str
@@ -98,6 +99,7 @@ class RopeLayers:
     heads: int | None = None
     heads_holding: int | None = None
     weighted_bound: int | None = None
+    inv_freq: list[float] | None = field(default=None, compare=False, repr=False)
 
     @property
     def verdict(self) -> str:
@@ -167,7 +169,6 @@ class RopeReport(Result):
 
     kind = "rope"
     title = "RoPE bound"
-    has_picture = False
 
     model: str
     claimed_context: int
@@ -199,6 +200,9 @@ class RopeReport(Result):
         several = len(self.groups) > 1
         details = "; ".join(f"{group.layer_type}: {group.detail}" if several else group.detail for group in decisive)
         return f"{self.verdict} at {self.claimed_context} tokens ({self.claimed_by}): {details}"
+
+    def remarks(self) -> list[str]:
+        return [*self.notes, self.caveat]
 
     def table(self) -> Table:
         columns = ("layers", "RoPE", "base", "B_m >= 0 needed up to", "B_m >= 0 up to", "B_m < 0 at")
@@ -243,9 +247,14 @@ class RopeReport(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
-        groups = [RopeLayers(*(group[field.name] for field in fields(RopeLayers))) for group in document["groups"]]
-        named = {field.name: document[field.name] for field in fields(cls)}
+        groups = [RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"]]
+        named = {f.name: document[f.name] for f in fields(cls)}
         return cls(**named | {"groups": tuple(groups), "notes": tuple(document["notes"])})
+
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
+        from .plot import plot_bound
+
+        plot_bound(self, path, train_length=train_length, title=title)
 
     def __str__(self):
         title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
@@ -367,10 +376,10 @@ def _claim(config, notes):
         notes.append(_default(config, f"{name} = {claimed}"))
     for parameters in _all_parameters(config):
         factor, original = (parameters.get(name) for name in ("factor", "original_max_position_embeddings"))
-        if parameters["rope_type"] == "yarn" and _is_real(factor) and _is_real(original):
-            if factor * original > claimed:
-                notes.append(f"max_position_embeddings is {claimed}; yarn claims {factor:g} times {original} tokens")
-                return int(factor * original), "factor of yarn"
+        yarn = parameters["rope_type"] == "yarn" and _is_real(factor) and _is_real(original)
+        if yarn and factor * original > claimed:
+            notes.append(f"max_position_embeddings is {claimed}; yarn claims {factor:g} times {original} tokens")
+            return int(factor * original), "factor of yarn"
     return claimed, "max_position_embeddings"
 
 
@@ -556,6 +565,7 @@ def _bound(rope, kind, layers, reach, spread, minimum_base):
         negative_distances=0 if holds else negative,
         last_negative=None if holds else last_negative,
         lowest_decay=round(lowest, 3),
+        inv_freq=rotating.tolist(),
         **minimum,
         **({} if spread is None else _weighted_bound(rope, layers, reach, spread)),
     )
