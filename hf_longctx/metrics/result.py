@@ -33,6 +33,22 @@ class Headline(NamedTuple):
     value: int | float
 
 
+class Overview(NamedTuple):
+    """A row of the table at the top of a report, all texts; empty where there is nothing to say.
+
+    Attributes:
+        name: what was measured, with its unit.
+        value: the number or verdict.
+        interval: where the number lies with a confidence of 95 %.
+        sample: what it was measured on, such as "10 sequences".
+    """
+
+    name: str
+    value: str
+    interval: str = ""
+    sample: str = ""
+
+
 class Table(NamedTuple):
     """The numbers of a result, as strings and numbers to show."""
 
@@ -76,6 +92,15 @@ class Result:
     def summary(self) -> str:
         """The result in one line."""
         raise NotImplementedError
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the model passes; None if the metric has nothing to pass, or cannot tell."""
+        return None
+
+    def overview(self) -> list[Overview]:
+        """The result in a few rows; none if nothing was measured."""
+        return [Overview(headline.name, rounded(headline.value)) for headline in self.headlines()]
 
     def remarks(self) -> list[str]:
         """Assumptions and limits that a reader of the result should know."""
@@ -203,6 +228,11 @@ def read_result(path) -> Result:
         if isinstance(error, (TypeError, AttributeError)):
             reason = f"a value in it has the wrong type ({error})."
         raise ValueError(f"{path} is no saved result of ours: {reason}") from error
+
+
+def rounded(value: int | float) -> str:
+    """A number to show: four digits, or all of an integer."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def commit(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import Headline, Result, Table
+from ..result import Headline, Overview, Result, Table
 from .lengths import READINGS, LengthInterval, MemoryLength, length_interval, margins, memory_lengths, verdict
 from .protocol import scored_tokens
 
@@ -205,6 +205,18 @@ class ForgettingCurve(Result):
 
     def header(self) -> dict[str, Any]:
         return {"format": self.version}  # curves were the only results at first, and still do not name their metric
+
+    def overview(self) -> list[Overview]:
+        return [
+            Overview(
+                f"{reading} length as in the paper, tokens",
+                str(self.memory_lengths[f"{reading}_max"]),
+                str(self.interval(reading)),
+                f"{len(self.points)} lengths, {self.repeats_range} repeats",
+            )
+            for reading in READINGS
+            if self.points
+        ]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..result import Headline, Result, Table
+from ..result import Headline, Overview, Result, Table
 from .averages import WINDOW, moving_average, perplexity
 
 
@@ -101,6 +101,10 @@ class PositionLoss(Result):
     def _ends(self):
         """The powers of two up to the context length, and that."""
         return sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
+
+    def overview(self) -> list[Overview]:
+        name = f"perplexity of {self.context_length} tokens"
+        return [Overview(name, f"{self.perplexity[-1]:.2f}", sample=f"{self.sequences} sequences")]
 
     def document(self) -> dict[str, Any]:
         perplexity = self.perplexity

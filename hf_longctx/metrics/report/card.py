@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..result import Result
+from ..result import Result, rounded
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
@@ -51,7 +51,3 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     ]
     image = "" if picture is None else f"\n![How far {model} remembers]({picture})\n"
     return f"---\n{header}\n---\n\n## How far it remembers\n\n" + "\n".join(lines) + "\n" + image
-
-
-def rounded(value: int | float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ..result import Overview
+
 
 SCORES = ("match_rate", "exact_rate", "probability")
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
@@ -119,6 +121,16 @@ def headline_score(results: Sequence[Answers]) -> tuple[float, str]:
     """The mean over results of the first of their scores, 0 to 1, and the name of that score in words."""
     score = results[0].scores[0]
     return sum(getattr(result, score) for result in results) / len(results), COLUMNS[score]
+
+
+def overview_row(name: str, results: Sequence[Answers]) -> Overview:
+    """The first of their scores over all answers, with its Wilson interval, which holds for few answers too."""
+    score = results[0].scores[0]
+    n = sum(len(result.answers) for result in results)
+    rate, z2 = sum(getattr(result, score) * len(result.answers) for result in results) / n, 1.96**2
+    middle, width = rate + z2 / (2 * n), math.sqrt(z2 * (rate * (1 - rate) / n + z2 / (4 * n * n)))
+    low, high = ((middle + side) / (1 + z2 / n) for side in (-width, width))
+    return Overview(f"{name}, {COLUMNS[score]}", f"{rate:.1%}", f"{low:.1%} to {high:.1%}", f"{n} questions")
 
 
 def score_columns(results: Sequence[Answers]) -> tuple[str, ...]:

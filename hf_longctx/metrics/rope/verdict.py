@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import Result, Table
+from ..result import Overview, Result, Table
 from .bounds import (
     rope_base_bound,
     rope_context_bound,
@@ -200,6 +200,12 @@ class RopeReport(Result):
         several = len(self.groups) > 1
         details = "; ".join(f"{group.layer_type}: {group.detail}" if several else group.detail for group in decisive)
         return f"{self.verdict} at {self.claimed_context} tokens ({self.claimed_by}): {details}"
+
+    def overview(self) -> list[Overview]:
+        negative = sum(group.negative_distances or 0 for group in self.groups)
+        needed = sum(group.max_distance + 1 for group in self.groups if group.rope_type)
+        sample = f"B_m < 0 at {negative} of {needed} distances"
+        return [Overview(f"at {self.claimed_context} tokens", self.verdict, sample=sample)]
 
     def remarks(self) -> list[str]:
         return [*self.notes, self.caveat]
