@@ -240,7 +240,7 @@ def average_log_probs(predictions) -> PositionLoss:
     log_probs = np.asarray(predictions, dtype=np.float64)
     if not (log_probs <= 0).all():  # NaN is not
         raise ValueError("predictions must be natural logarithms of probabilities: none above 0, none NaN.")
-    return PositionLoss(-log_probs.mean(0), len(log_probs))
+    return PositionLoss.of_sequences(-log_probs, {})
 
 
 def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **options) -> PositionLoss:

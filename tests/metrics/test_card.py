@@ -14,7 +14,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply="7", matched=True)]
 CURVE = ForgettingCurve(
-    [CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])],
+    [CurvePoint(800, [400] * 2, [1, 0]), CurvePoint(1600, [600] * 2, [1, 0])],
     {"seed": 5, "repeats": 2, "corpus": "PG 19: test"},
 )
 RESULTS = [
@@ -33,10 +33,10 @@ def test_the_hub_reads_what_we_wrote():
     assert card.data.model_name == "fox: a 'model'"
     entries = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
     assert entries == {
-        ("PG 19: test", "fine memory length (tokens)"): ("forgetting_curve", 8),
-        ("PG 19: test", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
-        ("random tokens", "fine memory length (tokens)"): ("forgetting_curve", 8),
-        ("random tokens", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
+        ("PG 19: test", "fine memory length, below (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("PG 19: test", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("random tokens", "fine memory length, below (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("random tokens", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
         ("text", "perplexity of 3 tokens"): ("perplexity", round(float(RESULTS[2].perplexity[-1]), 4)),
         ("text", "needle in a haystack, found up to 100 tokens"): ("accuracy", 1.0),
         ("generated records", "line retrieval, found up to 10 lines"): ("accuracy", 1.0),

@@ -403,7 +403,7 @@ def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
     assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
     assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
     assert curve.settings["confidence"] == 0.9
-    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high"}
+    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high", "repeats_needed"}
 
 
 # -- processes
@@ -692,7 +692,7 @@ def test_a_failure_keeps_what_was_measured(error):
         forgetting_curve(model, CORPUS, lengths=[8, 9, 10, 11], repeats=2)
     assert caught.value is error
     assert error.result == expected
-    assert any(".result: fine length" in note for note in error.__notes__)
+    assert any(".result: 95 % sure, in tokens: fine length" in note for note in error.__notes__)
 
 
 @pytest.mark.parametrize("call, message", [(6, "repeat 1, copy"), (8, "repeat 1, LM")])

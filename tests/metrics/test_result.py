@@ -25,7 +25,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
 EXAMPLES = [
-    ForgettingCurve([CurvePoint(8, [4, 4], [1, 0], [3, 5])], {"model": "someone/fox"}),
+    ForgettingCurve([CurvePoint(800, [400] * 3, [1, 0, 1], [3, 5, 4])], {"model": "someone/fox"}),
     PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
     NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
     LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
@@ -77,7 +77,10 @@ def test_settings_can_be_added():
 
 
 HEADLINES = [
-    [("forgetting_curve", f"{reading} memory length, more than (tokens)", 8) for reading in ("fine", "coarse")],
+    [
+        ("forgetting_curve", f"{reading} memory length, at least (tokens, 95 % sure)", 800)
+        for reading in ("fine", "coarse")
+    ],
     [("perplexity", "perplexity of 2 tokens", 15.6426)],
     [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
     [("accuracy", "line retrieval, found up to 10 lines", 1.0)],
@@ -93,8 +96,8 @@ def test_what_a_report_says(result, headlines):
 
 
 OVERVIEWS = [
-    [(f"{reading} length as in the paper, tokens", ">8", "1 lengths, 2 repeats") for reading in ("fine", "coarse")],
-    [("perplexity of 2 tokens", "15.64", "4 sequences")],
+    [(f"{reading} length as in the paper, tokens", ">800", "1 length, 3 repeats") for reading in ("fine", "coarse")],
+    [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
     [("needle up to 100 tokens, found", "100.0%", "1 questions")],
     [("one of up to 10 lines, found", "100.0%", "1 questions")],
 ]
@@ -116,6 +119,11 @@ def test_the_interval_of_a_rate_is_that_of_wilson(n, right, interval):
     answers = [Answer(log_prob=-1.0, tokens=1, exact=i < right, reply=None, matched=i < right) for i in range(n)]
     (row,) = LineRetrieval([LinesPoint(answers, 10, [200], [3])]).overview()
     assert (row.value, row.interval) == (f"{right / n:.1%}", interval)
+
+
+def test_the_interval_of_a_loss():
+    assert PositionLoss([3.0], 4).overview()[0].interval == ""
+    assert PositionLoss([3.0], 4, {}, [0.1]).overview()[0].interval == "2.804 to 3.196"
 
 
 def test_what_a_report_says_of_a_rope_base():

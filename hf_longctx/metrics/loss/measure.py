@@ -74,9 +74,10 @@ def position_loss(
     def result(entries):
         if not entries:
             return None
-        losses = np.mean([entries[start] for start in starts if start in entries], axis=0)
-        names = {"versions": versions()} | labels(corpus_name, train_length)
-        return PositionLoss(losses, len(entries), settings | names)
+        losses = [entries[start] for start in starts if start in entries]
+        return PositionLoss.of_sequences(
+            losses, settings | {"versions": versions()} | labels(corpus_name, train_length)
+        )
 
     return run_parts(
         reader,

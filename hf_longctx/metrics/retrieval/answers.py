@@ -81,6 +81,13 @@ class Answers:
     def rates(self) -> dict[str, float]:
         return {score: getattr(self, score) for score in self.scores}
 
+    def interval(self, score: str) -> tuple[float, float]:
+        """Where the rate lies, 95 % sure: Wilson's interval.
+
+        It is too wide for the probability, whose answers differ less than right and wrong do.
+        """
+        return wilson(getattr(self, score), len(self.answers))
+
     def to_list(self) -> list[dict]:
         return [asdict(answer) for answer in self.answers]
 
@@ -88,6 +95,17 @@ class Answers:
     def from_list(cls, answers: Sequence[dict], *fields) -> Answers:
         """The answers that `to_list` wrote, and the fields of a subclass."""
         return cls((Answer(**answer) for answer in answers), *fields)
+
+
+def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a rate; z standard errors to each side, 1.96 for 95 %.
+
+    >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
+    [0.0, 0.793, 0.237, 0.763]
+    """
+    centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
+    half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def holds_text(reply: str, expected: str) -> bool:
@@ -127,9 +145,8 @@ def overview_row(name: str, results: Sequence[Answers]) -> Overview:
     """The first of their scores over all answers, with its Wilson interval, which holds for few answers too."""
     score = results[0].scores[0]
     n = sum(len(result.answers) for result in results)
-    rate, z2 = sum(getattr(result, score) * len(result.answers) for result in results) / n, 1.96**2
-    middle, width = rate + z2 / (2 * n), math.sqrt(z2 * (rate * (1 - rate) / n + z2 / (4 * n * n)))
-    low, high = ((middle + side) / (1 + z2 / n) for side in (-width, width))
+    rate = sum(getattr(result, score) * len(result.answers) for result in results) / n
+    low, high = wilson(rate, n)
     return Overview(f"{name}, {COLUMNS[score]}", f"{rate:.1%}", f"{low:.1%} to {high:.1%}", f"{n} questions")
 
 
