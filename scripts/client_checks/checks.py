@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from hf_longctx import FoxConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from hf_longctx import FoxConfig
 from scripts.bench.common import ROOT
 
 
@@ -19,8 +19,8 @@ DEMO = ROOT / "model_cards" / "fox-demo"
 VOCABULARY = 1024  # of the demo's tokenizer
 SIZES = dict(
     vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=128,
+    hidden_size=128,
+    intermediate_size=256,
     num_hidden_layers=2,
     num_attention_heads=4,
     max_position_embeddings=1024,

@@ -159,9 +159,9 @@ def train_briefly(folder, output, batch):
 
 
 for name in STRATEGIES:
-    check(f"accelerate launch, {name}", "accelerate", "difference of logits between 2 processes and 1", 1e-4, minutes=6)(
-        launch(name)
-    )
+    check(
+        f"accelerate launch, {name}", "accelerate", "difference of logits between 2 processes and 1", 1e-4, minutes=6
+    )(launch(name))
 
 
 if __name__ == "__main__":  # a process of `accelerate launch`
