@@ -65,9 +65,10 @@ def mark_training(axes, x: float, width: float = 1.2):
 
 
 def heading(result, metric: str | None = None) -> str:
-    """The metric, by default the result's title, and the model if it is known."""
+    """The metric, by default the result's title, the model if it is known, and whether the run was interrupted."""
     metric = metric or result.title
-    return f"{metric} of {result.model_name}" if result.settings.get("model") else metric
+    model = f" of {result.model_name}" if result.settings.get("model") else ""
+    return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
 
 
 def draw_title(figure: Figure, text: str) -> None:

@@ -170,7 +170,7 @@ class ForgettingCurve(Result):
         return (
             f"{describe('fine', self.fine_length)}, {describe('coarse', self.coarse_length)}; "
             f"{len(self.points)} lengths from {first.length} to {last.length}, {self.repeats_range} repeats; "
-            f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
+            f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}{self.interruption}"
         )
 
     def explanation(self) -> str:

@@ -79,7 +79,7 @@ class PositionLoss(Result):
         smooth = self.smoothed()
         return (
             f"loss {smooth[len(smooth) // 2]:.3f} in the middle and {smooth[-1]:.3f} at the end of {len(smooth)} tokens "
-            f"(nats, smoothed), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences"
+            f"(nats, smoothed), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences{self.interruption}"
         )
 
     def explanation(self) -> str:
