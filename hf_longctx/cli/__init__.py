@@ -7,7 +7,21 @@ import argparse
 import sys
 
 from .. import __version__
-from . import compare, convert, curve, gates, generate, lines, loss, needle, register_metrics, report, rope, train_demo
+from . import (
+    compare,
+    convert,
+    curve,
+    gates,
+    generate,
+    lines,
+    loss,
+    needle,
+    register_metrics,
+    report,
+    rope,
+    train,
+    train_demo,
+)
 
 
 COMMANDS = {
@@ -20,6 +34,7 @@ COMMANDS = {
     "report": report,
     "generate": generate,
     "gates": gates,
+    "train": train,
     "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,
