@@ -11,25 +11,35 @@ from ..training.settings import add_settings, read_settings, write_settings
 
 
 def add_arguments(parser):
+    add_run_arguments(parser, TrainSettings)
+
+
+def run(args):
+    run_training(args, TrainSettings)
+
+
+def add_run_arguments(parser, settings):
+    """Arguments of every training; see `run_training`."""
     parser.add_argument("--config", metavar="FILE", help="YAML of settings; options go before it")
     parser.add_argument("--print-config", action="store_true", help="print all settings and end")
-    parser.add_argument("--dry-run", action="store_true", help="two steps, to see speed and memory; writes nothing")
+    parser.add_argument("--dry-run", action="store_true", help="three steps, to see speed and memory; writes nothing")
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
         help="go on after the last checkpoint (default), begin again, or go on after that checkpoint",
     )
-    add_settings(parser.add_argument_group("settings"), TrainSettings)
+    add_settings(parser.add_argument_group("settings"), settings)
 
 
-def run(args):
-    settings = read_settings(TrainSettings, args.config, vars(args))
+def run_training(args, kind):
+    """Train with the settings that the arguments name; the exit code of a stopped run is 128 + the signal."""
+    settings = read_settings(kind, args.config, vars(args))
     if args.print_config:
         print(write_settings(settings.resolve()), end="")
         return
     try:
-        from ..training.run import dry_run, pretrain
+        from ..training.run import dry_run, train
     except ImportError as error:
         raise ImportError(f"training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
     from transformers.utils.logging import disable_progress_bar
@@ -37,5 +47,5 @@ def run(args):
     disable_progress_bar()  # one for every saved checkpoint
     if args.dry_run:
         dry_run(settings)
-    elif number := pretrain(settings, args.resume):
+    elif number := train(settings, args.resume):
         raise SystemExit(128 + number)

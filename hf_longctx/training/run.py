@@ -11,6 +11,7 @@ model/           model and tokenizer, once all steps are done
 import dataclasses
 import hashlib
 import json
+import re
 import resource
 import shutil
 import sys
@@ -19,23 +20,30 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from ..fox import FoxConfig, FoxForCausalLM
 from .data import Rows, StreamedRows, digest, pack, stack, state_of_files
-from .recipes import TrainSettings
+from .recipes import RunSettings, TrainSettings
 from .settings import locked, option, write_settings
+from .starts import changed_model, extend_rope, new_fox
 from .trainer import ResumableTrainer, StopAtSignal, check_checkpoint, cut_metrics, last_checkpoint
 
 
 SECONDS_BETWEEN_LINES = 10
 
 
-def pretrain(settings: TrainSettings, resume: str = "auto") -> int:
-    """Train a Forgetting Transformer from scratch, or go on with a run that was stopped.
+def train(settings: RunSettings, resume: str = "auto") -> int:
+    """Pretrain or fine-tune a model, or go on with a run that was stopped.
 
     Args:
-        settings: resolved or not.
+        settings: `TrainSettings` or `FinetuneSettings`, resolved or not.
         resume: "auto" goes on from the last checkpoint in the run's folder; "never" begins again; or the path of a
             checkpoint.
 
@@ -58,21 +66,25 @@ def pretrain(settings: TrainSettings, resume: str = "auto") -> int:
     if (folder / "model").exists():
         say(f"{folder} is finished: the model is in {folder / 'model'}.")
         return 0
+    evaluation_rows = None
     if settings.eval_data is not None:
         with arguments.main_process_first():
-            evaluation = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", settings, tokenizer)
+            evaluation_rows = prepare_rows(
+                settings.eval_data, folder / "data" / "eval_tokens.npy", settings, tokenizer
+            )
 
-    model = make_model(settings, tokenizer)
+    model, base = start(settings, tokenizer)
     stops = StopAtSignal()
     trainer = ResumableTrainer(
         model=model,
         args=arguments,
         train_dataset=rows,
-        eval_dataset=None if settings.eval_data is None else evaluation,
+        eval_dataset=evaluation_rows,
         data_collator=stack,
         metrics=folder / "metrics.jsonl",
         stops=stops,
-        callbacks=[Progress(settings)],
+        gate_learning_rate=getattr(settings, "gate_learning_rate", None),
+        callbacks=[Progress(settings.batch_tokens)],
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = last_checkpoint(folder / "checkpoints") if resume in ("auto", "never") else Path(resume)
@@ -80,21 +92,39 @@ def pretrain(settings: TrainSettings, resume: str = "auto") -> int:
     if trainer.is_world_process_zero():
         cut_metrics(trainer.metrics, step)
     say(describe(settings, trainer, step))
+    if step == 0:
+        evaluate(settings, tokenizer, rows, "before")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < settings.steps:
         say(f"stopped after step {trainer.state.global_step} of {settings.steps}; the same command goes on.")
         return stops.signal
-    save_model(trainer, tokenizer, folder)
+    save_model(trainer, tokenizer, settings, base)
+    evaluate(settings, tokenizer, rows, "after")
     say(f"wrote the model to {folder / 'model'}")
     return 0
 
 
-def dry_run(settings: TrainSettings) -> None:
+def start(settings: RunSettings, tokenizer):
+    """The model to train, and the identity of the base of its adapter, or None where all parameters are trained."""
+    if isinstance(settings, TrainSettings):
+        return new_fox(settings, tokenizer), None
+    if settings.recipe == "rope-extend":
+        say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
+    model = changed_model(settings, tokenizer)
+    if settings.full:
+        return model, None
+    from .adapters import add_lora, identity
+
+    base = identity(model)
+    return add_lora(model, settings), base
+
+
+def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
         trial = dataclasses.replace(settings, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
-        pretrain(trial)
+        train(trial)
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
     else:
@@ -102,7 +132,7 @@ def dry_run(settings: TrainSettings) -> None:
     say(f"peak memory {peak / 2**20:.0f} MiB; the run itself has {settings.steps} steps. Nothing was written.")
 
 
-def training_arguments(settings: TrainSettings, folder: Path) -> TrainingArguments:
+def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments:
     """The settings in Trainer's words. Making them joins the other processes."""
     accelerator = torch.accelerator.is_available()
     checkpointing = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
@@ -155,10 +185,11 @@ def prepare_folder(folder: Path, resume: str) -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("metrics.jsonl", "lock.json"):
             (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / ".model", ignore_errors=True)  # of a run that was killed while it wrote the model
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def prepare_rows(source: str, path: Path, settings: TrainSettings, tokenizer):
+def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
     if source.endswith(".npy"):
         return Rows(source, settings.sequence_length, tokenizer.eos_token_id, len(tokenizer))
@@ -171,7 +202,7 @@ def prepare_rows(source: str, path: Path, settings: TrainSettings, tokenizer):
     return Rows(path, settings.sequence_length, tokenizer.eos_token_id, len(tokenizer))
 
 
-def check_lock(folder: Path, settings: TrainSettings, rows, tokenizer) -> None:
+def check_lock(folder: Path, settings: RunSettings, rows, tokenizer) -> None:
     """Write what the run depends on, or compare it with what the folder's run depends on."""
     lock = locked(settings)
     lock["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
@@ -192,54 +223,85 @@ def check_lock(folder: Path, settings: TrainSettings, rows, tokenizer) -> None:
     file.write_text(json.dumps(lock, indent=1) + "\n")
 
 
-def make_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
-    """A new model for the tokenizer, in float32."""
-    config = (FoxConfig.pro if settings.pro else FoxConfig)(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **settings.model_sizes(),
-    )
-    torch.manual_seed(settings.seed)
-    return FoxForCausalLM(config)
+def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
+    """Where a recipe changes the context: perplexity and retrieval at the new one, in RUN/evaluation.
+
+    "before" is the pretrained model as it is, "after" the one in RUN/model.
+    """
+    if getattr(settings, "recipe", None) != "rope-extend" or not is_first_process():
+        return
+    from .evaluation import measure
+
+    folder = Path(settings.output)
+    model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
+    say(f"{when}: {measure(model, tokenizer, rows, settings.sequence_length, folder / 'evaluation' / when)}")
 
 
-def save_model(trainer, tokenizer, folder: Path) -> None:
-    """Save model and tokenizer; the folder appears when it is complete."""
+def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] | None) -> None:
+    """Save the model and its tokenizer in RUN/model, which appears when it is complete.
+
+    An adapter is RUN/model itself, or with `merge` RUN/adapter; it is then read again and merged into its base.
+    """
+    folder = Path(settings.output)
     unfinished = folder / ".model"
     trainer.save_model(str(unfinished))
-    if trainer.is_world_process_zero():
-        tokenizer.save_pretrained(unfinished)
-        (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
-        unfinished.rename(folder / "model")
+    if not trainer.is_world_process_zero():
+        return
+    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
+    if base is not None:
+        from .adapters import load_adapter, save_identity
+
+        save_identity(base, unfinished)
+        if settings.merge:
+            shutil.rmtree(folder / "adapter", ignore_errors=True)
+            unfinished.rename(folder / "adapter")
+            merged = load_adapter(changed_model(settings, tokenizer), folder / "adapter").merge_and_unload()
+            merged.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder / "model")
 
 
-def describe(settings: TrainSettings, trainer, step: int) -> str:
+def describe(settings: RunSettings, trainer, step: int) -> str:
     """What is trained, and how, in a few lines."""
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    arguments = trainer.args
-    return (
-        f"{'FoX (Pro)' if settings.pro else 'FoX (LLaMA)'} {settings.preset}: {parameters:,} parameters, "
-        f"{trainer.model.config._attn_implementation} attention\n"
+    model, arguments = trainer.model, trainer.args
+    lines = [f"{model.config.model_type}, {model.config._attn_implementation} attention; trained parameters:"]
+    lines.append(describe_trainable(model))
+    lines.append(
         f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
-        f"{settings.sequence_length} x {arguments.gradient_accumulation_steps} passes x {arguments.world_size} "
-        f"processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}\n"
-        + (f"going on after step {step}" if step else "beginning")
+        f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
+        f"{arguments.world_size} processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
+    return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
+
+
+def describe_trainable(model) -> str:
+    """A table of what is trained: parameters by the name of their module, and their share."""
+    groups: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = " (LoRA)" if ".lora_" in name else ""
+            module = re.sub(r"\.(weight|bias|default|modules_to_save|lora_\w+)(?=\.|$)", "", name).rsplit(".", 1)[-1]
+            groups[module + kind] = groups.get(module + kind, 0) + parameter.numel()
+    trained, total = sum(groups.values()), sum(parameter.numel() for parameter in model.parameters())
+    lines = [f"  {name:28} {count:>13,}" for name, count in sorted(groups.items())]
+    return "\n".join([*lines, f"  {'in all':28} {trained:>13,}, {trained / total:.2%} of {total:,}"])
 
 
 def say(text: str) -> None:
     """Print on stderr, in one process only where several run."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if is_first_process():
         print(text, file=sys.stderr)
+
+
+def is_first_process() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 class Progress(TrainerCallback):
     """A line every few seconds: step, loss, learning rate, speed, and the time that is left."""
 
-    def __init__(self, settings: TrainSettings):
-        self.batch_tokens = settings.batch_tokens
+    def __init__(self, batch_tokens: int):
+        self.batch_tokens = batch_tokens
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begin, self.first, self.printed = time.monotonic(), state.global_step, 0.0
@@ -263,4 +325,4 @@ class Progress(TrainerCallback):
         )
 
 
-__all__ = ["pretrain"]
+__all__ = ["dry_run", "train"]

@@ -68,7 +68,8 @@ def check_choices(settings) -> None:
     """Raise ValueError if a setting is none of its choices."""
     for entry in dataclasses.fields(settings):
         value, choices = getattr(settings, entry.name), entry.metadata["choices"]
-        if choices and value not in choices:
+        undecided = value is None and entry.default is None
+        if choices and value not in choices and not undecided:
             raise ValueError(f"{option(entry.name)} is {value!r}; it must be one of {', '.join(choices)}.")
 
 

@@ -7,6 +7,7 @@ loss that is not a number is trained on.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 
 UNFINISHED = ".saving"
+GATE = re.compile(r"\bf_proj\b")
 # What a complete checkpoint holds; a file, or a folder where the model is sharded.
 PARTS = {
     "weights": ("*model*", "pytorch_model_fsdp*"),
@@ -38,13 +40,26 @@ class ResumableTrainer(Trainer):
     Args:
         metrics: the JSONL file.
         stops: the `StopAtSignal` of this training.
+        gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
         kwargs: as for `Trainer`.
     """
 
-    def __init__(self, *args, metrics: Path, stops: "StopAtSignal", **kwargs):
+    def __init__(self, *args, metrics: Path, stops: "StopAtSignal", gate_learning_rate=None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.metrics, self.saving_in = metrics, None
+        self.metrics, self.gate_learning_rate, self.saving_in = metrics, gate_learning_rate, None
         self.add_callback(stops)
+
+    def create_optimizer(self, model=None):
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.gate_learning_rate is not None:
+            parameters = (self.model if model is None else model).named_parameters()
+            gates = [p for name, p in parameters if GATE.search(name) and p.requires_grad]
+            identities = {id(gate) for gate in gates}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in identities]
+            optimizer.add_param_group({"params": gates, "lr": self.gate_learning_rate, "weight_decay": 0.0})
+        return optimizer
 
     def _get_output_dir(self, trial):
         return self.saving_in or super()._get_output_dir(trial)

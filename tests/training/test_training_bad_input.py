@@ -7,17 +7,19 @@ import pytest
 from mistakes import refused
 
 
-pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import encode
-from hf_longctx.training.recipes import TrainSettings
-from hf_longctx.training.run import pretrain
+from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
+from hf_longctx.training.run import train
 from hf_longctx.training.settings import read_settings
 from hf_longctx.training.trainer import check_checkpoint
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 NEEDED = dict(data="text.txt", tokenizer="gpt2", output="run")
 
 
@@ -38,7 +40,7 @@ def run(resume="auto", **changes):
         sizes = dict(sequence_length=64, batch_tokens=64, rows_at_once=1, steps=2, save_steps=1)
         here = dict(data=str(kit.path / "text.txt"), tokenizer=kit.tokenizer, output=str(kit.path / "run"))
         paths = {name: str(kit.path / value[2:]) for name, value in changes.items() if str(value)[:2] == "./"}
-        pretrain(TrainSettings(**here | sizes | changes | paths), resume)
+        train(TrainSettings(**here | sizes | changes | paths), resume)
 
     return begin
 
@@ -97,6 +99,68 @@ SETTINGS = [
     refused("no YAML", yaml("a: [1"), "is no YAML"),
     refused("no such file", lambda kit: read_settings(TrainSettings, kit.path / "no.yaml", {}), "no.yaml"),
 ]
+
+
+def finetune(**changes):
+    sizes = dict(sequence_length=32, batch_tokens=32, steps=1)
+
+    def begin(kit):
+        model = kit.llama() if "model" not in changes else changes["model"]
+        here = dict(model=model, data=str(kit.path / "text.txt"), output=str(kit.path / "run"))
+        train(FinetuneSettings(**here | sizes | changes))
+
+    return begin
+
+
+def adapter_of(changed):
+    """Train an adapter and load it on another base."""
+
+    def load(kit):
+        finetune()(kit)
+        load_adapter(AutoModelForCausalLM.from_pretrained(kit.llama(**changed)), kit.path / "run" / "model")
+
+    return load
+
+
+def larger_tokenizer(kit):
+    tokenizer = AutoTokenizer.from_pretrained(kit.tokenizer)
+    tokenizer.add_tokens("<new>")
+    tokenizer.save_pretrained(kit.path / "tokenizer")
+    finetune(tokenizer=str(kit.path / "tokenizer"))(kit)
+
+
+FINETUNING = [
+    refused("no model", finetune(model=None), "MODEL is missing"),
+    refused("no such model", finetune(model="/no/such/folder"), "/no/such/folder"),
+    refused("no sequence length", finetune(sequence_length=None), "--sequence-length is missing"),
+    refused("unknown recipe", finetune(recipe="longlora"), "'longlora'; it must be one of lora"),
+    refused("rank of 0", finetune(lora_rank=0), "--lora-rank is 0; it must be at least 1"),
+    refused("alpha of 0", finetune(lora_alpha=0), "--lora-alpha is 0; it must be at least 1"),
+    refused("dropout of LoRA above 1", finetune(lora_dropout=2.0), "--lora-dropout is 2.0"),
+    refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is no such module.*did you mean q_proj?"),
+    refused("misspelt module", finetune(train_in_full="nrom"), "--train-in-full names nrom.*did you mean norm?"),
+    refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is no such module"),
+    refused("LoRA on tied embeddings", finetune(lora_targets="embed_tokens"), "one tensor, and merging an adapter"),
+    refused(
+        "rows beyond the context", finetune(sequence_length=128, batch_tokens=128), "128 is more than the 64 tokens"
+    ),
+    refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
+    refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
+    refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
+    refused("negative decay time", finetune(recipe="fox-from-llama", decay_time=-1.0), "--decay-time is -1.0"),
+    refused("no longer context", finetune(recipe="rope-extend"), "32 does not extend the context of 64"),
+    refused(
+        "base below the bound",
+        finetune(recipe="rope-extend", sequence_length=256, batch_tokens=256, rope_base=100.0),
+        "--rope-base 100 is below the bound of .*--allow-below-bound",
+    ),
+    refused("a FoX for a Llama", finetune(model="model_cards/fox-demo", recipe="fox-from-llama"), "(?i)llama"),
+    refused("RoPE of a FoX", finetune(model="model_cards/fox-demo", recipe="rope-extend"), "one RoPE base"),
+    refused("tokenizer of another model", larger_tokenizer, "has 1025 tokens, the model 1024"),
+    refused("adapter of a deeper base", adapter_of({"num_hidden_layers": 2}), "num_hidden_layers 1, not 2"),
+    refused("adapter of other weights", adapter_of({"initializer_range": 0.5}), "trained on another model"),
+    refused("no adapter", lambda kit: load_adapter(None, kit.path), "holds no adapter"),
+]
 RUNS = [
     refused("text of less than a row", run(sequence_length=4096, batch_tokens=4096), "tokens; one row needs 4096"),
     refused("no such text", run(data="/no/such/text"), "/no/such/text is no file or folder"),
@@ -125,10 +189,18 @@ RUNS = [
 @pytest.fixture
 def kit(tmp_path):
     (tmp_path / "text.txt").write_text("The fox forgets what it no longer needs. " * 40)
-    return SimpleNamespace(path=tmp_path, tokenizer="model_cards/fox-demo")
+
+    def llama(**changes):
+        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
+        config = LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+        AutoTokenizer.from_pretrained("model_cards/fox-demo").save_pretrained(tmp_path / "llama")
+        return str(tmp_path / "llama")
+
+    return SimpleNamespace(path=tmp_path, tokenizer="model_cards/fox-demo", llama=llama)
 
 
-@pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS], ids=str)
+@pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS, *FINETUNING], ids=str)
 def test_mistakes(mistake, kit, record_property):
     record_property("mistake", mistake.check(kit))
 

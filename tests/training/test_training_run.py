@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="training needs accelerate: pip install
 
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.training.recipes import TrainSettings
-from hf_longctx.training.run import pretrain
+from hf_longctx.training.run import train
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -72,12 +72,12 @@ def train_in_process(run, fault, arguments, environment):
     torch.set_num_threads(1)
     if fault is not None:
         fault(*arguments)
-    if number := pretrain(run):
+    if number := train(run):
         raise SystemExit(128 + number)
 
 
 @pytest.fixture(scope="module")
-def train():
+def apart():
     """Trains in processes of their own, and returns their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hf_longctx.training.run"])
@@ -105,7 +105,7 @@ def train():
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(train, text, tmp_path_factory):
+def uninterrupted(apart, text, tmp_path_factory):
     """Metrics of runs that nothing interrupts, by their settings."""
     runs = {}
 
@@ -113,7 +113,7 @@ def uninterrupted(train, text, tmp_path_factory):
         key = (processes, *changes.items())
         if key not in runs:
             folder = tmp_path_factory.mktemp("uninterrupted")
-            assert train(settings(text, folder, **changes), processes=processes) == 0
+            assert apart(settings(text, folder, **changes), processes=processes) == 0
             runs[key] = metrics(folder)
         return runs[key]
 
@@ -134,26 +134,26 @@ FAULTS = {
     "fault, streaming",
     [*((fault, False) for fault in FAULTS), ("killed after a checkpoint", True), ("stopped by SIGTERM", True)],
 )
-def test_a_run_goes_on_as_if_nothing_had_happened(fault, streaming, train, uninterrupted, text, tmp_path):
+def test_a_run_goes_on_as_if_nothing_had_happened(fault, streaming, apart, uninterrupted, text, tmp_path):
     run = settings(text, tmp_path, streaming=streaming)
-    code = train(run, *FAULTS[fault])
+    code = apart(run, *FAULTS[fault])
     assert code == (143 if "SIGTERM" in fault else -signal.SIGKILL)
     assert not (tmp_path / "model").exists()
-    assert train(run) == 0
+    assert apart(run) == 0
     assert metrics(tmp_path) == uninterrupted(streaming=streaming)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed inside a save", "stopped by SIGTERM"])
-def test_two_processes_go_on_too(fault, train, uninterrupted, text, tmp_path):
+def test_two_processes_go_on_too(fault, apart, uninterrupted, text, tmp_path):
     run = settings(text, tmp_path)
-    assert train(run, *FAULTS[fault], processes=2) != 0
-    assert train(run, processes=2) == 0
+    assert apart(run, *FAULTS[fault], processes=2) != 0
+    assert apart(run, processes=2) == 0
     assert metrics(tmp_path) == uninterrupted(processes=2)
     assert [line["loss"] for line in metrics(tmp_path)] != [line["loss"] for line in uninterrupted()]  # dropout
 
 
 @pytest.mark.slow
-def test_processes_divide_a_step(train, uninterrupted):
+def test_processes_divide_a_step(uninterrupted):
     one, two = (uninterrupted(processes, dropout=0.0) for processes in (1, 2))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-5)
