@@ -166,6 +166,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
         dataloader_drop_last=True,
+        ddp_find_unused_parameters=False,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
@@ -244,6 +245,8 @@ def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] |
     """
     folder = Path(settings.output)
     unfinished = folder / ".model"
+    if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(unfinished))
     if not trainer.is_world_process_zero():
         return

@@ -12,6 +12,10 @@ import torch
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
 
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+
+from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.training.recipes import TrainSettings
 from hf_longctx.training.run import train
@@ -67,9 +71,25 @@ def terminate_at(step):
     ResumableTrainer.training_step = terminated
 
 
-def train_in_process(run, fault, arguments, environment):
+def shard():
+    """Make Trainer divide the model by FSDP2, as scripts/accelerate/fsdp2.yaml does on accelerators."""
+    initialise = Accelerator.__init__
+
+    def initialise_and_shard(self, *args, **kwargs):
+        initialise(self, *args, **kwargs)
+        self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT"
+        )
+
+    Accelerator.__init__ = initialise_and_shard
+
+
+def train_in_process(run, fault, arguments, environment, sharded):
     os.environ |= environment
     torch.set_num_threads(1)
+    if sharded:
+        shard()
     if fault is not None:
         fault(*arguments)
     if number := train(run):
@@ -82,7 +102,7 @@ def apart():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hf_longctx.training.run"])
 
-    def run(settings, fault=None, *arguments, processes=1):
+    def run(settings, fault=None, *arguments, processes=1, sharded=False):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -92,7 +112,8 @@ def apart():
             if processes > 1:
                 environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
                 environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            members.append(context.Process(target=train_in_process, args=(settings, fault, arguments, environment)))
+            what = (settings, fault, arguments, environment, sharded)
+            members.append(context.Process(target=train_in_process, args=what))
         for member in members:
             member.start()
         for member in members:
@@ -109,11 +130,12 @@ def uninterrupted(apart, text, tmp_path_factory):
     """Metrics of runs that nothing interrupts, by their settings."""
     runs = {}
 
-    def run(processes=1, **changes):
-        key = (processes, *changes.items())
+    def run(processes=1, sharded=False, **changes):
+        key = (processes, sharded, *changes.items())
         if key not in runs:
             folder = tmp_path_factory.mktemp("uninterrupted")
-            assert apart(settings(text, folder, **changes), processes=processes) == 0
+            assert apart(settings(text, folder, **changes), processes=processes, sharded=sharded) == 0
+            assert FoxForCausalLM.from_pretrained(folder / "model").num_parameters() > 2e6
             runs[key] = metrics(folder)
         return runs[key]
 
@@ -144,16 +166,19 @@ def test_a_run_goes_on_as_if_nothing_had_happened(fault, streaming, apart, unint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["killed inside a save", "stopped by SIGTERM"])
-def test_two_processes_go_on_too(fault, apart, uninterrupted, text, tmp_path):
+@pytest.mark.parametrize(
+    "fault, sharded",
+    [("killed inside a save", False), ("stopped by SIGTERM", False), ("killed after a checkpoint", True)],
+)
+def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp_path):
     run = settings(text, tmp_path)
-    assert apart(run, *FAULTS[fault], processes=2) != 0
-    assert apart(run, processes=2) == 0
-    assert metrics(tmp_path) == uninterrupted(processes=2)
-    assert [line["loss"] for line in metrics(tmp_path)] != [line["loss"] for line in uninterrupted()]  # dropout
+    assert apart(run, *FAULTS[fault], processes=2, sharded=sharded) != 0
+    assert apart(run, processes=2, sharded=sharded) == 0
+    assert metrics(tmp_path) == uninterrupted(processes=2, sharded=sharded)
 
 
 @pytest.mark.slow
-def test_processes_divide_a_step(uninterrupted):
-    one, two = (uninterrupted(processes, dropout=0.0) for processes in (1, 2))
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
+def test_processes_divide_a_step(sharded, uninterrupted):
+    one, two = (uninterrupted(n, sharded=sharded and n == 2, dropout=0.0) for n in (1, 2))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-5)
