@@ -3,6 +3,8 @@
 import difflib
 import hashlib
 import json
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -53,7 +55,8 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
         modules_to_save=in_full or None,
         ensure_weight_tying=bool(model.config.tie_word_embeddings and embeddings & set(in_full)),
     )
-    return get_peft_model(model, config)
+    with _quiet_peft():
+        return get_peft_model(model, config)
 
 
 def trained_in_full(model, recipe: str) -> list[str]:
@@ -103,7 +106,16 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
                 f"the adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "
                 "its adapter_config.json names."
             )
-    return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+    with _quiet_peft():
+        return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+
+
+@contextmanager
+def _quiet_peft():
+    """PEFT 0.21 asks for a property that transformers 5.23 has renamed, once for each model."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _names(text):
