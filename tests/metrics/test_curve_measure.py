@@ -426,7 +426,7 @@ def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
     assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
     assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
     assert curve.settings["confidence"] == 0.9
-    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high"}
+    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high", "repeats_needed"}
 
 
 # -- processes
@@ -720,7 +720,7 @@ def test_a_failure_keeps_what_was_measured(error):
     assert curve.settings["interrupted"] == cause and "interrupted" not in expected.settings
     assert curve.summary().endswith(f"2 lengths from 10 to 11 not measured: interrupted; interrupted: {cause}")
     assert ForgettingCurve.from_json(curve.to_json()) == curve
-    assert any(".result: fine length" in note for note in error.__notes__)
+    assert any(".result: 95 % sure, in tokens: fine length" in note for note in error.__notes__)
 
 
 def test_an_interrupted_adaptive_curve_names_what_it_did_not_reach(counting):

@@ -79,8 +79,8 @@ def position_loss(
     def result(entries):
         if not entries:
             return None
-        losses = np.mean([entries[start] for start in starts if start in entries], axis=0)
-        return PositionLoss(losses, len(entries), settings | labels(corpus_name, train_length))
+        losses = [entries[start] for start in starts if start in entries]
+        return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length))
 
     return run_parts(
         reader,

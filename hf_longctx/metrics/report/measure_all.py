@@ -240,10 +240,9 @@ def measure_into(
         finally:
             tell(result)
         wrote(document)
-        if result.has_picture:
-            with writing(drawing):
-                result.plot(drawing, **picture)
-            wrote(drawing)
+        with writing(drawing):
+            result.plot(drawing, **picture)
+        wrote(drawing)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
