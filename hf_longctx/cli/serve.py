@@ -38,4 +38,7 @@ def run(args):
     model_manager.transformers.FoxForCausalLM = FoxForCausalLM
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
-    app([args.model, *args.options], prog_name="hf-longctx serve")
+    try:
+        app([args.model, *args.options], prog_name="hf-longctx serve")
+    except AttributeError as error:  # no such class in transformers
+        raise ValueError(f"transformers' server cannot load {args.model}: {error}.") from error
