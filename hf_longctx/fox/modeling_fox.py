@@ -41,6 +41,8 @@ from .inputs_fox import (
     Rows,
     can_be_cached,
     check_dtype,
+    check_ids,
+    check_labels,
     create_attention_mask,
     flash_borders,
     read_attention_mask,
@@ -354,6 +356,7 @@ class FoxModel(FoxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
+            check_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         if self.training and torch.is_grad_enabled():
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
@@ -418,8 +421,13 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep={logits_to_keep}; it must be at least 0, and 0 keeps all of them.")
+        if not isinstance(logits_to_keep, torch.Tensor) and (
+            not isinstance(logits_to_keep, int) or logits_to_keep < 0
+        ):
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep}; it must be how many of the last positions have logits, 0 for all, or a "
+                "tensor of positions."
+            )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -432,6 +440,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
+        check_labels(labels, logits.shape[:2], self.config.vocab_size, **kwargs)
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
