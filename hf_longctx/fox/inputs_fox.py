@@ -253,8 +253,8 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
         )
 
 
-def check_ids(input_ids, vocab_size: int) -> None:
-    """Raise ValueError unless these are token ids, (B, T) integers below `vocab_size`; while compiling, never."""
+def check_ids(input_ids) -> None:
+    """Raise ValueError unless these are integers; that they are below `vocab_size`, the embedding checks on a CPU."""
     if torch.compiler.is_compiling():
         return
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
@@ -262,11 +262,10 @@ def check_ids(input_ids, vocab_size: int) -> None:
         raise ValueError(
             f'input_ids is {what}; it must be a tensor of token ids: tokenizer(text, return_tensors="pt").input_ids.'
         )
-    check_range("input_ids", input_ids, vocab_size)
 
 
-def check_labels(labels, shape: tuple[int, int], vocab_size: int, ignore_index: int = -100, **kwargs) -> None:
-    """Raise ValueError unless labels are token ids of this shape, (B, T), or `ignore_index`."""
+def check_labels(labels, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless labels are None, or integers of this shape, (B, T)."""
     if labels is None or torch.compiler.is_compiling():
         return
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.shape != shape:
@@ -275,17 +274,16 @@ def check_labels(labels, shape: tuple[int, int], vocab_size: int, ignore_index: 
         )
         raise ValueError(
             f"labels is {what}; it must be integers of {tuple(shape)}: the token ids themselves, which are shifted here, with "
-            f"{ignore_index} where no loss is wanted."
+            "-100 where no loss is wanted."
         )
-    check_range("labels", labels.masked_fill(labels == ignore_index, 0), vocab_size)
 
 
-def check_range(name: str, ids: torch.Tensor, vocab_size: int) -> None:
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(
-            f"{name} holds ids from {ids.min()} to {ids.max()}; they must lie between 0 and {vocab_size - 1}, as vocab_size "
-            f"is {vocab_size}. Is the tokenizer that of this model?"
-        )
+def beyond_vocabulary(name: str, ids: torch.Tensor, vocab_size: int) -> ValueError:
+    """What to raise where ids have led out of a table of `vocab_size` rows, which a CPU notices by itself."""
+    return ValueError(
+        f"{name} holds ids from {ids.min()} to {ids.max()}; they must lie between 0 and {vocab_size - 1}, as vocab_size is "
+        f"{vocab_size}. Is the tokenizer that of this model?"
+    )
 
 
 def check_first_positions(position_ids: torch.Tensor) -> None:
