@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from tiny_fox import both_blocks, check_logits, every_variant, logits, make, tokens, with_and_without_window
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
@@ -31,6 +32,8 @@ def test_a_cache_cropped_to_nothing_is_an_empty_one(variant):
 @with_and_without_window
 def test_a_turn_can_be_taken_back(variant):
     """A token shift needs the token before, which transformers' layers keep if they are told to in time."""
+    if "window" in variant and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("before 5.23, transformers cannot take tokens back from a full sliding window, whatever the model")
     model, cache = make(variant), DynamicCache(config=make(variant).config)
     cache.activate_past_recording()
     settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
