@@ -9,7 +9,7 @@ from torch import nn
 
 from ..curve.protocol import check_ids
 from ..run.journal import content_hash
-from ..run.parts import Run, labels, run_parts, versions
+from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from ..run.scoring import token_losses
 from .result import PositionLoss, window_starts
@@ -74,9 +74,8 @@ def position_loss(
     def result(entries):
         if not entries:
             return None
-        losses = np.mean([entries[start] for start in starts if start in entries], axis=0)
-        names = {"versions": versions()} | labels(corpus_name, train_length)
-        return PositionLoss(losses, len(entries), settings | names)
+        losses = [entries[start] for start in starts if start in entries]
+        return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length))
 
     return run_parts(
         reader,
