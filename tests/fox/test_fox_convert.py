@@ -183,6 +183,7 @@ SCALED = {
 FAMILY = {
     "llama": transformers.LlamaConfig(**LLAMA),
     "llama, tied, wide heads": transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True, head_dim=16),
+    "llama with a padding id of -1": transformers.LlamaConfig(**{**LLAMA, "pad_token_id": -1}),
     "mistral": transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=9),
     "qwen2": transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
