@@ -12,7 +12,7 @@ from tiny_fox import ROPE, TINY, logits, make, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, head_maps
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
@@ -506,6 +506,31 @@ def test_operator(mistake, record_property):
     record_property("mistake", mistake.check(forgetting_attention))
     if mistake in OPERATOR:
         mistake.check(forgetting_attention_ref)
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def picture(name, says, **changes):
+    arguments = {"input_ids": tokens(1, 5)[0], **changes}
+    return refused(name, lambda model: head_maps(**{"model": model, **arguments}), says)
+
+
+PICTURES = [
+    picture("picture of two rows", "one row", input_ids=torch.zeros(2, 5)),
+    picture("picture of one token", "at least 2 tokens", input_ids=[3]),
+    picture("picture of a layer too many", r"layers is \[2\]; this model has 2", layers=[2]),
+    picture("picture of a head before the first", r"heads is \[-1\]; this model has 4", heads=[-1]),
+    picture("picture of no head", r"heads is \[\]", heads=[]),
+    picture("picture without points", "resolution is 0", resolution=0),
+    picture("picture of a Llama", "no forget gate", model=llama()),
+    picture("picture without gates", "no forget gate", model=FoxForCausalLM(FoxConfig(**TINY, forget_gate="none"))),
+]
+
+
+@pytest.mark.parametrize("mistake", PICTURES, ids=str)
+def test_pictures(mistake, models, record_property):
+    record_property("mistake", mistake.check(models[0]))
 
 
 # --- saved folders ---------------------------------------------------------------------------------------------------
