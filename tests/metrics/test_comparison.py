@@ -151,7 +151,9 @@ def test_settings_that_are_not_alike_are_named(tmp_path, change, words):
 
 def test_losses_of_several_lengths_are_named(tmp_path):
     losses = {"one": PositionLoss([1.0] * 3, 2), "two": PositionLoss([1.0] * 4, 2)}
-    text = compare(losses, tmp_path / "losses.png")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        text = compare(losses, tmp_path / "losses.svg")
+    assert "not alike: context lengths (3, 4)" in (tmp_path / "losses.svg").read_text()
     assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
 
 

@@ -47,13 +47,15 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
     lengths = {name: result.settings.get("train_length") for name, result in results.items()}
     lengths = {name: length for name, length in lengths.items() if length is not None}
     table = comparison_table(results, lengths) if cls is ForgettingCurve else loss_table(results)
-    text = table + "".join(f"\nNot alike: {difference}.\n" for difference in differences(results))
+    unlike = differences(results)
+    text = table + "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
     if Path(path).suffix == ".md":
         Path(path).write_text(f"# {title or cls.title}\n\n{text}", encoding="utf-8")
     elif cls is ForgettingCurve:
         plot_comparison(results, path, train_lengths=lengths, title=title)
     else:
-        plot_losses([loss.with_settings(model=name) for name, loss in results.items()], path, title=title)
+        losses = [loss.with_settings(model=name) for name, loss in results.items()]
+        plot_losses(losses, path, title=title, differences=unlike)
     return text
 
 
@@ -208,12 +210,7 @@ def plot_comparison(
     style.bare(above, up="tokens copied right")
     style.bare(below, "length of the text to copy (tokens)")
     drawn = draw_bars(below, curves, train_lengths or {}, left, log)
-    unlike = differences(curves)
-    if unlike:
-        above.set_title(
-            textwrap.fill("not alike: " + "; ".join(unlike), 84), loc="left", fontsize=9, color=style.WARNING
-        )
-
+    style.name_differences(above, differences(curves))
     words = {"fine": "fine", "coarse": "coarse", **style.AREAS}
     keys = [style.Patch(**style.area(style.STRONG, area), label=words[area]) for area in words if area in drawn]
     below.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, ncols=3)
