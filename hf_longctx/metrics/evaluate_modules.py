@@ -204,7 +204,7 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
-    """A curve in plain JSON types: summary, the paper's two lengths, then what `ForgettingCurve.from_json` reads again."""
+    """A curve in plain JSON types: summary, the paper's lengths, then what `ForgettingCurve.from_json` reads again."""
     fine, coarse = curve.fine_length, curve.coarse_length
     return {
         "summary": curve.summary(),
