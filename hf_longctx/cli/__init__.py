@@ -7,7 +7,22 @@ import argparse
 import sys
 
 from .. import __version__
-from . import compare, convert, curve, gates, generate, lines, loss, needle, register_metrics, report, rope, train_demo
+from . import (
+    compare,
+    convert,
+    curve,
+    gates,
+    generate,
+    lines,
+    loss,
+    needle,
+    register_metrics,
+    report,
+    rope,
+    serve,
+    shared,
+    train_demo,
+)
 
 
 COMMANDS = {
@@ -19,6 +34,7 @@ COMMANDS = {
     "rope": rope,
     "report": report,
     "generate": generate,
+    "serve": serve,
     "gates": gates,
     "train-demo": train_demo,
     "convert": convert,
@@ -50,8 +66,8 @@ def main(argv=None) -> int:
     args = parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:  # the last: no such device, out of memory
-        print(f"hf-longctx: error: {error}", file=sys.stderr)
+    except shared.EXPECTED as error:
+        print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hf-longctx: interrupted", file=sys.stderr)

@@ -39,7 +39,11 @@ SMALLEST_PASS = 16
 T = TypeVar("T")
 
 
-class OutOfMemory(RuntimeError):
+class Unreadable(RuntimeError):
+    """The model cannot read an input of this kind or length, for the reason that is the message; others it can."""
+
+
+class OutOfMemory(Unreadable):
     """Memory ran out even in the smallest passes."""
 
 
@@ -85,7 +89,7 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 if self.tokens_per_pass <= SMALLEST_PASS:
-                    raise OutOfMemory("memory ran out, even in the smallest passes") from error
+                    raise OutOfMemory("out of memory, even in the smallest passes") from error
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
