@@ -276,8 +276,8 @@ def loss_result(result: PositionLoss) -> dict:
 def check_model(model, **options) -> dict:
     """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
 
-    Of a model without RoPE, which may be measured by other modules in the same call, `holds` is None, and a note says
-    so.
+    `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
+    modules in the same call; a note says so then.
     """
     from .rope.verdict import NoRopeError, rope_report
 
@@ -288,7 +288,7 @@ def check_model(model, **options) -> dict:
     try:
         return rope_report(model, **options).to_dict()
     except NoRopeError as error:
-        return {"holds": None, "groups": [], "notes": [str(error)]}
+        return {"verdict": "no RoPE", "holds": None, "groups": [], "notes": [str(error)]}
 
 
 def check_bases(bases, context_lengths, head_dim: int) -> dict:
@@ -301,7 +301,8 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
 
     Returns:
         plain JSON types: `holds`, the share of pairs that do, and per pair `verdicts`, `context_bounds` (how far the
-        base reaches; None if it never ends) and `minimum_bases` (the smallest base for the context).
+        base reaches; None if it never ends), `minimum_bases` (the smallest base for the context, above which others
+        may fail) and `settled_bases` (above which none does, as far as 16 times the minimum; None if some does there).
 
     Raises:
         ValueError: a number is out of its range, or the lists differ in length.
@@ -313,12 +314,13 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
             f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
         )
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
-    minimum = {n: float(rope_base_bound(int(n) - 1, head_dim).base) for n in set(context_lengths)}
+    base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]
     return {
         "holds": sum(holds) / len(holds),
         "verdicts": ["holds" if good else "violated" for good in holds],
         "context_bounds": [None if bound is None else int(bound) for bound in bounds],
-        "minimum_bases": [minimum[n] for n in context_lengths],
+        "minimum_bases": [base_bounds[n].base for n in context_lengths],
+        "settled_bases": [base_bounds[n].settled_base for n in context_lengths],
         "head_dim": head_dim,
     }

@@ -37,6 +37,22 @@ class Headline(NamedTuple):
     value: int | float
 
 
+class Overview(NamedTuple):
+    """A row of the table at the top of a report, all texts; empty where there is nothing to say.
+
+    Attributes:
+        name: what was measured, with its unit.
+        value: the number or verdict.
+        interval: where the number lies with a confidence of 95 %.
+        sample: what it was measured on, such as "10 sequences".
+    """
+
+    name: str
+    value: str
+    interval: str = ""
+    sample: str = ""
+
+
 class Table(NamedTuple):
     """The numbers of a result, as strings and numbers to show."""
 
@@ -84,19 +100,17 @@ class Result:
     """What a metric measured.
 
     A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
-    sets `kind` and `title` and defines the methods of the first part, and `plot` if there is a picture.
+    sets `kind` and `title` and defines the methods of the first part.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
         version: of the JSON format; raised when an older reader would misread a newer file.
-        has_picture: whether `plot` can draw it.
     """
 
     kind: ClassVar[str]
     title: ClassVar[str]
     version: ClassVar[int] = 1
-    has_picture: ClassVar[bool] = True
     kinds: ClassVar[dict[str, type[Result]]] = {}
     settings: dict[str, Any]
 
@@ -118,6 +132,19 @@ class Result:
     def summary(self) -> str:
         """The result in one line."""
         raise NotImplementedError
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the model passes; None if the metric has nothing to pass, or cannot tell."""
+        return None
+
+    def overview(self) -> list[Overview]:
+        """The result in a few rows; none if nothing was measured."""
+        return [Overview(headline.name, rounded(headline.value)) for headline in self.headlines()]
+
+    def remarks(self) -> list[str]:
+        """Assumptions and limits that a reader of the result should know."""
+        return []
 
     def headlines(self) -> list[Headline]:
         """The numbers for a model card; none if nothing was measured on a dataset."""
@@ -149,9 +176,8 @@ class Result:
         Raises:
             ImportError: matplotlib is missing.
             ValueError: nothing was measured, or matplotlib does not know the extension.
-            NotImplementedError: this kind of result `has_picture` False.
         """
-        raise NotImplementedError(f"{self.title} has no picture.")
+        raise NotImplementedError
 
     # What all results have in common --------------------------------------------------------------------------------
 
@@ -244,6 +270,11 @@ def read_result(path) -> Result:
         raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
     except ValueError as error:
         raise ValueError(f"{path} is no saved result of ours: {error}") from error
+
+
+def rounded(value: int | float) -> str:
+    """A number to show: four digits, or all of an integer."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def commit(folder: Path) -> str | None:

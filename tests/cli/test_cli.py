@@ -38,6 +38,9 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
     assert "10000" in capsys.readouterr().out
     assert cli.main(["rope", str(tmp_path), "--json", "--context-length", "1000"]) == 0
     assert json.loads(capsys.readouterr().out)
+    assert cli.main(["rope", str(tmp_path), "--output", str(tmp_path / "new" / "rope.svg")]) == 0
+    assert "<svg" in (tmp_path / "new" / "rope.svg").read_text()
+    assert "wrote" in capsys.readouterr().err
 
 
 def test_generate_continues_the_prompt(folder, capsys):

@@ -55,3 +55,17 @@ def test_arguments_are_kept():
 def test_nothing_to_say():
     with pytest.raises(ValueError, match="no number for a model card"):
         card_snippet("fox", [ForgettingCurve([])])
+
+
+EVIL = 'fox"><script>alert(1)</script>\n---\nlicense: [x](y) `z` **'
+
+
+def test_a_name_cannot_end_the_header_or_become_markup():
+    curve = ForgettingCurve(CURVE.points, {"corpus": EVIL})
+    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
+    text = card_snippet(EVIL, [curve, report], picture="curve.png")
+    card = ModelCard(text, ignore_metadata_errors=False)
+    assert card.data.model_name == " ".join(EVIL.split()) and "license" not in card.data.to_dict()
+    html = pytest.importorskip("markdown_it").MarkdownIt("commonmark").render(card.text)
+    assert "<script" not in html and "<code" not in html and "<a " not in html and html.count("<img") == 1
+    assert "\n---\n" not in card.text and "max\\_position\\_embeddings" in card.text

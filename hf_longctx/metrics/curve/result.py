@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import Headline, Result, Table, entries, integers
+from ..result import Headline, Overview, Result, Table, entries, integers
 from .intervals import LengthInterval, length_interval, verdict
 from .lengths import READINGS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
@@ -226,6 +226,20 @@ class ForgettingCurve(Result):
 
     def header(self) -> dict[str, Any]:
         return {"format": self.version}  # curves were the only results at first, and still do not name their metric
+
+    def overview(self) -> list[Overview]:
+        if not self.points:
+            return []
+        sample = f"{len(self.points)} length{'s' * (len(self.points) > 1)}, {self.repeats_range} repeats"
+        return [
+            Overview(
+                f"{reading} length, tokens",
+                self.interval(reading).in_words(),
+                f"95 % sure; the paper's: {self.memory_lengths[f'{reading}_max']}",
+                sample,
+            )
+            for reading in READINGS
+        ]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:

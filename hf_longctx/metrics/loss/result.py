@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..result import Headline, Result, Table, integers
+from ..result import Headline, Overview, Result, Table, integers
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 
 
@@ -149,6 +149,15 @@ class PositionLoss(Result):
     def _ends(self):
         """The powers of two up to the context length, and that."""
         return sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
+
+    def overview(self) -> list[Overview]:
+        end, loss, sample = self.context_length, self.smoothed()[-1], f"{self.sequences} sequences"
+        width = None if self.error is None else 1.96 * self.error[-1]
+        interval = "" if width is None else f"{loss - width:.3f} to {loss + width:.3f}"
+        return [
+            Overview(f"loss at {end} tokens, nats", f"{loss:.3f}", interval, sample),
+            Overview(f"perplexity of {end} tokens", f"{self.perplexity[-1]:.2f}", sample=sample),
+        ]
 
     def document(self) -> dict[str, Any]:
         perplexity = self.perplexity

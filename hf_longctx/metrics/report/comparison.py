@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import style
 from ..curve.lengths import READINGS
-from ..curve.plot import areas, in_tokens, logarithmic, ribbon
+from ..curve.plot import areas, logarithmic, ribbon
 from ..curve.result import ForgettingCurve
 from ..loss.plot import plot_losses
 from ..loss.result import PositionLoss
@@ -151,7 +151,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     )
     rows = []
     for name, curve in curves.items():
-        intervals = [in_tokens(curve.interval(reading)) for reading in READINGS]
+        intervals = [curve.interval(reading).in_words() for reading in READINGS]
         paper = f"{curve.fine_length}, {curve.coarse_length}"
         measured = f"{curve.points[0].length} to {curve.points[-1].length}"
         row = [name, curve.settings.get("data_type", "-"), *intervals, paper]
@@ -255,7 +255,7 @@ def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mappin
         for start, end, area in areas(curve, left, curve.points[-1].length, log):
             axes.barh(row, end - start, left=start, height=0.42, **style.area(style.STRONG, area))
             drawn.add(area)
-        words = ", ".join(f"{reading}: {in_tokens(curve.interval(reading))}" for reading in READINGS)
+        words = ", ".join(f"{reading}: {curve.interval(reading).in_words()}" for reading in READINGS)
         place = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=style.INK)
         axes.annotate(words, (0.005, row + 0.4), **place)
         mark = mark_place(curve, train_lengths.get(name), left)

@@ -228,8 +228,7 @@ def measure_into(
         if process_rank() > 0:
             return
         result.save(output.with_name(f"{output.name}.json"))
-        if result.has_picture:
-            result.plot(output.with_name(f"{output.name}.png"), **picture)
+        result.plot(output.with_name(f"{output.name}.png"), **picture)
         tell(result)
 
     output.parent.mkdir(parents=True, exist_ok=True)

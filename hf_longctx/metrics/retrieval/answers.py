@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ..result import entries, integers
+from ..result import Overview, entries, integers
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
@@ -155,6 +155,15 @@ def headline_score(results: Sequence[Answers]) -> tuple[float, str]:
     """The mean over results of the first of their scores, 0 to 1, and the name of that score in words."""
     score = results[0].scores[0]
     return sum(getattr(result, score) for result in results) / len(results), COLUMNS[score]
+
+
+def overview_row(name: str, results: Sequence[Answers]) -> Overview:
+    """The first of their scores over all answers, with its Wilson interval, which holds for few answers too."""
+    score = results[0].scores[0]
+    n = sum(len(result.answers) for result in results)
+    rate = sum(getattr(result, score) * len(result.answers) for result in results) / n
+    low, high = wilson(rate, n)
+    return Overview(f"{name}, {COLUMNS[score]}", f"{rate:.1%}", f"{low:.1%} to {high:.1%}", f"{n} questions")
 
 
 def score_columns(results: Sequence[Answers]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import Headline, Result, Table, entries, integers
-from .answers import SCORES, Answers, explain_score, headline_score, score_columns
+from ..result import Headline, Overview, Result, Table, entries, integers
+from .answers import SCORES, Answers, explain_score, headline_score, overview_row, score_columns
 
 
 MODES = ("standard", "easy")
@@ -242,6 +242,9 @@ class NeedleGrid(Result):
             for cell in self.cells
         ]
         return Table(("length", "depth", *score_columns(self.cells), "haystacks"), rows)
+
+    def overview(self) -> list[Overview]:
+        return [overview_row(f"needle up to {self.lengths[-1]} tokens", self.cells)] if self.cells else []
 
     def document(self) -> dict[str, Any]:
         cells = [

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..result import Headline, Result, Table, entries, integers
-from .answers import Answers, explain_score, headline_score, score_columns
+from ..result import Headline, Overview, Result, Table, entries, integers
+from .answers import Answers, explain_score, headline_score, overview_row, score_columns
 
 
 LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
@@ -150,6 +150,9 @@ class LineRetrieval(Result):
             for p in self.points
         ]
         return Table(("lines", "tokens", *score_columns(self.points), "records"), rows)
+
+    def overview(self) -> list[Overview]:
+        return [overview_row(f"one of up to {self.points[-1].lines} lines", self.points)] if self.points else []
 
     def document(self) -> dict[str, Any]:
         points = []

@@ -23,10 +23,12 @@ Or predictions and references:
     references (list of int): the contexts they should support, in tokens.
     head_dim (int): dimensions of a query or key head, all of them rotating.
 Returns:
-    for a model, the report of hf_longctx.metrics.rope_report: holds (bool), claimed_context, claimed_by, groups (list
-    of dict: one per kind of layers, with its base, scaling, verdict, context_bound and minimum_base), notes, caveat.
-    Of a model without RoPE, holds is None, and notes says why.
-    For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases.
+    for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds", "violated", "inconclusive" where half of
+    the head or more does not rotate, so that no base violates the bound, or "no RoPE"), holds (bool; None for the last
+    two), claimed_context, claimed_by, groups (list of dict: one per kind of layers, with its base, scaling, verdict,
+    context_bound, negative_distances, minimum_base and settled_base), notes (what is assumed), caveat.
+    For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases,
+    settled_bases.
 Examples:
     >>> check = evaluate.load("rope_base_check")
     >>> result = check.compute(predictions=[10000.0, 500000.0], references=[8192, 8192], head_dim=128)
