@@ -11,6 +11,7 @@ from . import (
     compare,
     convert,
     curve,
+    finetune,
     gates,
     generate,
     lines,
@@ -21,6 +22,7 @@ from . import (
     rope,
     serve,
     shared,
+    train,
     train_demo,
 )
 
@@ -36,6 +38,8 @@ COMMANDS = {
     "generate": generate,
     "serve": serve,
     "gates": gates,
+    "train": train,
+    "finetune": finetune,
     "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,

@@ -167,11 +167,11 @@ def choose_device(name):
 
 def load_model(args):
     """The model, on its device, in eval mode, and its tokenizer."""
-    from transformers import AutoModelForCausalLM
+    from ..metrics.run.model import load_language_model
 
     options, device = source(args), choose_device(args.device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, **options)
+        model = load_language_model(args.model, dtype=args.dtype, **options)
     except EXPECTED:
         raise
     except Exception as error:  # SafetensorError, or whatever a value in config.json breaks

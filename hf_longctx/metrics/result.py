@@ -182,6 +182,12 @@ class Result:
     # What all results have in common --------------------------------------------------------------------------------
 
     @property
+    def interruption(self) -> str:
+        """The end of a summary: what ended the measurement early; empty if nothing did."""
+        cause = self.settings.get("interrupted")
+        return f"; interrupted: {cause}" if cause else ""
+
+    @property
     def model_name(self) -> str:
         """The model's name on the Hub, the last part of its folder, or "a model"."""
         name = str(self.settings.get("model") or "a model").rstrip("/")

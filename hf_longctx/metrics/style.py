@@ -99,9 +99,10 @@ def check_train_length(train_length: int | None) -> None:
 
 
 def heading(result, metric: str | None = None) -> str:
-    """The metric, by default the result's title, and the model if it is known."""
+    """The metric, by default the result's title, the model if it is known, and whether the run was interrupted."""
     metric = metric or result.title
-    return f"{metric} of {result.model_name}" if result.settings.get("model") else metric
+    model = f" of {result.model_name}" if result.settings.get("model") else ""
+    return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
 
 
 def draw_title(figure: Figure, text: str) -> None:

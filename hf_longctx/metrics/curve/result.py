@@ -190,7 +190,7 @@ class ForgettingCurve(Result):
         return (
             f"95 % sure, in tokens: fine length {self.interval('fine')}, coarse length {self.interval('coarse')}; the "
             f"paper's definition: {read_off('fine')}, {read_off('coarse')}; {len(self.points)} lengths from {first.length} "
-            f"to {last.length}, {self.repeats_range} repeats{missing}"
+            f"to {last.length}, {self.repeats_range} repeats{missing}{self.interruption}"
         )
 
     def explanation(self) -> str:

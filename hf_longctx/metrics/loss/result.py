@@ -126,7 +126,7 @@ class PositionLoss(Result):
         how = f"nats, mean of {self.window} tokens" + ("" if self.error is None else " ± standard error")
         return (
             f"loss {self.smoothed_at(end // 2 + 1)} in the middle and {self.smoothed_at(end)} at the end of {end} tokens "
-            f"({how}), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences"
+            f"({how}), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences{self.interruption}"
         )
 
     def explanation(self) -> str:

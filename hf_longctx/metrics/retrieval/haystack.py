@@ -223,7 +223,8 @@ class NeedleGrid(Result):
             return "no length measured"
         means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in self.scores)
         lengths = self.lengths
-        return f"{means}; {len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
+        grid = f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
+        return f"{means}; {grid}{self.interruption}"
 
     def explanation(self) -> str:
         task = "One sentence is hidden in a long text, at several depths, and asked for at the end."

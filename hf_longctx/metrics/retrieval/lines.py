@@ -129,7 +129,7 @@ class LineRetrieval(Result):
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
         how = "found" if score == "match_rate" else "given token for token"
-        return f"{how}: {rates}; {len(self.points[0].answers)} repeats"
+        return f"{how}: {rates}; {len(self.points[0].answers)} repeats{self.interruption}"
 
     def explanation(self) -> str:
         return f"The model is asked for the number in one of many lines. {explain_score(self.points)}"

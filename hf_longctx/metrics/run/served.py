@@ -67,7 +67,7 @@ class ServedModel:
         RuntimeError: the server refuses; the message is the server's.
     """
 
-    can_reply = True
+    can_reply, device = True, None
     is_distributed = False
     reuses_prefixes = False  # the server does, by itself
 
