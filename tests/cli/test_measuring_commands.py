@@ -154,7 +154,7 @@ def test_a_served_model(folder, tmp_path, monkeypatch, capsys):
             "tokens_per_pass must be at least 1, got 0",
         ),
         ("loss {folder} --text stdlib --context-length 100000000", "fewer than context_length=100000000"),
-        ("loss {folder} --text stdlib --context-length 0", "context_length (0)"),
+        ("loss {folder} --text stdlib --context-length 0", "context_length is 0"),
         ("needle {folder} --text stdlib --depths 1", "--depths is 1"),
         ("needle {folder} --text stdlib --no-replies --score match_rate", "--no-replies"),
         ("needle {folder} --text stdlib --lengths 100", "length 100 is too short"),

@@ -108,6 +108,12 @@ def test_table():
     assert rows[4][1:6] == ["-", "below 80", "below 80", "0, 0", "0"]
 
 
+def test_the_size_of_tokens_stands_beside_lengths():
+    sizes = {"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]}
+    rows = [line.split(" | ") for line in comparison_table(sizes).splitlines()]
+    assert [row[-1] for row in (rows[0], rows[2], rows[3])] == ["bytes per token |", "4.21 |", "- |"]
+
+
 def test_the_effective_length_ends_at_the_first_that_is_not_copied():
     assert effective_length(curve((1, 0), (0.85, 0), (0.9, 0))) == 5120
     assert effective_length(curve((1, 0), (0.8, 0), (1, 0))) == 80

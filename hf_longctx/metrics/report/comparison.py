@@ -141,22 +141,19 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
         ValueError: there is no curve, or one has no point.
     """
     check_measured(curves)
-    columns = (
-        "model",
-        "data",
-        "fine, 95 % sure",
-        "coarse, 95 % sure",
-        "paper's fine, coarse",
-        "effective (85 % copied)",
-    )
     rows = []
     for name, curve in curves.items():
-        intervals = [curve.interval(reading).in_words() for reading in READINGS]
-        paper = f"{curve.fine_length}, {curve.coarse_length}"
-        measured = f"{curve.points[0].length} to {curve.points[-1].length}"
-        row = [name, curve.settings.get("data_type", "-"), *intervals, paper]
-        rows.append([*row, effective_length(curve), measured, (train_lengths or {}).get(name, "-")])
-    return markdown([*columns, "measured", "training context"], rows)
+        row = {"model": name, "data": curve.settings.get("data_type", "-")}
+        row |= {f"{reading}, 95 % sure": curve.interval(reading).in_words() for reading in READINGS}
+        row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
+        row["effective (85 % copied)"] = effective_length(curve)
+        row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
+        row["training context"] = (train_lengths or {}).get(name, "-")
+        row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
+        rows.append(row)
+    if all(row["bytes per token"] == "-" for row in rows):  # random data
+        rows = [{column: row[column] for column in row if column != "bytes per token"} for row in rows]
+    return markdown(list(rows[0]), [row.values() for row in rows])
 
 
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
