@@ -58,8 +58,7 @@ def main():
     print("3. Continue a prompt")
     ids = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
-    sampling = dict(do_sample=True, temperature=0.7, top_p=0.9)  # a model this small repeats itself if it is greedy
-    new = model.generate(**ids, **sampling, max_new_tokens=40, pad_token_id=tokenizer.pad_token_id)
+    new = model.generate(**ids, max_new_tokens=40)
     text = tokenizer.decode(new[0], skip_special_tokens=True)
     print("   " + text.replace("\n", "\n   "), flush=True)
 

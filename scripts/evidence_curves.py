@@ -7,9 +7,9 @@ lies above the bound for its context, the same Llama with two bases below the bo
 first Llama. Two models are loaded: fox-demo, and a Llama that was trained on text, whose weights are expected beside
 this repository and which is otherwise left out. All are measured on random tokens, which cannot be guessed.
 
-Trained models are kept in --work and curves in --output; after an interruption, the same command continues, and with all
-curves there it draws them again. --quick
-trains two steps and measures two lengths: a test of the script, not evidence.
+Trained models are kept in --work and curves in --output. After an interruption, the same command continues; where all
+curves are there, it draws them again. --quick trains two steps and measures two lengths: a test of the script, not
+evidence.
 """
 
 import argparse

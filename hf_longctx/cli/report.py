@@ -60,5 +60,5 @@ def served_config(args):
     from transformers import AutoConfig
 
     with suppress(OSError, ValueError):
-        return AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+        return AutoConfig.from_pretrained(args.model, **shared.source(args))
     return None

@@ -28,7 +28,7 @@ def run(args):
 
     from ..metrics import rope_report
 
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(args.model, **shared.source(args))
     report = rope_report(config, context_length=args.context_length)
     print(report.to_json(indent=1) if args.json else report)
     if args.output is not None:

@@ -1,8 +1,12 @@
 """What several commands have in common: naming a model, loading it, reading a text, writing what was measured."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
+
+
+EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # the last: no such device, out of memory
 
 
 def add_model(parser):
@@ -17,12 +21,27 @@ def add_model(parser):
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
     add_remote_code(group)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="random seed (default: %(default)s)")
     return group
 
 
+def seed(text):
+    """An integer that numpy and PyTorch both take as a seed."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} must be from 0 to 2**63 - 1")
+    return value
+
+
 def add_remote_code(parser):
+    """Arguments that say which files of a model are taken; see `source`."""
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument(
+        "--code-revision",
+        metavar="REVISION",
+        help="branch, tag or commit of the code, where the code is in another repository than the weights",
+    )
 
 
 def add_served(group):
@@ -30,10 +49,31 @@ def add_served(group):
     group.add_argument(
         "--endpoint",
         metavar="URL",
-        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded "
-        "here (a key: OPENAI_API_KEY)",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded",
     )
-    group.add_argument("--served-as", metavar="NAME", help="name of MODEL there, if several are served")
+    group.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL there, if several are served")
+    group.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds its key")
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="endpoint: of one request (default: 600)")
+    group.add_argument("--retries", type=int, metavar="N", help="endpoint: of a failed request (default: 4)")
+    group.add_argument("--concurrency", type=int, metavar="N", help="endpoint: requests in flight (default: 8)")
+
+
+def served_options(args):
+    """Options of `ServedModel`; ValueError for one without --endpoint, and for a key that is not set."""
+    options = {"model": args.served_as, "api_key": args.api_key_env, "timeout": args.timeout}
+    options |= {"retries": args.retries, "concurrency": args.concurrency}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and args.endpoint is None:
+        raise ValueError(
+            "--served-as, --api-key-env, --timeout, --retries and --concurrency are for a served model; give its --endpoint."
+        )
+    if "api_key" in options:
+        options["api_key"] = os.environ.get(args.api_key_env)
+        if not options["api_key"]:
+            raise ValueError(
+                f"--api-key-env {args.api_key_env}: there is no such environment variable, or it is empty."
+            )
+    return options
 
 
 def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
@@ -75,16 +115,30 @@ def add_run(parser, output):
 
 def load_reader(args):
     """A reader of the model, or with --endpoint of a served model, and the tokenizer; joins other processes first."""
-    from transformers import AutoTokenizer
-
     from ..metrics import LocalReader, ServedModel
 
+    options = served_options(args)
     join_processes()
     if args.endpoint is None:
         model, tokenizer = load_model(args)
         return LocalReader(model), tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    return ServedModel(args.endpoint, args.served_as, vocab_size=len(tokenizer)), tokenizer
+    tokenizer = load_tokenizer(args)
+    return ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options), tokenizer
+
+
+def source(args):
+    """Options of `from_pretrained` from those of `add_remote_code`, which are checked, as is the name of the model.
+
+    Raises:
+        ValueError: a name that can only be a path leads to no folder, or an option would be ignored.
+    """
+    check_model_name(args.model)
+    if args.revision is not None and Path(args.model).is_dir():
+        raise ValueError(f"--revision {args.revision} is for a model on the Hub, and {args.model} is a folder.")
+    if args.code_revision is not None and not args.trust_remote_code:
+        raise ValueError("--code-revision needs --trust-remote-code; without it, no code of the model is run.")
+    options = {"revision": args.revision, "code_revision": args.code_revision}
+    return {"trust_remote_code": args.trust_remote_code} | {k: v for k, v in options.items() if v is not None}
 
 
 def check_model_name(name):
@@ -113,25 +167,33 @@ def choose_device(name):
 
 def load_model(args):
     """The model, on its device, in eval mode, and its tokenizer."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from ..metrics.run.model import load_language_model
 
-    check_model_name(args.model)
-    device = choose_device(args.device)
+    options, device = source(args), choose_device(args.device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
-        )
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {args.model} are damaged ({error}); copy or download them again.") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    except ValueError as error:
+        model = load_language_model(args.model, dtype=args.dtype, **options)
+    except EXPECTED:
+        raise
+    except Exception as error:  # SafetensorError, or whatever a value in config.json breaks
         raise ValueError(
-            f"{args.model} holds a model but no tokenizer that can be loaded ({str(error).splitlines()[0]}). "
+            f"{args.model} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
+            "has a value that transformers does not know."
+        ) from error
+    return model.to(device).eval(), load_tokenizer(args)
+
+
+def load_tokenizer(args):
+    """The tokenizer of the model, whose weights are not loaded."""
+    from transformers import AutoTokenizer
+
+    options = source(args)
+    try:
+        return AutoTokenizer.from_pretrained(args.model, **options)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{args.model} holds no tokenizer that can be loaded ({str(error).splitlines()[0]}). "
             f"Put one there: tokenizer.save_pretrained({args.model!r})."
         ) from error
-    return model.to(device).eval(), tokenizer
 
 
 def load_corpus(args, tokenizer, longest=None):

@@ -11,6 +11,12 @@ from transformers.cache_utils import Cache
 from .attention_fox import GATE_PARTS, GATE_QUERY, autocast_dtype, folded_width, unfold_decay
 
 
+NO_QUANTIZED_CACHE = (
+    "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be rounded with "
+    "them. Leave cache_implementation out, or use 'static' or 'offloaded'."
+)
+
+
 class AttendingCache(Cache):
     """A cache that calls the attention function itself, because its heads hold different numbers of keys."""
 
@@ -58,6 +64,12 @@ class CachedLayer:
         state = self.layer.conv_states[0]  # (B, 2 Hkv D, 1 or more if the cache records the past)
         if state.shape[-1] == 0:  # the cache was cropped to nothing
             return nothing, nothing
+        if state.shape[0] != k.shape[0]:
+            raise ValueError(
+                f"this {type(self.cache).__name__} has a token shift of {state.shape[0]} rows and keys of {k.shape[0]}: "
+                "batch_repeat_interleave and batch_select_indices of transformers leave the token shift out. Use "
+                "cache.reorder_cache(indices), which may repeat and leave out rows too."
+            )
         return state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim)).chunk(2, dim=2)
 
     def keep_tokens(self, k, v):
@@ -70,10 +82,7 @@ class CachedLayer:
         """c of the last cached token, (B, H, 1), 0 if there is none; `c` (B, H, T) gives heads and device."""
         layer = self.layer
         if hasattr(layer, "_quantize"):
-            raise NotImplementedError(
-                "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be "
-                "rounded with them. Leave cache_implementation out, or use 'static' or 'offloaded'."
-            )
+            raise NotImplementedError(NO_QUANTIZED_CACHE)
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
         if not hasattr(layer, "max_cache_len"):  # a growing cache ends with its last token

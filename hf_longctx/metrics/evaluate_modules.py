@@ -83,8 +83,32 @@ def options_for(name: str, options: dict) -> dict:
     names = _option_names()
     unknown = sorted(options.keys() - set().union(*names.values()))
     if unknown:
-        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(names[name])}.")
+        takes = ", ".join(["model", "corpus", "tokenizer", *names[name]])
+        raise TypeError(
+            f"compute() has no argument {', '.join(unknown)}; {name} takes {takes} (what perplexity calls model_id and "
+            "data is model and corpus here)."
+        )
     return {option: value for option, value in options.items() if option in names[name]}
+
+
+def measures(module, model, corpus, options: dict, **scored) -> bool:
+    """Whether compute() is to measure a model, and not to score what is given as `scored` or was added before.
+
+    Raises:
+        ValueError: it is told to do both, or neither, or gets for the one what is for the other.
+    """
+    names = " and ".join(scored)
+    to_score = any(value is not None for value in scored.values()) or len(module) > 0
+    if model is not None:
+        if to_score:
+            raise ValueError(f"compute() takes a model, or {names}, not both.")
+        return True
+    if corpus is not None or options:
+        options = ["corpus"] * (corpus is not None) + list(options)
+        raise ValueError(f"{', '.join(options)} came without a model: these are for measuring one, model=...")
+    if not to_score:
+        raise ValueError(f"compute() has nothing to do: give model=... (and corpus=...), or {names}.")
+    return False
 
 
 def _option_names():
@@ -116,24 +140,25 @@ def load(model, corpus=None, tokenizer=None):
 
     Raises:
         ValueError: a text came without a tokenizer.
+        TypeError: the model is no model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from .run.model import load_language_model
     from .run.reader import reader_for
 
-    name = model if isinstance(model, str) else model.config._name_or_path
-    if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+    reader = reader_for(load_language_model(model, dtype="auto") if isinstance(model, str) else model)
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
-        return reader_for(model), corpus, None
+        return reader, corpus, None
     if tokenizer is None:
         if not name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
         tokenizer = AutoTokenizer.from_pretrained(name)
     ids = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
-    return reader_for(model), ids, tokenizer
+    return reader, ids, tokenizer
 
 
 def complete(options: dict, tokenizer, name: str) -> dict:
@@ -197,11 +222,14 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     """
     from .curve.measure import forgetting_curve
 
+    if corpus is None and options.get("data_type", "order") == "order":
+        raise ValueError('the forgetting curve needs a text: corpus=..., or random ids: data_type="random".')
     reader, tokens, encoder = load(model, corpus, tokenizer)
     if lengths is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
-    options = complete(options, tokenizer if encoder is None else encoder, "forgetting_curve")
-    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=encoder, **options)
+    tokenizer = tokenizer if encoder is None else encoder
+    options = complete(options, tokenizer, "forgetting_curve")
+    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=tokenizer, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:

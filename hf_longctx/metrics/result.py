@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import operator
 import os
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +58,42 @@ class Table(NamedTuple):
 
     columns: tuple[str, ...]
     rows: list[tuple]
+
+
+def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
+    """Values as plain integers.
+
+    Raises:
+        ValueError: there is none, or one is not an integer from `low` to `high`.
+
+    >>> integers([3, 4.0], "positions", 0)
+    Traceback (most recent call last):
+    ValueError: positions must hold integers from 0, got [3, 4.0].
+    """
+    try:
+        numbers = tuple(map(operator.index, values))
+    except TypeError:
+        numbers = ()
+    if not numbers or min(numbers) < low or max(numbers) > high:
+        end = "" if high == math.inf else f" to {high}"
+        raise ValueError(f"{name} must hold integers from {low}{end}, got {values!r}.")
+    return numbers
+
+
+def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
+    """The parts of a result.
+
+    Raises:
+        ValueError: one is not of this kind, or two have the same `key(part)`.
+    """
+    values = tuple(values) if isinstance(values, Iterable) else (values,)
+    strangers = [value for value in values if not isinstance(value, kind)]
+    if strangers:
+        raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
+    counts = Counter(map(key, values)) if key else values
+    if len(counts) < len(values):
+        raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
+    return values
 
 
 class Result:
@@ -142,6 +182,12 @@ class Result:
     # What all results have in common --------------------------------------------------------------------------------
 
     @property
+    def interruption(self) -> str:
+        """The end of a summary: what ended the measurement early; empty if nothing did."""
+        cause = self.settings.get("interrupted")
+        return f"; interrupted: {cause}" if cause else ""
+
+    @property
     def model_name(self) -> str:
         """The model's name on the Hub, the last part of its folder, or "a model"."""
         name = str(self.settings.get("model") or "a model").rstrip("/")
@@ -181,18 +227,23 @@ class Result:
         """The result that `to_json` wrote; see `from_document`.
 
         Raises:
-            ValueError: the text is no result of this class, or has a newer format.
+            ValueError: the text is no result of this class, lacks something, or has a newer format.
         """
         document = json.loads(text)
         mismatch = cls.mismatch(document if isinstance(document, dict) else {})
         if mismatch:
             raise ValueError(mismatch)
-        if document.get("format", 1) > cls.version:
-            raise ValueError(
-                f"this result of {cls.kind} has format {document['format']}, and this version of hf-longctx reads up to "
-                f"{cls.version}. Upgrade: pip install -U hf-longctx"
-            )
-        return cls.from_document(document)
+        try:
+            if document.get("format", 1) > cls.version:
+                raise ValueError(
+                    f"this result of {cls.kind} has format {document['format']}, and this version of hf-longctx reads up to "
+                    f"{cls.version}. Upgrade: pip install -U hf-longctx"
+                )
+            return cls.from_document(document)
+        except KeyError as error:
+            raise ValueError(f"this result of {cls.kind} lacks {error}.") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a value in this result of {cls.kind} has the wrong type ({error}).") from error
 
     def save(self, path) -> None:
         """Write `to_json()` to a file, which appears when it is complete; `read_result` reads it.
@@ -223,11 +274,8 @@ def read_result(path) -> Result:
             if isinstance(document, dict) and cls.mismatch(document) is None:
                 return cls.from_json(text)
         raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        if isinstance(error, (TypeError, AttributeError)):
-            reason = f"a value in it has the wrong type ({error})."
-        raise ValueError(f"{path} is no saved result of ours: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no saved result of ours: {error}") from error
 
 
 def rounded(value: int | float) -> str:

@@ -6,6 +6,7 @@ The drawing files take what they need of matplotlib from here, so that its absen
 from __future__ import annotations
 
 import textwrap
+from numbers import Real
 
 
 try:
@@ -80,10 +81,20 @@ def mark_training(axes, x: float, width: float = 1.2):
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
 
 
+def check_train_length(train_length: int | None) -> None:
+    """
+    Raises:
+        ValueError: it is neither a positive number nor None.
+    """
+    if train_length is not None and not (isinstance(train_length, Real) and train_length > 0):
+        raise ValueError(f"train_length must be the context length of the training, in tokens, got {train_length!r}.")
+
+
 def heading(result, metric: str | None = None) -> str:
-    """The metric, by default the result's title, and the model if it is known."""
+    """The metric, by default the result's title, the model if it is known, and whether the run was interrupted."""
     metric = metric or result.title
-    return f"{metric} of {result.model_name}" if result.settings.get("model") else metric
+    model = f" of {result.model_name}" if result.settings.get("model") else ""
+    return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
 
 
 def draw_title(figure: Figure, text: str) -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import __version__, cli
+
+
+DEMO = Path(__file__).parents[2] / "model_cards" / "fox-demo"
 
 
 @pytest.mark.slow
@@ -24,6 +27,9 @@ def test_train_demo_leaves_a_model_and_its_log(tmp_path):
     assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_fox.py"} <= files
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in log if "loss" in entry] == [1, 2]
+    assert (tmp_path / "chat_template.jinja").read_text() == (DEMO / "chat_template.jinja").read_text()
+    published = json.loads((DEMO / "generation_config.json").read_text())
+    assert json.loads((tmp_path / "generation_config.json").read_text()).items() >= published.items()
 
 
 def test_rope_tells_the_verdict(tmp_path, capsys):
@@ -43,14 +49,77 @@ def test_generate_continues_the_prompt(folder, capsys):
 
 
 def test_the_demo_model_says_english(capsys, monkeypatch):
-    """Its tokenizer adds the BOS without which the model stutters; special tokens are not shown."""
-    demo = str(Path(__file__).parents[2] / "model_cards" / "fox-demo")
+    """Its tokenizer adds the BOS without which the model stutters, and it samples; special tokens are not shown."""
+    demo = str(DEMO)
     assert cli.main(["generate", demo, "The import statement", "--max-new-tokens", "20"]) == 0
     text = capsys.readouterr().out
     assert len(set(text.split())) > 6 and "<s>" not in text and "ghtght" not in text
     monkeypatch.setattr("sys.stdin", io.StringIO("The import statement\n"))
     assert cli.main(["generate", demo, "-", "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == text
+
+
+def generate_json(capsys, *arguments):
+    assert cli.main(["generate", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_holds_what_repeats_the_run(folder, capsys):
+    sampled = generate_json(capsys, folder, "The", "--max-new-tokens", 5, "--top-k", 9, "--seed", 3)
+    assert (sampled["prompt"], len(sampled["tokens"])) == ("The", 5)
+    assert sampled["text"] == AutoTokenizer.from_pretrained(folder).decode(sampled["tokens"], skip_special_tokens=True)
+    settings = {"model": str(folder), "seed": 3, "do_sample": True, "top_k": 9, "max_new_tokens": 5, "device": "cpu"}
+    assert settings.items() <= sampled["settings"].items()
+    assert generate_json(capsys, folder, "The", "--max-new-tokens", 5, "--top-k", 9, "--seed", 3) == sampled
+    assert generate_json(capsys, folder, "The", "--max-new-tokens", 5, "--top-k", 9)["tokens"] != sampled["tokens"]
+
+
+def test_sampling_is_what_the_generation_config_says(folder, tmp_path, capsys):
+    """--temperature 0 is greedy; without options, the model's own configuration decides."""
+    sampler = tmp_path / "sampler"
+    shutil.copytree(folder, sampler)
+    (sampler / "generation_config.json").write_text('{"do_sample": true, "temperature": 5.0, "eos_token_id": 2}')
+    greedy = generate_json(capsys, folder, "The import", "--max-new-tokens", 8)
+    assert not greedy["settings"].get("do_sample")
+    assert (
+        generate_json(capsys, sampler, "The import", "--max-new-tokens", 8, "--temperature", 0)["text"]
+        == greedy["text"]
+    )
+    sampled = generate_json(capsys, sampler, "The import", "--max-new-tokens", 8)
+    assert sampled["settings"]["temperature"] == 5.0 and sampled["text"] != greedy["text"]
+
+
+@pytest.mark.parametrize("source", ["--stop", "the tokenizer's EOS"])
+def test_generation_ends_early(folder, tmp_path, capsys, source):
+    whole = generate_json(capsys, folder, "The import", "--max-new-tokens", 8)
+    assert whole["finish_reason"] == "length"
+    third = whole["tokens"][2]
+    if source == "--stop":
+        stop = AutoTokenizer.from_pretrained(folder).decode([third])
+        part = generate_json(capsys, folder, "The import", "--max-new-tokens", 8, "--stop", "zzz", "--stop", stop)
+    else:
+        other = tmp_path / "other"
+        shutil.copytree(folder, other)
+        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [third, 2]}))
+        part = generate_json(capsys, other, "The import", "--max-new-tokens", 8)
+    assert part["finish_reason"] == "stop" and part["tokens"] == whole["tokens"][: len(part["tokens"])]
+    assert third in part["tokens"] and len(part["tokens"]) <= 3
+
+
+def test_chat_renders_the_prompt_as_a_turn(folder, tmp_path, capsys):
+    chat = tmp_path / "chat"
+    shutil.copytree(folder, chat)
+    (chat / "chat_template.jinja").unlink()
+    assert cli.main(["generate", str(chat), "Hello", "--chat"]) == 1
+    assert "has no chat template" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
+    tokenizer.save_pretrained(chat)
+    reply = generate_json(capsys, chat, "Hello", "--chat", "--max-new-tokens", 4)
+    assert reply["prompt"] == "Hello"
+    assert reply["tokens"] == generate_json(capsys, chat, "Q: Hello A:", "--max-new-tokens", 4)["tokens"]
+    assert cli.main(["generate", str(chat), "Hello", "--chat", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip() == reply["text"].strip()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +129,11 @@ def test_the_demo_model_says_english(capsys, monkeypatch):
         (["x", "--max-new-tokens", "0"], "max-new-tokens is 0"),
         (["x", "--temperature", "-1"], "temperature is -1"),
         (["x", "--temperature", "nan"], "temperature is nan"),
-        (["x", "--temperature", "1", "--top-p", "0"], "top-p is 0"),
-        (["x", "--top-p", "0.9"], "needs sampling"),
+        (["x", "--top-p", "0"], "top-p is 0"),
+        (["x", "--top-k", "0"], "top-k is 0"),
+        (["x", "--top-p", "0.9", "--temperature", "0"], "need sampling"),
+        (["x", "--top-k", "9", "--temperature", "0"], "need sampling"),
+        (["x", "--stop", ""], "stop is empty"),
     ],
 )
 def test_arguments_are_checked_before_the_model_is_loaded(arguments, message, capsys):
@@ -160,6 +232,21 @@ def test_expected_errors_are_one_message(folder, tmp_path, tmp_path_factory, cap
     assert re.search(message.format(**names), error)
 
 
+def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
+    calls = []
+
+    def load(name, **options):
+        calls.append({key: options[key] for key in ("revision", "code_revision", "trust_remote_code")})
+        raise OSError("no such revision")
+
+    options = ["--revision", "v1", "--trust-remote-code", "--code-revision", "abc"]
+    for loader in ("AutoModelForCausalLM", "AutoConfig"):
+        monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
+    for arguments in (["generate", "no/model", "x"], ["curve", "no/model"], ["rope", "no/model"]):
+        assert cli.main([*arguments, *options]) == 1
+    assert calls == [{"revision": "v1", "code_revision": "abc", "trust_remote_code": True}] * 3
+
+
 def test_dtypes_are_named(capsys):
     with pytest.raises(SystemExit):
         cli.main(["loss", "model", "--dtype", "foo"])
@@ -198,6 +285,7 @@ def test_an_interruption_is_no_traceback(folder, monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_the_package_can_be_run_as_a_module():
-    run = subprocess.run([sys.executable, "-m", "hf_longctx", "--version"], capture_output=True, text=True)
+@pytest.mark.parametrize("module", ["hf_longctx", "hf_longctx.cli"])
+def test_the_package_can_be_run_as_a_module(module):
+    run = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
     assert run.stdout == f"hf-longctx {__version__}\n"

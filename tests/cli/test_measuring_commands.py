@@ -125,7 +125,7 @@ def test_options_of_the_lines(folder, tmp_path):
     assert [point.lines for point in lines.points] == [5]  # fewest of the default
 
 
-def test_a_served_model(folder, tmp_path, monkeypatch):
+def test_a_served_model(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "metrics")
     from endpoint_server import serving
 
@@ -134,9 +134,16 @@ def test_a_served_model(folder, tmp_path, monkeypatch):
     _, local = measure(folder, tmp_path / "local", "curve", options)
     with serving(model, names=("a", "b")) as server:
         _, served = measure(folder, tmp_path / "served", "curve", f"{options} --endpoint {server.url} --served-as b")
+        assert (
+            isinstance(served, ForgettingCurve) and served.points == local.points and served.settings["model"] == "b"
+        )
         assert cli.main(["curve", str(folder), *options.split(), "--endpoint", server.url]) == 1
-    assert isinstance(served, ForgettingCurve) and served.points == local.points
-    assert served.settings["model"] == "b"
+        assert "name one: --served-as" in capsys.readouterr().err
+    monkeypatch.setenv("KEY", "secret")
+    with serving(model, key="secret") as server:
+        options += f" --endpoint {server.url} --api-key-env KEY --timeout 60 --retries 0 --concurrency 2"
+        _, served = measure(folder, tmp_path / "served", "curve", options)
+    assert served.points == local.points
 
 
 @pytest.mark.parametrize(

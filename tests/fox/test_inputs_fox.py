@@ -132,6 +132,26 @@ def test_positions_that_leap_are_one_document(variant):
     check_logits(logits(model, ids, position_ids=positions, use_cache=False), want)
 
 
+@both_blocks
+def test_positions_may_start_anywhere(variant):
+    model, ids = make(variant), tokens(2, 12)
+    positions = torch.arange(40, 52)[None]
+    check_logits(logits(model, ids, position_ids=positions), logits(model, ids))
+
+
+def test_a_part_of_a_row_in_one_of_several_processes_is_refused(monkeypatch):
+    """As context parallelism hands it to a model, whose running sum would start anew in each process."""
+    model, ids = make("llama"), tokens(1, 12)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    logits(model, ids, position_ids=torch.arange(12)[None])
+    cache = DynamicCache(config=model.config)
+    for positions in torch.arange(12)[None].split(6, dim=1):  # a prompt in chunks
+        logits(model, ids[:, :6], position_ids=positions, past_key_values=cache)
+    with pytest.raises(ValueError, match="start at 12 without a cache, in one of 2 processes"):
+        model(ids, position_ids=torch.arange(12, 24)[None])
+
+
 def test_the_running_sum_keeps_the_resolution_of_a_document():
     lengths = [700, 300] * 100
     log_f = F.logsigmoid(torch.randn(1, 2, sum(lengths), generator=torch.Generator().manual_seed(0)) - 2)
@@ -194,6 +214,10 @@ BAD_CALLS = {
     "positions that fall": (
         lambda model: {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 1, 2]])},
         "go from 2 to 1 at token 7 of row 0",
+    ),
+    "positions that do not rise": (
+        lambda model: {"position_ids": torch.tensor([range(9), [0] * 9])},
+        "do not rise in one of the rows",
     ),
     "positions of other tokens": (
         lambda model: {"position_ids": torch.arange(7)[None]},

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
+asks_for_an_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft does
 WORDS = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(58))]
 HEADS = {
     "AutoModelForSequenceClassification": "score.weight",
@@ -117,7 +118,7 @@ def test_a_language_model_becomes_a_head(name, tmp_path):
         assert torch.equal(again(tokens())[0], head.eval()(tokens())[0])
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@asks_for_an_old_name
 @both_blocks
 def test_a_lora_adapter(variant, tmp_path):
     peft = pytest.importorskip("peft")
@@ -193,8 +194,22 @@ def test_linear_layers_can_be_quantized_dynamically():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    error = (logits(quantized, tokens()) - logits(model, tokens())).abs().max()
-    assert 0 < error < 0.2 * logits(model, tokens()).abs().max()
+    error = (logits(quantized, tokens()) - logits(model, tokens())).norm()
+    assert 0 < error < 0.2 * logits(model, tokens()).norm()
+    check_kept({name for name, _ in quantized.named_parameters()})
+
+
+def check_kept(names):
+    """`names` of parameters hold those projections of a FoX (Pro) that give one number per head, and no others."""
+    assert {name.split(".")[-2] for name in names if "_proj" in name} == {"f_proj", "k_shift_proj", "v_shift_proj"}
+
+
+@asks_for_an_old_name
+def test_lora_on_all_linear_layers():
+    peft = pytest.importorskip("peft")
+    model = make("pro")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    check_kept({name for name, _ in adapted.named_parameters() if "lora_" not in name and "base_layer" not in name})
 
 
 @pytest.mark.slow

@@ -90,6 +90,44 @@ def test_a_cache_cropped_to_nothing_is_an_empty_one(variant):
     check_logits(torch.cat(got, dim=1), logits(model, IDS))
 
 
+@with_and_without_window
+def test_a_turn_can_be_taken_back(variant):
+    """A token shift needs the token before, which transformers' layers keep if they are told to in time."""
+    model, cache = make(variant), DynamicCache(config=make(variant).config)
+    cache.activate_past_recording()
+    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    turn = model.generate(IDS, past_key_values=cache, **settings)
+    cache.crop(-3)
+    again = turn[:, : cache.get_seq_length() + 1]
+    assert torch.equal(model.generate(again, past_key_values=cache, **settings | dict(max_new_tokens=3)), turn)
+
+
+def test_a_token_shift_that_was_not_recorded_cannot_be_taken_back():
+    with pytest.raises(RuntimeError, match="Call `activate_past_recording` before"):
+        filled(make("pro")).crop(-3)
+
+
+@with_and_without_window
+def test_rows_of_a_cache_can_be_repeated_and_left_out(variant):
+    model, rows = make(variant), torch.tensor([1, 0, 1])
+    cache = filled(model)
+    cache.reorder_cache(rows)
+    got = logits(model, IDS[rows][:, :4], past_key_values=cache)
+    check_logits(got, logits(model, torch.cat([IDS, IDS[:, :4]], dim=1)[rows])[:, 9:])
+
+
+@pytest.mark.parametrize(
+    "change", [("batch_repeat_interleave", 2), ("batch_select_indices", torch.tensor([1]))], ids=str
+)
+def test_a_token_shift_of_other_rows_than_the_keys(change):
+    model = make("pro")
+    cache = filled(model)
+    getattr(cache, change[0])(change[1])
+    ids = IDS.repeat(2, 1) if change[0] == "batch_repeat_interleave" else IDS[1:]
+    with pytest.raises(ValueError, match=r"token shift of 2 rows.*reorder_cache\(indices\)"):
+        model(ids, past_key_values=cache)
+
+
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_keeps_its_cache(variant, dtype):
@@ -116,6 +154,9 @@ def test_a_quantized_cache_is_refused():
 
     with pytest.raises(NotImplementedError, match="quantized cache"):
         make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
+    for variant in ("llama", "pro"):
+        with pytest.raises(NotImplementedError, match="quantized cache"):
+            make(variant).generate(tokens(), max_new_tokens=2, cache_implementation="quantized")
 
 
 @both_blocks

@@ -198,10 +198,3 @@ def test_an_open_end_says_how_many_repeats_would_close_it():
     assert interval[:2] == (0, None) and interval.repeats_needed > 3
     assert f"coarse length unknown (about {interval.repeats_needed} repeats needed);" in curve.summary()
     assert str(ForgettingCurve([points[0].first(1)]).interval("coarse")) == "unknown (more repeats needed)"
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="between 0 and 1, got 95"):
-        length_interval([], [], [], confidence=95)
-    with pytest.raises(ValueError, match="2 lengths, 1 margins and 2 scored"):
-        length_interval([8, 9], [np.zeros(3)], [4, 5])

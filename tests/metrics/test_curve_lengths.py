@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from hf_longctx.metrics.curve import lengths as core
-from hf_longctx.metrics.curve.lengths import MemoryLength, margins
+from hf_longctx.metrics.curve.lengths import MemoryLength
 from hf_longctx.metrics.curve.protocol import scored_tokens
 
 
@@ -59,8 +59,3 @@ def test_memory_length_is_an_int():
     again = pickle.loads(pickle.dumps(length))
     assert (again, again.open_ended, again.next_tested) == (1400, True, None)
     assert str(MemoryLength(767, next_tested=893)) == "767"
-
-
-def test_bad_reading():
-    with pytest.raises(ValueError, match=r"reading must be one of .*'middle'"):
-        margins([1], [0], 2, "middle")

@@ -110,8 +110,3 @@ def test_a_colour_that_is_not_drawn_has_no_key():
 def test_the_ribbon_stays_within_accuracies():
     low, high = ribbon([(0.9, 0.2), (0.5, 0.2), (0.1, 0.2)])
     assert low == pytest.approx([0.7, 0.3, 0.0]) and high == pytest.approx([1.0, 0.7, 0.3])
-
-
-def test_an_empty_curve_is_not_drawn(tmp_path):
-    with pytest.raises(ValueError, match="no point to draw"):
-        ForgettingCurve([]).plot(tmp_path / "curve.png")

@@ -64,21 +64,6 @@ def test_exactly_99_percent_is_not_fine(reference):
     assert curve_of(run).memory_lengths["fine_first_run"] == 53
 
 
-@pytest.mark.parametrize(
-    "copy, lm, message",
-    [
-        ([5], [0], "copy_correct at length 8 must hold integers from 0 to 4"),
-        ([4], [-1], "lm_correct at length 8"),
-        ([0.5], [0], "copy_correct"),
-        ([], [], "copy_correct"),
-        ([4, 4], [0], "2 copy counts and 1 LM counts"),
-    ],
-)
-def test_bad_counts(copy, lm, message):
-    with pytest.raises(ValueError, match=message):
-        CurvePoint(8, copy, lm)
-
-
 def small_curve():
     return ForgettingCurve(
         [

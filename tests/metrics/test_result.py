@@ -52,9 +52,9 @@ def test_a_rope_report(tmp_path):
         ("{", "result.json is no saved result of ours: Expecting"),
         ("[1]", "expected a result of forgetting_curve"),
         ('{"metric": "bleu"}', "expected a result of forgetting_curve"),
-        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "it lacks 'copy_correct'"),
+        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "lacks 'copy_correct'"),
         ('{"format": 99, "settings": {}, "points": []}', "Upgrade"),
-        ('{"claimed_context": 1, "groups": []}', "it lacks 'model'"),
+        ('{"claimed_context": 1, "groups": []}', "lacks 'model'"),
     ],
     ids=["no JSON", "a list", "another metric", "half a curve", "newer format", "half a report"],
 )

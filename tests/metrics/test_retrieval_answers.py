@@ -67,8 +67,3 @@ def test_the_interval_of_a_rate_is_wilsons():
 def test_nothing_is_found_where_there_are_no_replies():
     silent = Answers([Answer(-1.0, 2, exact=True, reply=None, matched=True)])
     assert list(silent.rates()) == ["exact_rate", "probability"]
-
-
-def test_nothing_to_score():
-    with pytest.raises(ValueError, match="no answer"):
-        Answers([])

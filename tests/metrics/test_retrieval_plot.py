@@ -112,16 +112,3 @@ def test_lines_are_evenly_spaced_with_their_intervals(tmp_path, monkeypatch):
     ends = [segment[:, 1] for segment in exact.lines[2][0].get_segments()]
     assert ends[0] == pytest.approx(wilson(1, 2)) and ends[2] == pytest.approx(wilson(0.5, 2))
     assert not set(exact.lines[0].get_xdata()) & set(probability.lines[0].get_xdata()), "one series hides the other"
-
-
-def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="nothing was measured"):
-        NeedleGrid(()).plot(tmp_path / "picture.svg")
-    with pytest.raises(ValueError, match="nothing was measured"):
-        LineRetrieval(()).plot(tmp_path / "picture.svg")
-
-
-@pytest.mark.parametrize("score, message", [("match_rate", "draw exact_rate or probability"), ("judge", "one of")])
-def test_a_score_that_does_not_exist(tmp_path, score, message):
-    with pytest.raises(ValueError, match=message):
-        GRID.plot(tmp_path / "picture.svg", score=score)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..run.engine import OutOfMemory, batches
+from ..run.engine import OutOfMemory, Unreadable, batches
 from ..run.parts import Worker
 from ..run.reader import Reader
 from ..run.scoring import OVERFLOW
@@ -53,8 +53,8 @@ class Measurement:
         repeats = range(first, stop)
         try:
             self.journal.append((length, first), {kind: self._predict(kind, length, repeats) for kind in KINDS})
-        except OutOfMemory:
-            self.give_up(length)
+        except Unreadable as error:
+            self.give_up(length, error)
         self.bar.update(2 * len(repeats) * self.cost(length))
 
     def _predict(self, kind, length, repeats):
@@ -84,11 +84,11 @@ class Measurement:
                 try:
                     engine.with_less_memory(self._measure_group, engine, kind, fitting, group)
                     break
-                except OutOfMemory:
+                except OutOfMemory as error:
                     reached = next(n for n in fitting if self._remaining(n, group, kind))
                     for length in [n for n in fitting if n >= reached]:
                         fitting.remove(length)
-                        self.give_up(length)
+                        self.give_up(length, error)
 
     def _remaining(self, length, repeats, kind):
         return [repeat for repeat in repeats if (length, repeat, kind) not in self.journal.done]
@@ -130,8 +130,8 @@ class Measurement:
             )
         return (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
 
-    def give_up(self, length: int) -> None:
-        self.journal.append((length,), {"not_measured": "out of memory, even in the smallest passes"})
+    def give_up(self, length: int, reason: Unreadable) -> None:
+        self.journal.append((length,), {"not_measured": str(reason)})
 
 
 def sample_input(sample: Sample, kind: str, bos: int, eos: int) -> np.ndarray:

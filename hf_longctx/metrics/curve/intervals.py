@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -165,10 +166,13 @@ def length_interval(
         protocol: how the lengths were measured; see `measure.forgetting_curve`.
 
     Raises:
-        ValueError: the confidence is not between 0 and 1, or the arguments are not of one length.
+        ValueError: the confidence is not between 0 and 1, there is no such protocol, or the arguments are not of one
+            length.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
+    if not (isinstance(confidence, Real) and 0 < confidence < 1):
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
+    if protocol not in ("reference", "nested", "adaptive"):
+        raise ValueError(f"protocol must be 'reference', 'nested' or 'adaptive', got {protocol!r}.")
     count = len(lengths)
     if not count == len(margins) == len(scored):
         raise ValueError(

@@ -42,12 +42,21 @@ class MemoryLength(int):
         return f"MemoryLength({int(self)}, open_ended={self.open_ended}, next_tested={self.next_tested})"
 
 
+def check_reading(reading: str) -> None:
+    if reading not in READINGS:
+        raise ValueError(f"reading must be one of {READINGS}, got {reading!r}.")
+
+
 def passes(copy: int, lm: int, scored: int, reading: str) -> bool:
     """Whether a length passes as "fine" or as "coarse", decided in integers.
 
     Args:
         copy, lm, scored: correct copy tokens, correct LM tokens and scored tokens, summed over repeats.
+
+    Raises:
+        ValueError: no such reading.
     """
+    check_reading(reading)
     return 100 * copy > 99 * scored if reading == "fine" else 100 * (copy - lm) >= scored
 
 
@@ -67,9 +76,17 @@ def memory_lengths(
         that fail before it are skipped: very short targets do not show yet that the task is to copy (footnote 7).
         `coarse_max_significant`: the largest length that passes as coarse with p < 0.05.
 
+    Raises:
+        ValueError: the arguments are not of one length.
+
     >>> memory_lengths([8, 64, 128], [4, 31, 50], [1, 9, 50], [4, 32, 64], [0.01, 0.01, 1])["coarse_max"]
     MemoryLength(64, open_ended=False, next_tested=128)
     """
+    sizes = [len(numbers) for numbers in (lengths, copy, lm, scored, p_values)]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"lengths, copy, lm, scored and p_values have {sizes} entries; give one of each for every length."
+        )
     fine, coarse = ([passes(*counts, reading) for counts in zip(copy, lm, scored)] for reading in READINGS)
     significant = [passing and p < 0.05 for passing, p in zip(coarse, p_values)]
 
@@ -101,9 +118,12 @@ def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_token
     """By how much each repeat is above the threshold of a reading, as a share of the scored tokens; (R,) float64.
 
     Raises:
-        ValueError: the reading is neither "fine" nor "coarse".
+        ValueError: no such reading, or there are not as many copy counts as LM counts.
     """
-    if reading not in READINGS:
-        raise ValueError(f"reading must be one of {READINGS}, got {reading!r}.")
+    check_reading(reading)
     copy, lm = (np.array(counts) / scored_tokens for counts in (copy_correct, lm_correct))
+    if copy.shape != lm.shape:
+        raise ValueError(
+            f"copy_correct has shape {copy.shape} and lm_correct {lm.shape}; they are pairs, one per repeat."
+        )
     return copy - 0.99 if reading == "fine" else copy - lm - 0.01

@@ -22,6 +22,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     """
     if not curve.points:
         raise ValueError("the curve has no point to draw: no length was measured.")
+    style.check_train_length(train_length)
     figure = style.figure(style.WIDTH, 5.6)
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]

@@ -46,7 +46,7 @@ def _grid(space, max_length, n):
     if n < 2 or max_length <= SHORTEST:
         raise ValueError(
             f"a grid of {n} lengths up to {max_length} is too small: it starts at {SHORTEST} tokens and needs n >= 2 "
-            f"and max_length > {SHORTEST}. For other lengths, give the list itself: lengths=[4, 6]."
+            f"and max_length > {SHORTEST}. For other lengths, give the list itself: lengths=[4, 6], or --lengths 4,6."
         )
     return np.unique(space(SHORTEST, max_length, n).astype(int)).tolist()
 
@@ -73,8 +73,8 @@ def default_lengths(
     ends += [] if corpus_tokens is None else [corpus_tokens // 3]
     if not ends:
         raise ValueError(
-            "the model claims no context and there is no corpus; say how far to measure: lengths=[...], or "
-            "--max-length on the command line."
+            "the model claims no context and there is no corpus; say how far to measure: lengths=[...], or --lengths "
+            "or --max-length."
         )
     return grid(min(ends), n)
 
@@ -108,7 +108,7 @@ def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:
         raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} must be a flat sequence of token ids, got {ids.dtype} of shape {ids.shape}. "
+            f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "
             'For a text: tokenizer(text, add_special_tokens=False)["input_ids"].'
         )
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -211,9 +211,10 @@ def nested_random_samples(
 def _random_ids(id_range, seed, skip):
     """A function that draws n ids, (n,) int64."""
     low, high = id_range
-    if high - low < len(skip):
+    skipped = sum(low <= i <= high for i in skip)
+    if high - low < skipped:
         raise ValueError(
-            f"id_range=({low}, {high}) leaves no choice of random ids beside the special ids {sorted(skip)}. "
+            f"id_range=({low}, {high}) leaves no choice of random ids: {skipped} of them are special ids or no tokens. "
             "Give a wider range: id_range=(lowest, highest), both included."
         )
     rng = random.Random(seed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import Headline, Overview, Result, Table
+from ..result import Headline, Overview, Result, Table, entries, integers
 from .intervals import LengthInterval, length_interval, verdict
 from .lengths import READINGS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
@@ -31,23 +31,23 @@ class CurvePoint:
     begin_locs: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        (length,) = integers([self.length], "the length", 1)
+        object.__setattr__(self, "length", length)
         for name in ("copy_correct", "lm_correct"):
-            counts = tuple(getattr(self, name))
-            if not counts or not all(isinstance(c, int) and 0 <= c <= self.scored_tokens for c in counts):
-                raise ValueError(
-                    f"{name} at length {self.length} must hold integers from 0 to {self.scored_tokens}, got {counts}."
-                )
+            counts = integers(getattr(self, name), f"{name} at length {length}", 0, self.scored_tokens)
             object.__setattr__(self, name, counts)
-        if len(self.copy_correct) != len(self.lm_correct):
-            raise ValueError(
-                f"length {self.length} has {len(self.copy_correct)} copy counts and {len(self.lm_correct)} LM counts; "
-                "they are pairs, one per repeat."
-            )
         if self.begin_locs is not None:
-            object.__setattr__(self, "begin_locs", tuple(self.begin_locs))
+            begins = integers(self.begin_locs, f"begin_locs at length {length}", 0)
+            object.__setattr__(self, "begin_locs", begins)
+        if not self.repeats == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
+            raise ValueError(
+                f"length {length} has {self.repeats} copy counts and {len(self.lm_correct)} LM counts, begin_locs "
+                f"{self.begin_locs}; give one of each for every repeat."
+            )
 
     def first(self, repeats: int) -> CurvePoint:
-        """The point with its first repeats only."""
+        """The point with its first repeats only, one or more."""
+        integers([repeats], "repeats", 1)
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 
@@ -108,7 +108,7 @@ class ForgettingCurve(Result):
     """A measured curve.
 
     Attributes:
-        points: one `CurvePoint` per measured length, ascending.
+        points: one `CurvePoint` per measured length; they are sorted.
         not_measured: why a length has no point, by length.
     """
 
@@ -120,7 +120,8 @@ class ForgettingCurve(Result):
     not_measured: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "points", tuple(self.points))
+        points = entries(self.points, CurvePoint, lambda point: f"length {point.length}")
+        object.__setattr__(self, "points", tuple(sorted(points, key=lambda point: point.length)))
 
     @property
     def measured(self) -> bool:
@@ -189,7 +190,7 @@ class ForgettingCurve(Result):
         return (
             f"95 % sure, in tokens: fine length {self.interval('fine')}, coarse length {self.interval('coarse')}; the "
             f"paper's definition: {read_off('fine')}, {read_off('coarse')}; {len(self.points)} lengths from {first.length} "
-            f"to {last.length}, {self.repeats_range} repeats{missing}"
+            f"to {last.length}, {self.repeats_range} repeats{missing}{self.interruption}"
         )
 
     def explanation(self) -> str:

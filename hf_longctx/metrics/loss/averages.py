@@ -28,7 +28,7 @@ def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
     [1.5, 3.0, 3.0, 3.0]
     """
-    if window < 1 or window % 2 == 0:
+    if not isinstance(window, int) or window < 1 or window % 2 == 0:
         raise ValueError(
             f"window is {window}; it must be odd and positive, to have a centre. The paper takes {WINDOW}."
         )

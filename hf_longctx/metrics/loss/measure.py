@@ -9,7 +9,7 @@ from torch import nn
 
 from ..curve.protocol import check_ids
 from ..run.journal import content_hash
-from ..run.parts import Run, labels, run_parts, versions
+from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from ..run.scoring import token_losses
 from .result import PositionLoss, window_starts
@@ -75,9 +75,7 @@ def position_loss(
         if not entries:
             return None
         losses = [entries[start] for start in starts if start in entries]
-        return PositionLoss.of_sequences(
-            losses, settings | {"versions": versions()} | labels(corpus_name, train_length)
-        )
+        return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length))
 
     return run_parts(
         reader,

@@ -21,6 +21,7 @@ def plot_losses(results: Sequence, path, *, train_length: int | None = None, tit
     """
     if not results:
         raise ValueError("there is no per-token loss to draw.")
+    style.check_train_length(train_length)
     figure = style.figure(style.WIDTH, 7)
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)

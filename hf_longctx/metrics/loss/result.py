@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..result import Headline, Overview, Result, Table
+from ..result import Headline, Overview, Result, Table, integers
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 
 
@@ -28,8 +28,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
-    if context_length < 1 or (sequences is not None and sequences < 1):
-        raise ValueError(f"context_length ({context_length}) and sequences ({sequences}) must be at least 1.")
+    integers([context_length], "context_length", 1)
+    integers([1 if sequences is None else sequences], "sequences", 1)
     if corpus_tokens < context_length:
         raise ValueError(
             f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "
@@ -38,6 +38,20 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     if sequences is None:
         sequences = min(corpus_tokens // context_length, 32)
     return np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()
+
+
+def numbers_by_position(values, name: str) -> tuple[float, ...]:
+    """
+    Raises:
+        ValueError: the values are not one or more finite numbers.
+    """
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
+    if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all():
+        raise ValueError(f"{name} must be one finite number for each of one or more positions, got {values!r:.200}.")
+    return tuple(numbers.tolist())
 
 
 @dataclass(frozen=True)
@@ -59,15 +73,13 @@ class PositionLoss(Result):
     error: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "loss", tuple(map(float, self.loss)))
-        if not self.loss or not np.isfinite(self.loss).all() or self.sequences < 1:
-            raise ValueError("a per-token loss is one finite number for each of one or more positions and sequences.")
-        if self.error is not None:
-            object.__setattr__(self, "error", tuple(map(float, self.error)))
-            if len(self.error) != len(self.loss) or not (np.isfinite(self.error).all() and min(self.error) >= 0):
-                raise ValueError(
-                    f"error must be {len(self.loss)} finite numbers, none below 0, one for each position."
-                )
+        object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
+        object.__setattr__(self, "sequences", *integers([self.sequences], "sequences", 1))
+        if self.error is None:
+            return
+        object.__setattr__(self, "error", numbers_by_position(self.error, "error"))
+        if len(self.error) != len(self.loss) or min(self.error) < 0:
+            raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")
 
     @classmethod
     def of_sequences(cls, losses, settings: dict[str, Any]) -> PositionLoss:
@@ -75,10 +87,15 @@ class PositionLoss(Result):
 
         Args:
             losses: of M sequences of T tokens, (M, T), in nats.
+
+        Raises:
+            ValueError: there is no sequence, or they are not of one length.
         """
+        lengths = sorted({np.size(row) for row in losses})
+        if len(lengths) != 1 or np.ndim(losses[0]) != 1:
+            raise ValueError(f"losses must be one or more sequences of one length, got lengths {lengths}.")
         losses = np.asarray(losses, dtype=np.float64)
-        window = smoothing_window(losses.shape[1])
-        return cls(losses.mean(axis=0), len(losses), settings, standard_error(losses, window))
+        return cls(losses.mean(axis=0), len(losses), settings, standard_error(losses, smoothing_window(*lengths)))
 
     @property
     def context_length(self) -> int:
@@ -109,7 +126,7 @@ class PositionLoss(Result):
         how = f"nats, mean of {self.window} tokens" + ("" if self.error is None else " ± standard error")
         return (
             f"loss {self.smoothed_at(end // 2 + 1)} in the middle and {self.smoothed_at(end)} at the end of {end} tokens "
-            f"({how}), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences"
+            f"({how}), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences{self.interruption}"
         )
 
     def explanation(self) -> str:

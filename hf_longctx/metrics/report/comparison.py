@@ -35,6 +35,10 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
     Raises:
         ValueError: the results are of several metrics, or of one that has no such picture; or see `plot_comparison`.
     """
+    if not isinstance(results, Mapping):
+        raise ValueError(
+            f"results must be by the name of the model, {{name: result}}, got a {type(results).__name__}."
+        )
     classes = {type(result) for result in results.values()}
     if classes not in ({ForgettingCurve}, {PositionLoss}):
         names = ", ".join(sorted(cls.__name__ for cls in classes)) or "none"
@@ -51,6 +55,16 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
     else:
         plot_losses([loss.with_settings(model=name) for name, loss in results.items()], path, title=title)
     return text
+
+
+def check_measured(results: Mapping[str, Result]) -> None:
+    """
+    Raises:
+        ValueError: there is no result, or nothing was measured in one; it is named.
+    """
+    empty = [name for name, result in results.items() if not result.measured]
+    if empty or not results:
+        raise ValueError(f"no length was measured: {', '.join(empty) or 'there is no curve'}.")
 
 
 def comparable(results: list[Result]) -> dict[str, Result]:
@@ -119,7 +133,12 @@ def markdown(columns, rows) -> str:
 
 
 def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
-    """The lengths of several models as a Markdown table, in tokens; see `effective_length`."""
+    """The lengths of several models as a Markdown table, in tokens; see `effective_length`.
+
+    Raises:
+        ValueError: there is no curve, or one has no point.
+    """
+    check_measured(curves)
     columns = (
         "model",
         "data",
@@ -171,9 +190,7 @@ def plot_comparison(
     Raises:
         ValueError: there is no curve, a curve has no point, or matplotlib does not know the extension.
     """
-    empty = [name for name, curve in curves.items() if not curve.points]
-    if empty or not curves:
-        raise ValueError(f"no length was measured: {', '.join(empty) or 'there is no curve'}.")
+    check_measured(curves)
     figure = style.figure(style.WIDTH, 5.2 + 0.5 * len(curves))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.4 + 0.5 * len(curves)])
     log = all(logarithmic([p.length for p in curve.points]) for curve in curves.values())

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ..result import Overview
+from ..result import Overview, entries, integers
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
@@ -41,6 +41,11 @@ class Answer:
     reply: str | None
     matched: bool
 
+    def __post_init__(self):
+        integers([self.tokens], "the tokens of an answer", 1)
+        if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
+            raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
+
     @property
     def probability(self) -> float:
         """Probability of a token of the answer, geometric mean over its tokens."""
@@ -54,9 +59,20 @@ class Answers:
     answers: tuple[Answer, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "answers", tuple(self.answers))
+        object.__setattr__(self, "answers", entries(self.answers, Answer))
         if not self.answers:
             raise ValueError("there is no answer to score.")
+
+    def for_each(self, name: str, low: int, high: float = math.inf) -> None:
+        """Turn a field with an integer for each answer into a tuple.
+
+        Raises:
+            ValueError: there are more or fewer, or one is not between `low` and `high`.
+        """
+        values = integers(getattr(self, name), name, low, high)
+        if len(values) != len(self.answers):
+            raise ValueError(f"{name} has {len(values)} numbers for {len(self.answers)} answers; give one for each.")
+        object.__setattr__(self, name, values)
 
     @property
     def match_rate(self) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..curve.protocol import check_ids, check_lengths
 from ..run.journal import content_hash
-from ..run.parts import Run, labels, run_parts, versions
+from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from ..run.scoring import REPLY_MARGIN, score_answer
 from .answers import Answers, holds_number, holds_text
@@ -120,7 +120,8 @@ def needle_in_a_haystack(
     def result(entries):
         measured = [(cell, entries[cell]) for cell in grid if cell in entries]
         cells = [NeedleCell.from_list(entry["answers"], *cell, entry["positions"]) for cell, entry in measured]
-        return NeedleGrid(cells, settings | {"versions": versions()} | labels(corpus_name, train_length))
+        grid_asked = {"lengths": lengths, "depths": depths}
+        return NeedleGrid(cells, settings | grid_asked | labels(corpus_name, train_length))
 
     grid = [(length, depth) for length in lengths for depth in depths]
     return run_parts(
@@ -206,7 +207,7 @@ def line_retrieval(
             LinesPoint.from_list(entry["answers"], n, entry["tokens"], entry["asked_lines"])
             for n, entry in sorted(entries.items())
         ]
-        return LineRetrieval(points, settings | {"versions": versions()} | labels(None, train_length))
+        return LineRetrieval(points, settings | {"lines": lines} | labels(None, train_length))
 
     return run_parts(
         reader,

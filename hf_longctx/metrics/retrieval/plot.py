@@ -33,6 +33,7 @@ def plot_needle(
     """
     if not result.cells:
         raise ValueError("there is no cell to draw: nothing was measured.")
+    style.check_train_length(train_length)
     score = score or result.scores[0]
     rates, lengths, depths = result.grid(score), result.lengths, result.depths
     if score not in result.scores:

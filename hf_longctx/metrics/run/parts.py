@@ -102,7 +102,9 @@ def run_parts(
     Args:
         name: of the progress bar.
         work: measures what the journal does not have, within `reader.reading`.
-        result: of the journal's entries; None if they do not suffice for one.
+        result: of the journal's entries; None if they do not suffice for one. Its settings get what says how it was
+            run: which weights, device, tokens per pass (None: the device's default), versions; and `interrupted`, if
+            an exception ended the run, by what.
         depends_on: settings that the entries depend on, as JSON values.
         trial: ids of a typical input.
         run: None is `Run()`.
@@ -126,12 +128,23 @@ def run_parts(
     if processes > 1 and not isinstance(failure, KeyboardInterrupt):
         entries, failure = exchange(entries, failure, processes)
     outcome = result(entries)
+    if outcome is not None:
+        facts = {"device": reader.device, "tokens_per_pass": run.tokens_per_pass, "versions": versions()}
+        facts |= {} if failure is None else {"interrupted": describe(failure)}
+        outcome = outcome.with_settings(**reader.identity(), **facts)
     if failure is None:
         return outcome
     failure.result = outcome
     measured = "nothing had been measured" if outcome is None else outcome.summary()
     failure.add_note(f"What had been measured is in this error's .result: {measured}")
     raise failure
+
+
+def describe(failure: BaseException) -> str:
+    """What ended a run, in one line."""
+    if isinstance(failure, KeyboardInterrupt):
+        return "Ctrl-C"
+    return (str(failure) or type(failure).__name__).splitlines()[0][:200]
 
 
 def process_place(reader: Reader) -> tuple[int, int]:

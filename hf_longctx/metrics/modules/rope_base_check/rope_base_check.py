@@ -63,13 +63,13 @@ class RopeBaseCheck(evaluate.Metric):
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Check a model, or pairs of a base and a context: those given here and those added before."""
         options = evaluate_modules.options_for("rope_base_check", options)
-        if model is None:
-            if options.keys() != {"head_dim"}:
-                raise ValueError("bases and contexts need head_dim=..., and nothing else; a model, model=...")
-            return super().compute(predictions=predictions, references=references, **options)
-        if predictions is not None or references is not None or len(self):
-            raise ValueError("compute() takes a model, or predictions and references, not both.")
-        return evaluate_modules.check_model(model, **options)
+        scored = {"predictions": predictions, "references": references}
+        head_dim = options.pop("head_dim", None) if model is None else None
+        if evaluate_modules.measures(self, model, None, options, **scored):
+            return evaluate_modules.check_model(model, **options)
+        if head_dim is None:
+            raise ValueError("bases and contexts need head_dim=...: dimensions of a query or key head.")
+        return super().compute(**scored, head_dim=head_dim)
 
     def _compute(self, predictions, references, head_dim):
         return evaluate_modules.check_bases(predictions, references, head_dim)
