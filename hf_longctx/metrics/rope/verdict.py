@@ -480,7 +480,9 @@ def _frequencies(config, kind, base, layers, claimed):
     head_dim = _need(layer, "head_dim")
     rope_type, factor = parameters["rope_type"], parameters.get("factor")
     if factor is not None and not (_is_real(factor) and factor > 0):
-        raise ValueError(f"factor is {factor!r} in rope_parameters of type {rope_type!r}; it must be a number above 0.")
+        raise ValueError(
+            f"factor is {factor!r} in rope_parameters of type {rope_type!r}; it must be a number above 0."
+        )
     if rope_type == "default":
         share = parameters.get("partial_rotary_factor", 1.0)
         rotary_dim = int(head_dim * share) if _is_real(share) and 0 < share <= 1 else 0
