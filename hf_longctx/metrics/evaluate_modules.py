@@ -256,14 +256,14 @@ def measure_curve(
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
-    """A curve in plain JSON types: its two lengths, then what `ForgettingCurve.from_json` reads again."""
+    """A curve in plain JSON types: summary, the paper's lengths, then what `ForgettingCurve.from_json` reads again."""
     fine, coarse = curve.fine_length, curve.coarse_length
     return {
+        "summary": curve.summary(),
         "fine_length": int(fine),
         "fine_open_ended": fine.open_ended,
         "coarse_length": int(coarse),
         "coarse_open_ended": coarse.open_ended,
-        "summary": curve.summary(),
         **json.loads(curve.to_json()),
     }
 
