@@ -5,6 +5,8 @@ A text is a sequence of documents, which are read one by one and only as far as 
 
 from __future__ import annotations
 
+import glob
+import gzip
 import threading
 import zlib
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ import numpy as np
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
 STDLIB = "stdlib"
+PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
 PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
 
 
@@ -36,8 +40,7 @@ def load_tokens(tokenizer, source: str | None = None, *, at_least: int | None = 
         at_least: stop after the document that completes so many tokens. Default: read all documents.
 
     Raises:
-        ValueError: the text is empty or not in UTF-8, the dataset has no "text" column, or the tokenizer maps
-            everything to one id.
+        ValueError: as for `load_text`, or the tokenizer maps everything to one id.
         ImportError, FileNotFoundError: as for `load_text`.
     """
     name, documents = open_source(source)
@@ -62,16 +65,18 @@ def load_text(source: str | None = None) -> str:
     """Read a whole corpus.
 
     Args:
-        source: path of a text file or of a folder of *.txt files (in name order); the name of a dataset for
-            `datasets.load_dataset` (its "text" column, split "test" if there is one, else the first); "pg19" for
-            the test books of PG-19; "stdlib" or None for the held-out part of `stdlib_text`.
+        source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json or .parquet;
+            each of them also with .gz after it. Or path of a folder, of whose files, nested ones included, one kind is
+            read in the order of their names: *.txt if there are any, else *.md, *.jsonl, *.json, *.parquet.
+            Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test" if there is one, else
+            the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of `stdlib_text`.
 
     Returns:
         The documents with an empty line between them.
 
     Raises:
-        ValueError: the text is empty or not in UTF-8, or the dataset has no "text" column.
-        ImportError: a dataset was named and `datasets` is not installed.
+        ValueError: the text is empty or not in UTF-8, or the table or dataset has no "text" column.
+        ImportError: a table or a dataset was named and `datasets` is not installed.
         FileNotFoundError: neither a path nor a dataset of that name could be found.
     """
     return "\n\n".join(open_source(source or STDLIB)[1])
@@ -94,27 +99,67 @@ def open_source(source: str | None) -> tuple[str, Iterator[str]]:
         source = PG19
     path = Path(source)
     if path.is_dir():
-        files = sorted(path.glob("*.txt"))
-        if not files:
-            raise ValueError(f"folder {source} holds no *.txt file; give a folder of plain text or one file.")
-        return source, _filled(source, map(_read, files))
+        return str(source), _filled(source, _folder(path))
     if path.is_file():
-        return source, _filled(source, map(_read, [path]))
+        return str(source), _filled(source, _read(path))
     return source, _filled(source, _dataset(source))
 
 
+def _folder(path):
+    """The documents of the files in a folder, of the first kind that occurs there; hidden ones are left out."""
+    files = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+            files.setdefault(_suffix(file), []).append(file)
+    for suffix in SUFFIXES:
+        if suffix in files:
+            return (document for file in files[suffix] for document in _read(file))
+    kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+    raise ValueError(
+        f"folder {path} holds no file of these kinds: {kinds} (or .gz of them). Give such files, or one file."
+    )
+
+
+def _suffix(path):
+    """The suffix that tells the kind of a file, .gz left out."""
+    return Path(path.stem if path.suffix == ".gz" else path).suffix.lower()
+
+
 def _read(path):
+    """The documents of a file: the rows of a table, or the whole text."""
+    if _suffix(path) in TABLES:
+        return _table(path)
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no whole gzip file ({error}); compress the text again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not text in UTF-8 ({error}). Convert the file, with iconv for example."
+            f"{path} is not text in UTF-8 ({error}). Give a text file; convert one in another encoding, with iconv for "
+            "example."
         ) from error
+    if "\0" in text:
+        raise ValueError(f"{path} is a binary file, not text: it holds zero bytes. Give a text file.")
+    return [text.replace("\r\n", "\n")]
+
+
+def _table(path):
+    """The texts of a .jsonl, .json or .parquet file."""
+    datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
+    try:
+        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
+        columns = list(next(iter(rows), {}))
+    except Exception as error:  # pyarrow's and those of `datasets`, of many types
+        if StopIteration in (type(error), type(error.__cause__)):  # how a stream without rows ends
+            return iter(())
+        raise ValueError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+    return _texts(rows, columns, path)
 
 
 def _filled(source, documents):
     """The documents that are not blank. The first one is read at once, so that an empty source raises here."""
-    documents = (document for document in documents if document.strip())
+    documents = (document for document in documents if document and document.strip())
     first = next(documents, None)
     if first is None:
         raise ValueError(f"{source} holds no text; a corpus needs at least a few hundred words.")
@@ -130,21 +175,37 @@ def _dataset(name):
     """The texts of a dataset, streamed from the hub, or offline from the cache of `datasets`."""
     from huggingface_hub import is_offline_mode
 
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(
-            f"{name} is no file or folder; reading it as a dataset needs: pip install 'hf-longctx[training]'"
-        ) from None
+    datasets = _datasets(f"{name} is no file or folder; reading it as a dataset")
     try:
         splits = datasets.load_dataset(name, streaming=not is_offline_mode())
     except Exception as error:  # offline, unknown name, gated: `datasets` raises many types
         raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
     split = splits["test" if "test" in splits else next(iter(splits))]
     columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
+    return _texts(split, columns, f"dataset {name}")
+
+
+def _datasets(what):
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"{what} needs the datasets library: pip install 'hf-longctx[training]'") from None
+    return datasets
+
+
+def _texts(rows, columns, name):
+    """The column "text" of rows."""
     if "text" not in columns:
-        raise ValueError(f'dataset {name} has columns {columns}; a corpus needs a column "text".')
-    return (row["text"] for row in split)
+        raise ValueError(
+            f'{name} has columns {columns}; a corpus needs a column "text": rename the one with the text.'
+        )
+
+    def text(row):
+        if not isinstance(row["text"], str | None):
+            raise ValueError(f'the column "text" of {name} holds {type(row["text"]).__name__}, not text.')
+        return row["text"]
+
+    return map(text, rows)
 
 
 def _in_time(work, seconds):

@@ -58,8 +58,7 @@ def main():
     print("3. Continue a prompt")
     ids = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
-    sampling = dict(do_sample=True, temperature=0.7, top_p=0.9)  # a model this small repeats itself if it is greedy
-    new = model.generate(**ids, **sampling, max_new_tokens=40, pad_token_id=tokenizer.pad_token_id)
+    new = model.generate(**ids, max_new_tokens=40)
     text = tokenizer.decode(new[0], skip_special_tokens=True)
     print("   " + text.replace("\n", "\n   "), flush=True)
 
@@ -73,8 +72,8 @@ def main():
         sys.exit(status)
     curve = ForgettingCurve.from_json(output.with_suffix(".json").read_text())
     print(f"\nGenerated:      {text!r}")
-    print(f"Fine length:    {curve.fine_length} tokens (copied with more than 99 % accuracy)")
-    print(f"Coarse length:  {curve.coarse_length} tokens (copied at least 1 % better than guessed)")
+    print(f"Fine length:    {curve.interval('fine')} tokens (copied with more than 99 % accuracy, 95 % sure)")
+    print(f"Coarse length:  {curve.interval('coarse')} tokens (copied at least 1 % better than guessed, 95 % sure)")
     print(f"Picture:        {output}.png")
     print(f"Numbers:        {output}.json")
     print(f"Took {time.perf_counter() - began:.0f} s on {torch.get_num_threads()} threads")

@@ -1,11 +1,14 @@
-# Sourced by scripts/demo and scripts/test: makes .venv once, with this package and EXTRA, and activates it.
+# Sourced by scripts/demo, scripts/test and scripts/clients: makes VENV once, with this package and EXTRA, and activates it.
 #
+#   VENV          folder to make (default: .venv)
 #   PYTHON        interpreter to make it with (default: python3, 3.11 or newer)
 #   EXTRA         one of the package's extras, e.g. "plot"
+#   REQUIREMENTS  a file of more packages (default: none)
 #
 # Where no NVIDIA GPU is found it takes PyTorch's CPU build, which saves gigabytes.
 
 python=${PYTHON:-python3}
+venv=${VENV:-.venv}
 if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     echo "error: '$python' is not a Python 3.11 or newer with venv and pip." >&2
     echo "Install one (on Debian: apt install python3-venv) or name it: PYTHON=/path/to/python $0" >&2
@@ -14,10 +17,10 @@ fi
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Whatever this depends on: when it changes, what is installed is brought up to date.
-wanted=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh | cksum)
+wanted=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh ${REQUIREMENTS:-} | cksum)
 
 install() {
-    .venv/bin/python -m pip install -q -c scripts/constraints.txt "$@"
+    "$venv/bin/python" -m pip install -q -c scripts/constraints.txt "$@"
 }
 
 version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
@@ -31,19 +34,22 @@ install_torch() {
 }
 
 # One that was interrupted while it was made is made anew.
-if ! { [ -f .venv/bin/activate ] && .venv/bin/python -m pip --version; } >/dev/null 2>&1; then
-    "$python" -m venv --clear .venv
+if ! { [ -f "$venv/bin/activate" ] && "$venv/bin/python" -m pip --version; } >/dev/null 2>&1; then
+    "$python" -m venv --clear "$venv"
 fi
-. .venv/bin/activate
-installed=".venv/installed-$EXTRA"
+. "$venv/bin/activate"
+installed="$venv/installed-$EXTRA"
 if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
-    echo "Installing into .venv (once) ..."
+    echo "Installing into $venv (once) ..."
     install numpy hatchling editables
     python -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null || install_torch
     if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
         install -c scripts/constraints-triton.txt --no-build-isolation -e ".[$EXTRA]"
     else # a CUDA build of PyTorch has brought the Triton that it was made with
         install --no-build-isolation -e ".[$EXTRA]"
+    fi
+    if [ -n "${REQUIREMENTS:-}" ]; then
+        install -r "$REQUIREMENTS"
     fi
     echo "$wanted" >"$installed"
 fi

@@ -1,5 +1,7 @@
 """Corpora: where texts come from, and what happens without a hub."""
 
+import gzip
+import json
 import sys
 import time
 import warnings
@@ -75,7 +77,53 @@ def test_files_and_folders(tmp_path):
     assert load_tokens(words_tokenizer(), str(tmp_path)).tokens.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("make, message", [("empty.txt", "holds no text"), ("folder/", r"holds no \*.txt file")])
+def test_a_folder_is_read_with_its_folders_by_the_first_kind_there_is(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "notes" / "b.md").write_text("second")
+    (tmp_path / "z.md").write_text("third")
+    (tmp_path / ".git" / "a.txt").write_text("hidden")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert load_text(str(tmp_path)) == "second\n\nthird"
+    with gzip.open(tmp_path / "notes" / "a.txt.gz", "wt") as file:
+        file.write("first")
+    assert load_text(str(tmp_path)) == "first"
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "jsonl.gz"])
+def test_tables_are_read_by_their_text(tmp_path, ending):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": "first", "n": 1}, {"text": None, "n": 2}, {"text": "second", "n": 3}]
+    file = tmp_path / f"{'a' if ending.endswith('.gz') else '[1]'}.{ending}"
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    if ending == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    elif ending == "jsonl.gz":
+        file.write_bytes(gzip.compress(lines.encode()))
+    else:
+        file.write_text(json.dumps(rows) if ending == "json" else lines)
+    assert load_text(str(file)) == "first\n\nsecond"
+    assert load_text(str(tmp_path)) == "first\n\nsecond"
+    assert load_tokens(words_tokenizer(), str(file)).tokens.tolist() == [1, 2]
+
+
+def test_compressed_text_and_byte_order_marks(tmp_path):
+    (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"first\r\nsecond"))
+    (tmp_path / "b.tex").write_bytes("\ufeffthird".encode())
+    assert load_text(str(tmp_path / "a.md.gz")) == "first\nsecond"
+    assert load_text(str(tmp_path / "b.tex")) == "third"
+
+
+def test_tables_need_the_datasets_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    with pytest.raises(ImportError, match=r"reading .*a.jsonl needs the datasets library: pip install"):
+        load_text(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "make, message", [("empty.txt", "holds no text"), ("folder/", r"holds no file of these kinds: \*.txt, \*.md")]
+)
 def test_nothing_to_read(tmp_path, make, message):
     path = tmp_path / make
     if make.endswith("/"):

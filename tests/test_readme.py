@@ -36,6 +36,7 @@ with_python = [path for path in READMES if any(language == "python" for language
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 @pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
     """A block without an output below it is shown and run, too."""
@@ -78,7 +79,7 @@ def test_demo(tmp_path):
     assert "same logits" in run.stdout
     shown = dict(re.findall(r"^(Picture|Numbers): +(.+)$", run.stdout, re.MULTILINE))
     assert all(Path(path).is_file() for path in shown.values()) and len(shown) == 2
-    assert re.search(r"^Fine length: +>?\d+ tokens", run.stdout, re.MULTILINE)
+    assert re.search(r"^Fine length: .+ tokens \(copied", run.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=IDS)

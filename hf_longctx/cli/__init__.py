@@ -7,7 +7,24 @@ import argparse
 import sys
 
 from .. import __version__
-from . import compare, convert, curve, gates, generate, lines, loss, needle, register_metrics, report, rope, train_demo
+from . import (
+    compare,
+    convert,
+    curve,
+    finetune,
+    gates,
+    generate,
+    lines,
+    loss,
+    needle,
+    register_metrics,
+    report,
+    rope,
+    serve,
+    shared,
+    train,
+    train_demo,
+)
 
 
 COMMANDS = {
@@ -19,7 +36,10 @@ COMMANDS = {
     "rope": rope,
     "report": report,
     "generate": generate,
+    "serve": serve,
     "gates": gates,
+    "train": train,
+    "finetune": finetune,
     "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,
@@ -50,8 +70,8 @@ def main(argv=None) -> int:
     args = parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:  # the last: no such device, out of memory
-        print(f"hf-longctx: error: {error}", file=sys.stderr)
+    except shared.EXPECTED as error:
+        print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hf-longctx: interrupted", file=sys.stderr)

@@ -1,10 +1,14 @@
 """Continue a prompt, printing tokens as they come.
 
+Without --temperature, --top-p or --top-k, generation_config.json of the model says whether it samples.
+
 Examples:
   hf-longctx generate model_cards/fox-demo "The import statement" --max-new-tokens 20
-  echo "The import statement" | hf-longctx generate model_cards/fox-demo - --temperature 0.8 --top-p 0.9
+  hf-longctx generate MODEL "Which foxes are grey?" --chat --temperature 0 --json
+  echo "The import statement" | hf-longctx generate model_cards/fox-demo - --top-p 0.9 --stop .
 """
 
+import json
 import math
 import sys
 
@@ -16,8 +20,16 @@ def add_arguments(parser):
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     group = parser.add_argument_group("generation")
     group.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of probability sampled from")
+    group.add_argument("--temperature", type=float, metavar="T", help="of sampling; 0 = greedy")
+    group.add_argument("--top-p", type=float, metavar="P", help="share of probability sampled from")
+    group.add_argument("--top-k", type=int, metavar="K", help="number of likeliest tokens sampled from")
+    group.add_argument(
+        "--stop", action="append", metavar="STRING", help="end with the token that completes STRING; repeatable"
+    )
+    group.add_argument("--chat", action="store_true", help="PROMPT is the user's turn in the model's chat template")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object: prompt, text, tokens, finish_reason, settings"
+    )
 
 
 def check(args, prompt):
@@ -26,14 +38,51 @@ def check(args, prompt):
         raise ValueError("the prompt is empty; give the text to continue in quotes.")
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1.")
-    if not (args.temperature >= 0 and math.isfinite(args.temperature)):
+    temperature, top_p, top_k = args.temperature, args.top_p, args.top_k
+    if temperature is not None and not (temperature >= 0 and math.isfinite(temperature)):
+        raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or a positive number such as 0.8.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top-p is {top_p}; it must lie above 0 and be at most 1.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"--top-k is {top_k}; it must be at least 1.")
+    if temperature == 0 and not top_p is top_k is None:
+        raise ValueError("--top-p and --top-k need sampling; leave them out, or give a --temperature above 0.")
+    if "" in (args.stop or ()):
+        raise ValueError("--stop is empty; give the text that ends the generation.")
+
+
+def configure(config, args):
+    """Change the model's own generation config by the options."""
+    if args.temperature == 0:
+        config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+    else:
+        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+        config.update(**sampling, **({"do_sample": True} if sampling else {}))
+    config.update(max_new_tokens=args.max_new_tokens, max_length=None, stop_strings=args.stop)
+
+
+def encode(args, tokenizer, prompt):
+    """The prompt's tokens; ValueError if it has none, or if the tokenizer lacks the chat template asked for."""
+    if not args.chat:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    elif tokenizer.chat_template is None:
         raise ValueError(
-            f"--temperature is {args.temperature}; it must be 0 (greedy) or a positive number such as 0.8."
+            f"--chat: the tokenizer of {args.model} has no chat template. Leave --chat out to continue the text, or save "
+            "a tokenizer that has one."
         )
-    if not 0 < args.top_p <= 1:
-        raise ValueError(f"--top-p is {args.top_p}; it must lie above 0 and be at most 1.")
-    if args.top_p < 1 and args.temperature == 0:
-        raise ValueError(f"--top-p {args.top_p} needs sampling; give a --temperature above 0.")
+    else:
+        turn = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError(f"the tokenizer of {args.model} makes no token of the prompt {prompt!r}.")
+    return inputs
+
+
+def is_end(token, eos_token_id):
+    """Whether a token is one of the ids, or the id, that end a text; a model may have none."""
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return int(token) in ids
 
 
 def run(args):
@@ -43,15 +92,38 @@ def run(args):
     from transformers import TextStreamer
 
     model, tokenizer = shared.load_model(args)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    sampling = {"do_sample": args.temperature > 0}
-    if args.temperature > 0:
-        sampling |= {"temperature": args.temperature, "top_p": args.top_p}
+    inputs = encode(args, tokenizer, prompt).to(model.device)
+    config = model.generation_config
+    configure(config, args)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def refuse_nan(ids, logits):
+        if logits.isnan().any():
+            raise ValueError(
+                f"the logits of {args.model} after {ids.shape[1]} tokens are NaN. Look for damaged weights, or "
+                "give --dtype float32."
+            )
+        return logits
+
+    text_options = {"clean_up_tokenization_spaces": False, "skip_special_tokens": True}
     torch.manual_seed(args.seed)
-    model.generate(
+    ids = model.generate(
         **inputs,
-        **sampling,
-        max_new_tokens=args.max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, clean_up_tokenization_spaces=False, skip_special_tokens=True),
+        logits_processor=[refuse_nan],
+        tokenizer=tokenizer if args.stop else None,
+        streamer=None if args.json else TextStreamer(tokenizer, skip_prompt=args.chat, **text_options),
     )
+    if args.json:
+        new = ids[0, inputs["input_ids"].shape[1] :]
+        text = tokenizer.decode(new, **text_options)
+        ended = is_end(new[-1], config.eos_token_id) or any(stop in text for stop in args.stop or ())
+        computed = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device), "seed": args.seed}
+        document = {
+            "prompt": prompt,
+            "text": text,
+            "tokens": new.tolist(),
+            "finish_reason": "stop" if ended else "length",
+            "settings": {"model": args.model, "chat": args.chat, **computed, **config.to_diff_dict()},
+        }
+        print(json.dumps(document, ensure_ascii=False))

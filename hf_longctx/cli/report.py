@@ -35,11 +35,11 @@ def run(args):
     from ..metrics import measure_all
     from ..metrics.report.defaults import NO_CLAIM
 
-    reader, tokenizer = shared.load_reader(args)
-    longest = shared.coalesce(args.context_length, reader.claimed_context, NO_CLAIM)
-    corpus = shared.load_corpus(args, tokenizer, longest)
+    shared.check(args, folder=True)
+    tokenizer, claimed, open_reader = shared.open_model(args)
+    corpus = shared.load_corpus(args.text, tokenizer, shared.coalesce(args.context_length, claimed, NO_CLAIM))
     report = measure_all(
-        reader,
+        open_reader(),
         tokenizer,
         corpus.tokens,
         args.output,
@@ -60,5 +60,5 @@ def served_config(args):
     from transformers import AutoConfig
 
     with suppress(OSError, ValueError):
-        return AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+        return AutoConfig.from_pretrained(args.model, **shared.source(args))
     return None

@@ -1,10 +1,11 @@
 """Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
 
-Reads the configuration only. A screening number: many good models violate the bound at their claimed length.
+Reads the configuration only. A screening number: many good models violate the bound at their claimed length. The
+picture shows B_m over the distance m, where it first is negative, and how far the claimed context needs it.
 
 Examples:
   hf-longctx rope meta-llama/Llama-3.1-8B
-  hf-longctx rope MODEL --context-length 65536 --json
+  hf-longctx rope MODEL --context-length 65536 --output rope.svg
 """
 
 from . import shared
@@ -16,6 +17,7 @@ def add_arguments(parser):
         "--context-length", type=int, metavar="TOKENS", help="default: the context that the model claims"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--output", metavar="PATH", help="draw the bound into a PNG, SVG or PDF (default: no picture)")
     shared.add_remote_code(parser)
 
 
@@ -24,6 +26,12 @@ def run(args):
 
     from ..metrics import rope_report
 
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    if args.output is not None:
+        shared.check_writable("--output", args.output)
+    config = AutoConfig.from_pretrained(args.model, **shared.source(args))
     report = rope_report(config, context_length=args.context_length)
     print(report.to_json(indent=1) if args.json else report)
+    if args.output is not None:
+        output = shared.picture_path(args.output)
+        report.plot(output)
+        shared.say(f"wrote {output}")

@@ -14,10 +14,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_fox import GATE_PARTS, GATE_QUERY, autocast_inputs, fold_keys, fold_queries, running_sum
+from .attention_fox import (
+    GATE_PARTS,
+    GATE_QUERY,
+    autocast_inputs,
+    fold_keys,
+    fold_queries,
+    running_sum,
+    unfold_decay,
+)
 from .bounds_fox import VisibleKeys, find_visible_keys, stop_query
 from .inputs_fox import check_gate_heads
 from .kernels_fox import triton
+from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import attention_from_sums, is_decoding, triton_attention, triton_decode, why_not
@@ -189,9 +198,6 @@ if triton is not None:
 
 # Backends that compute softmax(scaling * q.k + mask) v exactly. Others may drop an argument that they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", NAME)
-# An additive mask below -1e4 hides a key. It is applied again as a minimum of float32, because a decay can exceed the
-# minimum of float16, -65504.
-MASKED = -1e4
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -242,6 +248,8 @@ def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
     name = module.config._attn_implementation
     if log_f is not None:
         check_gate_heads(log_f, module.gates_per_key, k.shape[1])
+        if rows.tree is not None:
+            return attend_along_paths(module, q, k, v, log_f, rows, past)
         if name != NAME or past.cache is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, rows, past)
     k, v = past.append(k, v)
@@ -249,6 +257,20 @@ def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
         kwargs["log_f"] = log_f
     # FlashAttention finds packed documents in the position ids
     return run_backend(name, module, q, k, v, attention_mask, past.cache, position_ids=rows.position_ids, **kwargs)
+
+
+def attend_along_paths(module, q, k, v, log_f, rows, past):
+    """`attend` under a mask of four dimensions, in plain PyTorch whatever the implementation; see masks_fox.py."""
+    if past.cache is not None:
+        _, k, v = fold_forget_gate(module, q, k, v, log_f, rows, past)
+        k, v = past.append(k, v)
+        c = unfold_decay(k, module.head_dim, module.gates_per_key, module.scaling)
+        log_f = c.diff(dim=-1, prepend=c[..., :1])  # no key fades by the gate of the first
+        k, v = (x[..., : module.head_dim] for x in (k, v))
+    bias = decay_along_paths(log_f, rows.tree.visible)
+    bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], dim=1)
+    dropout = module.config.attention_dropout if module.training else 0.0
+    return eager_attention_forward(module, q, k, v, bias, module.scaling, dropout)
 
 
 def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):

@@ -1,12 +1,22 @@
 """Configuration of the Forgetting Transformer (FoX)."""
 
+import difflib
+import math
+
+import torch
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
 OUTPUT_GATES = ("sigmoid", "silu")
+# What other models of transformers may be, and a FoX is not.
+FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
+# Names that the base class takes beside its fields and properties.
+BASE_NAMES = {"attn_implementation", "rope_theta", "partial_rotary_factor", "auto_map", "quantization_config", *FIXED}
 LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 
 
@@ -46,8 +56,8 @@ class FoxConfig(PreTrainedConfig):
         format_version: layout of the saved folder.
 
     Raises:
-        ValueError: a size or an epsilon is not positive, a size does not divide, a gate is unknown, decay times
-            contradict the gate, or the folder was saved by a newer hf-longctx.
+        ValueError: a name is unknown; a value is out of its range or contradicts another; or the folder was saved by a
+            newer hf-longctx. A saved configuration may hold unknown names, which other programs have added.
     """
 
     model_type = "fox"
@@ -58,10 +68,12 @@ class FoxConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.k_shift_proj": "colwise",
-        "layers.*.self_attn.v_shift_proj": "colwise",
-        # The gate is no nn.Linear: "packed_colwise" runs it on the heads of a rank and sums the gradients of its
-        # input.
+        # Shift weights and gate are no nn.Linear: "packed_colwise" runs them on the heads of a rank and sums the
+        # gradients of their input.
+        "layers.*.self_attn.k_shift_proj": "packed_colwise",
+        "layers.*.self_attn.k_shift_proj.weight": "colwise",
+        "layers.*.self_attn.v_shift_proj": "packed_colwise",
+        "layers.*.self_attn.v_shift_proj.weight": "colwise",
         "layers.*.self_attn.f_proj": "packed_colwise",
         "layers.*.self_attn.f_proj.weight": "colwise",
         "layers.*.self_attn.f_proj.bias": "colwise",
@@ -118,12 +130,16 @@ class FoxConfig(PreTrainedConfig):
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
+        if self.format_version < 1:
+            raise ValueError(f"format_version={self.format_version}; versions of the format start at 1. Leave it out.")
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"this folder has FoX format version {self.format_version}, but the installed code reads up to "
                 f"version {FORMAT_VERSION}. Upgrade: pip install -U hf-longctx (or use trust_remote_code=True)."
             )
+        self._check_names(kwargs)
         self._check_sizes()
+        self._check_values(kwargs)
         self._check_heads()
         self._check_gates()
         if self.intermediate_size is None:
@@ -182,6 +198,54 @@ class FoxConfig(PreTrainedConfig):
                 plan[rule] = style
         return plan
 
+    def validate_rope(self):
+        """Part of the validation by `@strict`, after all fields are set."""
+        try:
+            super().validate_rope()
+        except KeyError as error:
+            raise ValueError(f"rope_parameters={self.rope_parameters}: {error.args[0]}.") from None
+        if self.rope_parameters is None:
+            return
+        rope_type, theta = (self.rope_parameters.get(name) for name in ("rope_type", "rope_theta"))
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"rope_type={rope_type!r} is unknown; it must be one of {('default', *ROPE_INIT_FUNCTIONS)}."
+            )
+        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            raise ValueError(f"rope_theta={theta!r}; it must be a positive number such as 500000.0.")
+
+    def _check_names(self, kwargs):
+        """Raise ValueError for names that are no fields, unless they come from a saved configuration."""
+        if "model_type" in kwargs:
+            return
+        for name in kwargs:
+            if name not in BASE_NAMES and not name.startswith("_") and not hasattr(type(self), name):
+                closest = difflib.get_close_matches(name, type(self).__annotations__)
+                hint = f"; close to it: {', '.join(closest)}" if closest else ""
+                raise ValueError(f"{name!r} is no field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
+
+    def _check_values(self, kwargs):
+        for name, value in FIXED.items():
+            if (got := kwargs.get(name, getattr(self, name, value))) != value:
+                raise ValueError(f"{name}={got}; a FoX is a causal decoder, so it can only be {value}.")
+        if self.hidden_act not in ACT2FN:
+            closest = difflib.get_close_matches(self.hidden_act, ACT2FN, n=1) or ["silu"]
+            raise ValueError(
+                f"hidden_act={self.hidden_act!r} is no activation of transformers, such as {closest[0]!r}."
+            )
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range={self.initializer_range}; it is a standard deviation, such as 0.02.")
+        dtype = self.dtype if self.dtype is not None else kwargs.get("torch_dtype")
+        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype={dtype!r} is no dtype of torch, such as 'bfloat16'.")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            ids = getattr(self, name)
+            for token in ids if isinstance(ids, list) else [ids]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"{name}={ids}; it must be None or below vocab_size={self.vocab_size}, and not negative."
+                    )
+
     def _check_sizes(self):
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
@@ -190,7 +254,7 @@ class FoxConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={size}; it must be at least 1.")
         for name in ("rms_norm_eps", "qk_norm_eps"):
             eps = getattr(self, name)
-            if not 0 < eps < float("inf"):
+            if not 0 < eps < math.inf:
                 raise ValueError(f"{name}={eps}; it must be a small positive number such as 1e-6.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(
@@ -227,6 +291,12 @@ class FoxConfig(PreTrainedConfig):
                 f"log_pruning_tolerance={self.log_pruning_tolerance} is the log of a share, so at most 0; None turns "
                 "pruning off."
             )
+        if self.forget_gate == "none" and self.forget_gate_per_kv_head:
+            raise ValueError(
+                'forget_gate_per_kv_head=True shares forget gates, but forget_gate is "none". Leave one of them out.'
+            )
+        if self.qk_norm_shared and not self.qk_norm:
+            raise ValueError("qk_norm_shared=True shares the weights of qk_norm, which is off. Give qk_norm=True too.")
         times = (self.decay_time_min, self.decay_time_max)
         if times == (None, None):
             if self.forget_gate == "fixed":
@@ -239,8 +309,8 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(
                 f'{both} set the initial bias of forget gates, but forget_gate is "none". Leave them out.'
             )
-        if None in times or not 0 < times[0] <= times[1]:
-            raise ValueError(f"{both} must be tokens with 0 < min <= max.")
+        if None in times or not 0 < times[0] <= times[1] < math.inf:
+            raise ValueError(f"{both} must be tokens with 0 < min <= max < inf.")
 
     @classmethod
     def pro(cls, **kwargs):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
@@ -57,7 +58,8 @@ def convert_folder(
 
     Raises:
         ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are
-            missing, unknown or of another shape (all are listed); the destination is not empty.
+            missing, unknown or of another shape (all are listed); the index names a file outside of the source, or a
+            link among the companions leads there; the destination is not empty.
         OSError: a file cannot be read or written.
     """
     source, destination = Path(source), Path(destination)
@@ -69,7 +71,19 @@ def convert_folder(
             "hf download NAME --local-dir FOLDER."
         )
     config_dict = read_json(source / CONFIG_NAME)
-    config, their_config, conversion = plan(config_dict, source_format, destination_format, decay_time)
+    dtype_name = config_dict.get("dtype", config_dict.get("torch_dtype"))
+    if dtype_name is not None and not (
+        isinstance(dtype_name, str) and isinstance(getattr(torch, dtype_name, None), torch.dtype)
+    ):
+        raise ValueError(
+            f"dtype is {dtype_name!r} in {source / CONFIG_NAME}; it must be the name of a dtype, such as 'bfloat16', or "
+            "be left out."
+        )
+    try:
+        config, their_config, conversion = plan(config_dict, source_format, destination_format, decay_time)
+    except StrictDataclassError as error:  # which is no ValueError
+        raise ValueError(f"{source / CONFIG_NAME}: {error}") from error
+    companions = find_companions(source)
     checkpoint = Checkpoint(source)
     conversion.check(checkpoint.shapes, checkpoint.read)
     stored = {checkpoint.dtypes[name] for name in conversion.inputs}
@@ -77,7 +91,7 @@ def convert_folder(
         unsupported = ", ".join(sorted(map(str, stored - SAFETENSORS_DTYPES.keys())))
         raise ValueError(f"{source} has weights of {unsupported}; convert the original weights.")
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTYPES}
-    dtype = dtypes.get(config_dict.get("dtype", config_dict.get("torch_dtype"))) or widest(stored)
+    dtype = dtypes.get(dtype_name) or widest(stored)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     # beside the destination, because a rename is atomic within one file system only
@@ -90,9 +104,8 @@ def convert_folder(
             their_config["torch_dtype"] = str(dtype).removeprefix("torch.")
             (folder / CONFIG_NAME).write_text(json.dumps(their_config, indent=2) + "\n")
         write_shards(conversion, checkpoint, dtype, folder)
-        for pattern in COMPANIONS:
-            for path in filter(Path.is_file, source.glob(pattern)):
-                shutil.copyfile(path, folder / path.name)
+        for path in companions:
+            shutil.copyfile(path, folder / path.name)
         if destination.exists():
             destination.rmdir()
         folder.rename(destination)
@@ -121,6 +134,20 @@ def plan(config_dict, source_format, destination_format, decay_time):
         f"cannot convert from {source_format!r} to {destination_format!r}: from one of {formats} to 'fox', or from "
         f"'fox' to one of {tuple(LAYOUTS)}."
     )
+
+
+def find_companions(source: Path) -> list[Path]:
+    """The files to copy. A link that leaves the folder is refused, as the copy may be published with the weights."""
+    companions = [path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()]
+    home = source.resolve()
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]  # the latter: Hub's cache
+    for path in companions:
+        if not any(path.resolve().is_relative_to(folder) for folder in homes):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside of {source}, and would be copied into the result. Remove "
+                "it, or put the file itself in its place."
+            )
+    return companions
 
 
 def save_code_and_config(config, dtype, folder):
@@ -209,7 +236,14 @@ class Checkpoint:
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.exists():
             weight_map = read_json(index).get("weight_map", {})
-            files = [folder / name for name in sorted(set(weight_map.values()))]
+            names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+            for name in names:
+                if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
+                    raise ValueError(
+                        f"weight_map of {index} leads to {name!r}; it must map every tensor to the name of a file in "
+                        "the same folder."
+                    )
+            files = [folder / name for name in sorted(set(names))]
         else:
             files = [folder / SAFE_WEIGHTS_NAME]
         missing = [file.name for file in files if not file.is_file()]

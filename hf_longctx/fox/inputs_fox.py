@@ -5,17 +5,23 @@ checked only where they lie on the CPU, since reading a value from a GPU would s
 values are not read at all.
 """
 
+import difflib
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils import logging
+from transformers.utils import TransformersKwargs, logging
 
 from .attention_fox import autocast_dtype
+from .masks_fox import TreeMask, read_tree_mask
 
 
 logger = logging.get_logger(__name__)
+# What a call of the model may name. transformers passes on whatever else it is given.
+NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+NAMES += ("logits_to_keep", *TransformersKwargs.__annotations__)
 
 
 class Rows(NamedTuple):
@@ -25,11 +31,13 @@ class Rows(NamedTuple):
     document_positions: (B, T), position of each token in its document, where rows hold several documents. None: each
         row is one document.
     position_ids: (1 or B, T), positions for RoPE.
+    tree: what a mask of four dimensions says. None: a token sees all real tokens before it, in its document.
     """
 
     real: torch.Tensor | None = None
     document_positions: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    tree: TreeMask | None = None
 
 
 PLAIN_ROWS = Rows()  # real tokens of one document per row
@@ -41,8 +49,8 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     Args:
         config: the `FoxConfig`.
         inputs_embeds: (B, T, hidden).
-        attention_mask: (B, past + T), the result of `create_masks_for_generate`, a mask for the attention backend, or
-            None.
+        attention_mask: (B, past + T), a mask of four dimensions as in `read_tree_mask`, the result of
+            `create_masks_for_generate`, or None.
         position_ids: (1 or B, T) or None.
         past_key_values: a `Cache` or None.
         cache: the pages of continuous batching, for which transformers has prepared everything; else None.
@@ -53,10 +61,13 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     """
     if cache is not None:
         return Rows(position_ids=position_ids)
+    check_names(config, kwargs)
     check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values)
-    documents = None
+    documents = tree = None
     if isinstance(attention_mask, dict):
         real = attention_mask["real"]
+    elif attention_mask is not None and attention_mask.ndim == 4:
+        real, tree = None, read_tree_mask(config, attention_mask, *inputs_embeds.shape[:2], past_key_values)
     else:
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if past_key_values is None or not torch.compiler.is_compiling():
@@ -79,7 +90,7 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     if position_ids is None:
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + cached).unsqueeze(0)
-    return Rows(real, documents, position_ids)
+    return Rows(real, documents, position_ids, tree)
 
 
 def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
@@ -221,9 +232,17 @@ def check_dtype(hidden_states: torch.Tensor, projection) -> None:
 
 
 def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start."""
+    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start.
+
+    Or if every token starts one: position ids that are all 0 are a mistake.
+    """
     if torch.compiler.is_compiling():
         return
+    if starts.all(dim=1).any():
+        raise ValueError(
+            "position_ids do not rise in one of the rows, so every token would be a document of its own. Count the "
+            "tokens of each document from 0, or leave position_ids out."
+        )
     wrong = starts & (position_ids != position_ids[:, :1])
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
@@ -234,24 +253,99 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
         )
 
 
+def check_ids(input_ids) -> None:
+    """Raise ValueError unless these are integers; that they are below `vocab_size`, the embedding checks on a CPU."""
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+        what = input_ids.dtype if isinstance(input_ids, torch.Tensor) else f"a {type(input_ids).__name__}"
+        raise ValueError(
+            f'input_ids is {what}; it must be a tensor of token ids: tokenizer(text, return_tensors="pt").input_ids.'
+        )
+
+
+def check_labels(labels, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless labels are None, or integers of this shape, (B, T)."""
+    if labels is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.shape != shape:
+        what = (
+            f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+        )
+        raise ValueError(
+            f"labels is {what}; it must be integers of {tuple(shape)}: the token ids themselves, which are shifted here, with "
+            "-100 where no loss is wanted."
+        )
+
+
+def beyond_vocabulary(name: str, ids: torch.Tensor, vocab_size: int) -> ValueError:
+    """What to raise where ids have led out of a table of `vocab_size` rows, which a CPU notices by itself."""
+    return ValueError(
+        f"{name} holds ids from {ids.min()} to {ids.max()}; they must lie between 0 and {vocab_size - 1}, as vocab_size is "
+        f"{vocab_size}. Is the tokenizer that of this model?"
+    )
+
+
+def check_first_positions(position_ids: torch.Tensor) -> None:
+    """Raise ValueError if rows of position ids (B, T) may be parts of longer rows that several processes share.
+
+    In one process, a row may start anywhere: RoPE sees differences of positions only.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and (position_ids[:, 0] > 0).any():
+        raise ValueError(
+            f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {dist.get_world_size()} "
+            "processes. That may be a part of a row which context parallelism has split, where the gates of one part "
+            "would not fade the keys of the parts before, so FoX refuses it. Use another parallelism; and where a row is "
+            "a whole text, count from 0."
+        )
+
+
+def check_names(config, kwargs: dict) -> None:
+    """Raise ValueError for an argument that is nearly one of `NAMES`, and where attention shall not be causal."""
+    if torch.compiler.is_compiling():
+        return
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if not isinstance(kwargs.get(name), torch.Tensor | None):
+            raise ValueError(f"{name} is a {type(kwargs[name]).__name__}; it must be a tensor: torch.tensor({name}).")
+    for name in kwargs.keys() - NAMES:
+        if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+            raise ValueError(f"{name!r} is no argument of this model; {closest[0]!r} is.")
+    if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
+        raise ValueError(
+            "is_causal=False; the gates of a FoX forget the past, so its attention is causal. Leave it out."
+        )
+
+
 def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values) -> None:
     """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_rows`."""
     if torch.compiler.is_compiling():
         return
-    if inputs_embeds.ndim != 3:
+    if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size:
         raise ValueError(
-            f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, hidden), from input_ids of (B, T). "
-            "Give a single text as input_ids[None]."
+            f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, {config.hidden_size}), from input_ids "
+            "of (B, T). Give a single text as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if batch == 0 or length == 0:
         raise ValueError(f"the input is empty: {batch} rows of {length} tokens. Give at least one token.")
+    if position_ids is not None and not isinstance(position_ids, torch.Tensor):
+        raise ValueError(
+            f"position_ids is a {type(position_ids).__name__}; it must be a tensor. Leave it out to count from the cached "
+            "tokens on."
+        )
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
+    if position_ids is not None and attention_mask is None and past_key_values is None:
+        check_first_positions(position_ids)
     cached = 0 if past_key_values is None else count_cached(past_key_values, length, config.num_hidden_layers)
+    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor | dict):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor, (B, past + T) with 1 for a token "
+            "and 0 for padding, or (B, 1, T, past + T) for a tree."
+        )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim not in (2, 4):
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, past + T), 1 for a token and 0 for padding."

@@ -39,8 +39,11 @@ from .configuration_fox import FoxConfig
 from .inputs_fox import (
     PLAIN_ROWS,
     Rows,
+    beyond_vocabulary,
     can_be_cached,
     check_dtype,
+    check_ids,
+    check_labels,
     create_attention_mask,
     flash_borders,
     read_attention_mask,
@@ -49,7 +52,7 @@ from .inputs_fox import (
     split_heads,
 )
 from .paged_fox import ContinuousBatching, paged_attention
-from .state_fox import CachedLayer
+from .state_fox import NO_QUANTIZED_CACHE, CachedLayer
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
@@ -113,6 +116,20 @@ class FoxForgetGate(nn.Module):
         return F.logsigmoid(logits.float()).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 
+class FoxShiftWeight(nn.Module):
+    """a_t = sigmoid(w.x_t), the share of the previous key or value in a token's: (B, T, hidden) -> (B, T, Hkv), fp32.
+
+    No `nn.Linear` either: as wide as there are key heads, it is too narrow for kernels of quantized layers.
+    """
+
+    def __init__(self, config: FoxConfig):
+        super().__init__()
+        self.weight = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False).weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight).float().sigmoid()
+
+
 class FoxAttention(nn.Module):
     """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
 
@@ -129,15 +146,15 @@ class FoxAttention(nn.Module):
         self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
         self.is_causal = True
 
-        hidden_size, kv_heads = config.hidden_size, config.num_key_value_heads
-        q_size, kv_size = config.num_attention_heads * self.head_dim, kv_heads * self.head_dim
+        hidden_size = config.hidden_size
+        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, hidden_size, bias=False)
         self.f_proj = FoxForgetGate(config) if config.forget_gate != "none" else None
-        self.k_shift_proj = nn.Linear(hidden_size, kv_heads, bias=False) if config.k_shift else None
-        self.v_shift_proj = nn.Linear(hidden_size, kv_heads, bias=False) if config.v_shift else None
+        self.k_shift_proj = FoxShiftWeight(config) if config.k_shift else None
+        self.v_shift_proj = FoxShiftWeight(config) if config.v_shift else None
         if not config.qk_norm:
             self.q_norm = self.k_norm = nn.Identity()
         elif config.qk_norm_shared:
@@ -174,7 +191,8 @@ class FoxAttention(nn.Module):
     def token_shift(self, x, k, v, rows, past):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
 
-        The predecessor is the last real token, in the cache or in this call; the first token of a document has 0.
+        The predecessor is the last real token, in the cache or in this call, or that of a `TreeMask`; the first token
+        of a document has 0.
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
@@ -185,13 +203,18 @@ class FoxAttention(nn.Module):
             tokens = [y.gather(1, last_real.expand_as(y)) for y in tokens]
         past.keep_tokens(*(y[:, 1:] for y in tokens))
         k_previous, v_previous = (y[:, :-1] for y in tokens)
+        if rows.tree is not None:
+            before = rows.tree.before[..., None, None]  # (1 or B, T, 1, 1)
+            k_previous, v_previous = (
+                y.gather(1, before.clamp(min=0).expand_as(y[:, 1:])).masked_fill(before < 0, 0.0) for y in tokens
+            )
         if rows.document_positions is not None:
             first = (rows.document_positions == 0)[..., None, None]
             k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
         if self.k_shift_proj is not None:
-            k = torch.lerp(k, k_previous, self.k_shift_proj(x).float().sigmoid()[..., None].to(k.dtype))
+            k = torch.lerp(k, k_previous, self.k_shift_proj(x)[..., None].to(k.dtype))
         if self.v_shift_proj is not None:
-            v = torch.lerp(v, v_previous, self.v_shift_proj(x).float().sigmoid()[..., None].to(v.dtype))
+            v = torch.lerp(v, v_previous, self.v_shift_proj(x)[..., None].to(v.dtype))
         return k, v
 
     def log_forget_gate(self, x, rows):
@@ -274,7 +297,12 @@ class FoxPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
-        """All that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real."""
+        """All that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
+
+        A mask of four dimensions comes back as it is.
+        """
+        if attention_mask is not None and attention_mask.ndim == 4:
+            return attention_mask
         return {
             "attention": create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids),
             "real": real_tokens(attention_mask, inputs_embeds.shape[1]),
@@ -287,6 +315,8 @@ class FoxPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
+        if isinstance(module, FoxShiftWeight):
+            init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, FoxForgetGate):
             if module.kind == "full":
                 init.normal_(module.weight, std=self.config.initializer_range)
@@ -327,7 +357,11 @@ class FoxModel(FoxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            check_ids(input_ids)
+            try:
+                inputs_embeds = self.embed_tokens(input_ids)
+            except IndexError:
+                raise beyond_vocabulary("input_ids", input_ids, self.config.vocab_size) from None
         if self.training and torch.is_grad_enabled():
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
@@ -373,6 +407,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             return shape
         return shape[0], folded_width(self.config.head_dim, self.model.layers[0].self_attn.gates_per_key, self.device)
 
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        if generation_config.cache_implementation == "quantized" and self.config.forget_gate != "none":
+            raise NotImplementedError(NO_QUANTIZED_CACHE)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
@@ -386,6 +425,13 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
+        if not isinstance(logits_to_keep, torch.Tensor) and (
+            not isinstance(logits_to_keep, int) or logits_to_keep < 0
+        ):
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep}; it must be how many of the last positions have logits, 0 for all, or a "
+                "tensor of positions."
+            )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -398,8 +444,12 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
+        check_labels(labels, logits.shape[:2])
         if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            try:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            except IndexError:
+                raise beyond_vocabulary("labels", labels, self.config.vocab_size) from None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
-from .backend_fox import MASKED, run_backend
+from .backend_fox import run_backend
 from .inputs_fox import split_heads
+from .masks_fox import MASKED
 
 
 def paged_attention(
@@ -56,7 +57,7 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     q = attention.q_norm(q).transpose(1, 2)
     if shifted:  # then there is no RoPE, and keys are normed when they have been read
         projections = (attention.k_shift_proj, attention.v_shift_proj)
-        weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).float().sigmoid().to(k) for p in projections]
+        weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).to(k) for p in projections]
         v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
     k = (k if shifted else attention.k_norm(k)).transpose(1, 2)
     if position_embeddings is not None:

@@ -7,8 +7,15 @@ shift are the state of a convolution that reaches back one token.
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.utils import is_torchdynamo_exporting
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, autocast_dtype, folded_width, unfold_decay
+
+
+NO_QUANTIZED_CACHE = (
+    "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be rounded with "
+    "them. Leave cache_implementation out, or use 'static' or 'offloaded'."
+)
 
 
 class AttendingCache(Cache):
@@ -29,6 +36,7 @@ class CachedLayer:
 
     Raises:
         ValueError: the layer cannot have been filled by this model.
+        NotImplementedError: `torch.export` is running, and the cache is static.
     """
 
     def __init__(self, attention, cache: Cache | None, k: torch.Tensor):
@@ -41,6 +49,11 @@ class CachedLayer:
                 # `cache.update` waits until the layer is back from the CPU, but its states are read before that.
                 torch.cuda.current_stream(k.device).wait_stream(cache.prefetch_stream)
                 self.layer.prefetch()
+        if hasattr(self.layer, "max_cache_len") and is_torchdynamo_exporting():
+            raise NotImplementedError(
+                "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave "
+                "the token shift out. Export without a cache: use_cache=False."
+            )
         self.check_keys(k)
 
     def token_before(self, k):
@@ -58,6 +71,12 @@ class CachedLayer:
         state = self.layer.conv_states[0]  # (B, 2 Hkv D, 1 or more if the cache records the past)
         if state.shape[-1] == 0:  # the cache was cropped to nothing
             return nothing, nothing
+        if state.shape[0] != k.shape[0]:
+            raise ValueError(
+                f"this {type(self.cache).__name__} has a token shift of {state.shape[0]} rows and keys of {k.shape[0]}: "
+                "batch_repeat_interleave and batch_select_indices of transformers leave the token shift out. Use "
+                "cache.reorder_cache(indices), which may repeat and leave out rows too."
+            )
         return state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim)).chunk(2, dim=2)
 
     def keep_tokens(self, k, v):
@@ -70,10 +89,7 @@ class CachedLayer:
         """c of the last cached token, (B, H, 1), 0 if there is none; `c` (B, H, T) gives heads and device."""
         layer = self.layer
         if hasattr(layer, "_quantize"):
-            raise NotImplementedError(
-                "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be "
-                "rounded with them. Leave cache_implementation out, or use 'static' or 'offloaded'."
-            )
+            raise NotImplementedError(NO_QUANTIZED_CACHE)
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
         if not hasattr(layer, "max_cache_len"):  # a growing cache ends with its last token

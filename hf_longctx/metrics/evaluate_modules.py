@@ -16,6 +16,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import fields
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +83,32 @@ def options_for(name: str, options: dict) -> dict:
     names = _option_names()
     unknown = sorted(options.keys() - set().union(*names.values()))
     if unknown:
-        raise TypeError(f"compute() has no argument {', '.join(unknown)}; {name} takes {', '.join(names[name])}.")
+        takes = ", ".join(["model", "corpus", "tokenizer", *names[name]])
+        raise TypeError(
+            f"compute() has no argument {', '.join(unknown)}; {name} takes {takes} (what perplexity calls model_id and "
+            "data is model and corpus here)."
+        )
     return {option: value for option, value in options.items() if option in names[name]}
+
+
+def measures(module, model, corpus, options: dict, **scored) -> bool:
+    """Whether compute() is to measure a model, and not to score what is given as `scored` or was added before.
+
+    Raises:
+        ValueError: it is told to do both, or neither, or gets for the one what is for the other.
+    """
+    names = " and ".join(scored)
+    to_score = any(value is not None for value in scored.values()) or len(module) > 0
+    if model is not None:
+        if to_score:
+            raise ValueError(f"compute() takes a model, or {names}, not both.")
+        return True
+    if corpus is not None or options:
+        options = ["corpus"] * (corpus is not None) + list(options)
+        raise ValueError(f"{', '.join(options)} came without a model: these are for measuring one, model=...")
+    if not to_score:
+        raise ValueError(f"compute() has nothing to do: give model=... (and corpus=...), or {names}.")
+    return False
 
 
 def _option_names():
@@ -115,24 +140,25 @@ def load(model, corpus=None, tokenizer=None):
 
     Raises:
         ValueError: a text came without a tokenizer.
+        TypeError: the model is no model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from .run.model import load_language_model
     from .run.reader import reader_for
 
-    name = model if isinstance(model, str) else model.config._name_or_path
-    if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+    reader = reader_for(load_language_model(model, dtype="auto") if isinstance(model, str) else model)
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
-        return reader_for(model), corpus, None
+        return reader, corpus, None
     if tokenizer is None:
         if not name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
         tokenizer = AutoTokenizer.from_pretrained(name)
     ids = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
-    return reader_for(model), ids, tokenizer
+    return reader, ids, tokenizer
 
 
 def complete(options: dict, tokenizer, name: str) -> dict:
@@ -196,22 +222,25 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
     """
     from .curve.measure import forgetting_curve
 
+    if corpus is None and options.get("data_type", "order") == "order":
+        raise ValueError('the forgetting curve needs a text: corpus=..., or random ids: data_type="random".')
     reader, tokens, encoder = load(model, corpus, tokenizer)
     if lengths is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
-    options = complete(options, tokenizer if encoder is None else encoder, "forgetting_curve")
-    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=encoder, **options)
+    tokenizer = tokenizer if encoder is None else encoder
+    options = complete(options, tokenizer, "forgetting_curve")
+    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=tokenizer, **options)
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
-    """A curve in plain JSON types: its two lengths, then what `ForgettingCurve.from_json` reads again."""
+    """A curve in plain JSON types: summary, the paper's lengths, then what `ForgettingCurve.from_json` reads again."""
     fine, coarse = curve.fine_length, curve.coarse_length
     return {
+        "summary": curve.summary(),
         "fine_length": int(fine),
         "fine_open_ended": fine.open_ended,
         "coarse_length": int(coarse),
         "coarse_open_ended": coarse.open_ended,
-        "summary": curve.summary(),
         **json.loads(curve.to_json()),
     }
 
@@ -240,7 +269,7 @@ def average_log_probs(predictions) -> PositionLoss:
     log_probs = np.asarray(predictions, dtype=np.float64)
     if not (log_probs <= 0).all():  # NaN is not
         raise ValueError("predictions must be natural logarithms of probabilities: none above 0, none NaN.")
-    return PositionLoss(-log_probs.mean(0), len(log_probs))
+    return PositionLoss.of_sequences(-log_probs, {})
 
 
 def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **options) -> PositionLoss:
@@ -276,8 +305,8 @@ def loss_result(result: PositionLoss) -> dict:
 def check_model(model, **options) -> dict:
     """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
 
-    Of a model without RoPE, which may be measured by other modules in the same call, `holds` is None, and a note says
-    so.
+    `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
+    modules in the same call; a note says so then.
     """
     from .rope.verdict import NoRopeError, rope_report
 
@@ -288,7 +317,7 @@ def check_model(model, **options) -> dict:
     try:
         return rope_report(model, **options).to_dict()
     except NoRopeError as error:
-        return {"holds": None, "groups": [], "notes": [str(error)]}
+        return {"verdict": "no RoPE", "holds": None, "groups": [], "notes": [str(error)]}
 
 
 def check_bases(bases, context_lengths, head_dim: int) -> dict:
@@ -301,7 +330,8 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
 
     Returns:
         plain JSON types: `holds`, the share of pairs that do, and per pair `verdicts`, `context_bounds` (how far the
-        base reaches; None if it never ends) and `minimum_bases` (the smallest base for the context).
+        base reaches; None if it never ends), `minimum_bases` (the smallest base for the context, above which others
+        may fail) and `settled_bases` (above which none does, as far as 16 times the minimum; None if some does there).
 
     Raises:
         ValueError: a number is out of its range, or the lists differ in length.
@@ -312,13 +342,17 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
         raise ValueError(
             f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
         )
+    for n in context_lengths:
+        if not isinstance(n, Integral) or n < 2:
+            raise ValueError(f"a context of {n!r} tokens cannot be checked; it must be an integer, 2 or more.")
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
-    minimum = {n: float(rope_base_bound(int(n) - 1, head_dim).base) for n in set(context_lengths)}
+    base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]
     return {
         "holds": sum(holds) / len(holds),
         "verdicts": ["holds" if good else "violated" for good in holds],
         "context_bounds": [None if bound is None else int(bound) for bound in bounds],
-        "minimum_bases": [minimum[n] for n in context_lengths],
+        "minimum_bases": [base_bounds[n].base for n in context_lengths],
+        "settled_bases": [base_bounds[n].settled_base for n in context_lengths],
         "head_dim": head_dim,
     }

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import operator
 import os
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +38,22 @@ class Headline(NamedTuple):
     value: int | float
 
 
+class Overview(NamedTuple):
+    """A row of the table at the top of a report, all texts; empty where there is nothing to say.
+
+    Attributes:
+        name: what was measured, with its unit.
+        value: the number or verdict.
+        interval: where the number lies with a confidence of 95 %.
+        sample: what it was measured on, such as "10 sequences".
+    """
+
+    name: str
+    value: str
+    interval: str = ""
+    sample: str = ""
+
+
 class Table(NamedTuple):
     """The numbers of a result, as strings and numbers to show."""
 
@@ -40,23 +61,72 @@ class Table(NamedTuple):
     rows: list[tuple]
 
 
+def integer(value, name: str, low: int) -> int:
+    """A value as a plain integer.
+
+    Raises:
+        ValueError: it is none, or below `low`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}.")
+    return number
+
+
+def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
+    """Values as plain integers.
+
+    Raises:
+        ValueError: there is none, or one is not an integer from `low` to `high`.
+
+    >>> integers([3, 4.0], "positions", 0)
+    Traceback (most recent call last):
+    ValueError: positions must hold integers from 0, got [3, 4.0].
+    """
+    try:
+        numbers = tuple(map(operator.index, values))
+    except TypeError:
+        numbers = ()
+    if not numbers or min(numbers) < low or max(numbers) > high:
+        end = "" if high == math.inf else f" to {high}"
+        raise ValueError(f"{name} must hold integers from {low}{end}, got {values!r}.")
+    return numbers
+
+
+def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
+    """The parts of a result.
+
+    Raises:
+        ValueError: one is not of this kind, or two have the same `key(part)`.
+    """
+    values = tuple(values) if isinstance(values, Iterable) else (values,)
+    strangers = [value for value in values if not isinstance(value, kind)]
+    if strangers:
+        raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
+    counts = Counter(map(key, values)) if key else values
+    if len(counts) < len(values):
+        raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
+    return values
+
+
 class Result:
     """What a metric measured.
 
     A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
-    sets `kind` and `title` and defines the methods of the first part, and `plot` if there is a picture.
+    sets `kind` and `title` and defines the methods of the first part.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
         version: of the JSON format; raised when an older reader would misread a newer file.
-        has_picture: whether `plot` can draw it.
     """
 
     kind: ClassVar[str]
     title: ClassVar[str]
     version: ClassVar[int] = 1
-    has_picture: ClassVar[bool] = True
     kinds: ClassVar[dict[str, type[Result]]] = {}
     settings: dict[str, Any]
 
@@ -78,6 +148,19 @@ class Result:
     def summary(self) -> str:
         """The result in one line."""
         raise NotImplementedError
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the model passes; None if the metric has nothing to pass, or cannot tell."""
+        return None
+
+    def overview(self) -> list[Overview]:
+        """The result in a few rows; none if nothing was measured."""
+        return [Overview(headline.name, rounded(headline.value)) for headline in self.headlines()]
+
+    def remarks(self) -> list[str]:
+        """Assumptions and limits that a reader of the result should know."""
+        return []
 
     def headlines(self) -> list[Headline]:
         """The numbers for a model card; none if nothing was measured on a dataset."""
@@ -109,11 +192,16 @@ class Result:
         Raises:
             ImportError: matplotlib is missing.
             ValueError: nothing was measured, or matplotlib does not know the extension.
-            NotImplementedError: this kind of result `has_picture` False.
         """
-        raise NotImplementedError(f"{self.title} has no picture.")
+        raise NotImplementedError
 
     # What all results have in common --------------------------------------------------------------------------------
+
+    @property
+    def interruption(self) -> str:
+        """The end of a summary: what ended the measurement early; empty if nothing did."""
+        cause = self.settings.get("interrupted")
+        return f"; interrupted: {cause}" if cause else ""
 
     @property
     def model_name(self) -> str:
@@ -155,18 +243,23 @@ class Result:
         """The result that `to_json` wrote; see `from_document`.
 
         Raises:
-            ValueError: the text is no result of this class, or has a newer format.
+            ValueError: the text is no result of this class, lacks something, or has a newer format.
         """
         document = json.loads(text)
         mismatch = cls.mismatch(document if isinstance(document, dict) else {})
         if mismatch:
             raise ValueError(mismatch)
-        if document.get("format", 1) > cls.version:
-            raise ValueError(
-                f"this result of {cls.kind} has format {document['format']}, and this version of hf-longctx reads up to "
-                f"{cls.version}. Upgrade: pip install -U hf-longctx"
-            )
-        return cls.from_document(document)
+        try:
+            if document.get("format", 1) > cls.version:
+                raise ValueError(
+                    f"this result of {cls.kind} has format {document['format']}, and this version of hf-longctx reads up to "
+                    f"{cls.version}. Upgrade: pip install -U hf-longctx"
+                )
+            return cls.from_document(document)
+        except KeyError as error:
+            raise ValueError(f"this result of {cls.kind} lacks {error}.") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a value in this result of {cls.kind} has the wrong type ({error}).") from error
 
     def save(self, path) -> None:
         """Write `to_json()` to a file, which appears when it is complete; `read_result` reads it.
@@ -177,7 +270,8 @@ class Result:
         path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with writing(partial):
+            partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
@@ -197,11 +291,24 @@ def read_result(path) -> Result:
             if isinstance(document, dict) and cls.mismatch(document) is None:
                 return cls.from_json(text)
         raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        if isinstance(error, (TypeError, AttributeError)):
-            reason = f"a value in it has the wrong type ({error})."
-        raise ValueError(f"{path} is no saved result of ours: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no saved result of ours: {error}") from error
+
+
+def rounded(value: int | float) -> str:
+    """A number to show: four digits, or all of an integer."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Where the disk is full, the error names the file, which is removed, as only a part of it is there."""
+    try:
+        yield
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
+        raise
 
 
 def commit(folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""A Space of the Hub around one of the evaluate modules: a form, the result in JSON types, and its picture."""
+"""A Space of the Hub around one of the evaluate modules: a form, and the result as words, picture and numbers."""
 
 from __future__ import annotations
 
@@ -11,40 +11,54 @@ from .result import Result
 
 
 def space(
-    file: Path, measure: Callable[..., dict], inputs: Sequence, *, title: str, result_class: type[Result] | None = None
+    file: Path,
+    measure: Callable[..., dict],
+    inputs: Sequence,
+    *,
+    title: str,
+    result_class: type[Result],
+    examples: Sequence[Sequence],
 ):
     """The gradio interface of a Space, to be launched by its app.py.
 
     Args:
         file: of the module. The README.md beside it, without its header, is shown below the form.
         measure: gets the `compute` of the module and the values of the inputs, returns a result in JSON types. Its
-            ValueError, OSError or NotImplementedError is shown to the visitor.
+            ValueError, OSError or RuntimeError is shown to the visitor.
         inputs: gradio components.
-        result_class: draws the picture; None for a result without one.
+        result_class: reads what `measure` returns.
+        examples: rows of values for the inputs, to be chosen by the visitor.
     """
     import evaluate
     import gradio
 
     module = evaluate.load(str(file))
 
-    def show(*values):
-        try:
-            result = measure(module.compute, *values)
-        except (ValueError, OSError, NotImplementedError) as error:
-            raise gradio.Error(str(error)) from error
-        if result_class is None:
-            return result
+    def show(progress=gradio.Progress(track_tqdm=True), *values):  # noqa: B008 (gradio looks for this default)
         picture = Path(mkdtemp()) / f"{result_class.kind}.png"
-        result_class.from_json(json.dumps(result)).plot(picture)
-        return str(picture), result
+        try:
+            document = measure(module.compute, *values)
+            result = result_class.from_json(json.dumps(document))
+            result.plot(picture)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise gradio.Error(str(error)) from error
+        columns, rows = result.table()
+        numbers = {"headers": list(columns), "data": [list(row) for row in rows]}
+        return "\n\n".join((result.summary(), *result.remarks())), str(picture), numbers, document
 
-    image = [] if result_class is None else [gradio.Image(label=title, type="filepath")]
     return gradio.Interface(
         show,
         inputs=list(inputs),
-        outputs=[*image, gradio.JSON(label="Result")],
+        outputs=[
+            gradio.Textbox(label="Result", lines=2, max_lines=40),
+            gradio.Image(label=title, show_label=False, type="filepath"),  # a label would cover the picture's title
+            gradio.Dataframe(label="Numbers"),
+            gradio.JSON(label="JSON", max_height=240),
+        ],
         title=title,
         description=module.info.description,
         article=file.with_name("README.md").read_text(encoding="utf-8").split("---", 2)[2],
+        examples=[list(row) for row in examples],
+        cache_examples=False,
         flagging_mode="never",
     )

@@ -6,6 +6,7 @@ The drawing files take what they need of matplotlib from here, so that its absen
 from __future__ import annotations
 
 import textwrap
+from numbers import Real
 
 
 try:
@@ -16,20 +17,36 @@ except ImportError as error:
     raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
 
 
-INK, QUIET, GRID = "#1f2933", "#5f6b76", "#e4e7ea"
+INK, QUIET, GRID, WARNING = "#1f2933", "#5f6b76", "#e4e7ea", "#a3301f"
 COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
-# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars.
+# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars; what is not sure is hatched.
 PALE = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
 STRONG = {"fine": "#57a55f", "coarse": "#7ea6d8", "amnesia": "#e59a94"}
+HATCHES = {"fine?": "#8cc596", "unsure": "#c3c9cf"}
+AREAS = {"fine?": "passes as fine, not sure", "amnesia": "no memory", "unsure": "not sure"}  # beside the two lengths
 # Colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker where colours do not suffice.
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 TOKENS = "{x:,.0f}"  # tick labels with commas between thousands
+WIDTH = 6.6  # inches: a telephone shows this in 390 pixels, with letters of 10 points in 8 pixels
 
 
 def figure(width: float, height: float) -> Figure:
     """An empty white figure; sizes in inches."""
-    return Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
+    return Figure(figsize=(width, height), dpi=220, layout="constrained", facecolor="white")
+
+
+def area(colours: dict[str, str], name: str | None) -> dict:
+    """How an area is filled, with `PALE` or `STRONG` colours: options of patches and bars.
+
+    Args:
+        name: "fine", "coarse", "amnesia", or hatched: "fine?", "unsure". None is transparent, for a key of no colour.
+    """
+    if name is None:
+        return dict(facecolor="none", edgecolor="none")
+    if name in HATCHES:
+        return dict(facecolor="white", edgecolor=HATCHES[name], hatch="////", linewidth=0)
+    return dict(facecolor=colours[name], edgecolor="none", linewidth=0)
 
 
 def bare(axes, across: str = "", up: str = "", colour: str = INK, **ticks) -> None:
@@ -64,28 +81,42 @@ def mark_training(axes, x: float, width: float = 1.2):
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
 
 
+def name_differences(axes, differences) -> None:
+    """Above the axes, in what results differ that are drawn together; see `report.comparison.differences`."""
+    if differences:
+        axes.set_title(
+            textwrap.fill("not alike: " + "; ".join(differences), 84), loc="left", fontsize=9, color=WARNING
+        )
+
+
+def check_train_length(train_length: int | None) -> None:
+    """
+    Raises:
+        ValueError: it is neither a positive number nor None.
+    """
+    if train_length is not None and not (isinstance(train_length, Real) and train_length > 0):
+        raise ValueError(f"train_length must be the context length of the training, in tokens, got {train_length!r}.")
+
+
 def heading(result, metric: str | None = None) -> str:
-    """The metric, by default the result's title, and the model if it is known."""
+    """The metric, by default the result's title, the model if it is known, and whether the run was interrupted."""
     metric = metric or result.title
-    return f"{metric} of {result.model_name}" if result.settings.get("model") else metric
+    model = f" of {result.model_name}" if result.settings.get("model") else ""
+    return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
 
 
 def draw_title(figure: Figure, text: str) -> None:
-    figure.suptitle(textwrap.fill(text, 75), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(textwrap.fill(text, 52), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
 
 
-def titled_legend(figure: Figure, handles, text: str, fontsize: float) -> None:
+def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
     """A legend under its title, above the axes, where no curve can run into it."""
-    title = dict(title=textwrap.fill(text, 75), title_fontproperties={"size": 13.5, "weight": "bold"})
-    place = dict(loc="outside upper left", alignment="left", ncols=3, columnspacing=2.5)
+    title = dict(title=textwrap.fill(text, 52), title_fontproperties={"size": 13, "weight": "bold"})
+    place = dict(loc="outside upper left", alignment="left", ncols=columns, columnspacing=1.6)
     figure.legend(handles=handles, **title, **place, frameon=False, fontsize=fontsize)
-
-
-def legend(figure: Figure, handles, columns: int = 3) -> None:
-    """A legend below the axes."""
-    figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=9, ncols=columns)
 
 
 def small_print(figure: Figure, *notes: str) -> None:
     """How the numbers were made, at the bottom right."""
-    figure.supxlabel(", ".join(notes), x=0.99, ha="right", fontsize=8, color=QUIET)
+    words = textwrap.fill(", ".join(notes), 84)
+    figure.supxlabel(words, x=0.99, ha="right", multialignment="right", fontsize=9, color=QUIET)

@@ -22,6 +22,8 @@ from ..fox import FoxConfig, FoxForCausalLM
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 # Kinds of blocks in a training row and their probabilities.
 BLOCKS = {"plain text": 0.15, "repeated text": 0.5, "repeated snippets": 0.15, "repeated random tokens": 0.2}
+CHAT_TEMPLATE = r"{{ bos_token }}{{ messages | map(attribute='content') | join('\n') }}"  # it continues what was said
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}  # greedy, a model this small repeats itself
 CORRUPTION = 0.2  # share of the tokens of repeated text that are replaced by random ones
 
 
@@ -36,7 +38,8 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([text], trainer)
     tokenizer.post_processor = begin_with_bos(tokenizer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+    special = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special)
 
 
 def begin_with_bos(tokenizer: Tokenizer) -> processors.TemplateProcessing:
@@ -175,6 +178,7 @@ def train_demo_model(
     trainer.train(resume_from_checkpoint=last)
     trainer.state.save_to_json(str(output / "trainer_state.json"))
     model = model.cpu().eval()
+    model.generation_config.update(**SAMPLING)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     return model

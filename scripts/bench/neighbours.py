@@ -59,7 +59,7 @@ def neighbours(layer, args):
         return draw().detach().unflatten(2, (-1, args.head_dim)).requires_grad_()
 
     local = copy.deepcopy(layer)
-    local.k_shift_proj = local.v_shift_proj = torch.nn.Identity()
+    local.k_shift_proj = local.v_shift_proj = torch.nn.Sigmoid()
 
     def norm(q, k):
         return layer.q_norm(q), layer.k_norm(k)

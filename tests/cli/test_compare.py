@@ -23,8 +23,8 @@ def test_curves(files, capsys):
     assert cli.main(["compare", str(files / "fox.json"), str(files / "llama.json"), "--output", str(picture)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[2:4] == [
-        "| fox | - | >9 | >9 | -, - | 8 to 9 | 32 |",
-        "| llama | - | 8 | 8 | 9, 9 | 8 to 9 | 32 |",
+        "| fox | - | about 590 repeats needed | at least 8 | >9, >9 | 9 | 8 to 9 | 32 |",
+        "| llama | - | about 1900 repeats needed | about 1900 repeats needed | 8, 8 | 8 | 8 to 9 | 32 |",
     ]
     assert picture.read_text().startswith("<?xml")
 
@@ -33,8 +33,17 @@ def test_names_and_losses(files, capsys):
     losses = [str(files / f"{name}_loss.json") for name in ("fox", "llama")]
     options = ["--names", "a", "b", "--output", str(files / "losses.png"), "--title", "Losses"]
     assert cli.main(["compare", *losses, *options]) == 0
-    assert capsys.readouterr().out.startswith("a: loss")
+    assert "| b | 2.500 | 2.000 | 12.18 | 3 | 4 |" in capsys.readouterr().out
     assert (files / "losses.png").exists()
+
+
+def test_a_markdown_file_gets_the_table(files, capsys):
+    curves = [str(files / f"{name}.json") for name in ("fox", "llama")]
+    assert cli.main(["compare", *curves, "--output", str(files / "table.md")]) == 0
+    table = (files / "table.md").read_text()
+    assert table.startswith("# Forgetting curve\n\n| model |") and "| llama |" in table
+    _, _, printed = table.partition("\n\n")
+    assert capsys.readouterr().out == f"{printed}wrote {files / 'table.md'}\n"
 
 
 @pytest.mark.parametrize(

@@ -51,5 +51,6 @@ def test_processes_write_one_report(folder, tmp_path):
         "curve",
         "loss",
         "needle",
+        "rope",
     }  # 256 tokens are too few for lines
     assert not (output / "unfinished").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from mistakes import refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_fox import SIZES as TINY
@@ -146,6 +147,35 @@ def quantize(folder):
     save_file({name: x.to(torch.float8_e4m3fn) for name, x in tensors.items()}, folder / "model-1.safetensors")
 
 
+def index(weight_map):
+    """An index that may lead to sound weights beside the folder."""
+
+    def write(folder):
+        shutil.copy(folder / "model-1.safetensors", folder.parent / "outside.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+def link(name, target):
+    """A companion that is a link; to a file beside the folder if it leads outside."""
+
+    def damage(folder):
+        (folder.parent / "secret.json").write_text("{}")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def setting(**values):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return change
+
+
 DAMAGE = {
     "truncated": (truncate, r"model-1.safetensors is not a sound safetensors file .*truncated"),
     "garbled": (garble, r"model-1.safetensors is not a sound safetensors file"),
@@ -158,17 +188,68 @@ DAMAGE = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), r"not a checkpoint folder.*hf download"),
     "index": (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), r"index.json holds list"),
     "empty index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "lacks weights"),
+    "weights beside the folder": (index({"a": "../outside.safetensors"}), r"leads to '../outside.safetensors'.*same"),
+    "weights anywhere": (index({"a": "/etc/outside.safetensors"}), "leads to '/etc/outside.safetensors'"),
+    "weights in the folder above": (index({"a": ".."}), r"leads to '\.\.'"),
+    "a path of Windows": (index({"a": r"..\outside.safetensors"}), r"leads to '\.\.\\\\outside.safetensors'"),
+    "no file name": (index({"a": 3}), "leads to 3"),
+    "an index without names": (index(["model-1.safetensors"]), r"leads to \['model-1.safetensors'\]"),
+    "an index of null": (index(None), "leads to None; it must map every tensor to the name of a file"),
+    "a tokenizer beside the folder": (
+        link("tokenizer.json", "../secret.json"),
+        "tokenizer.json is a link to .*secret",
+    ),
+    "a template anywhere": (link("chat_template.jinja", "/etc/hostname"), "template.jinja is a link to /etc/hostname"),
+    "links of links": (
+        link("vocab.txt", "../official/../secret.json"),
+        "vocab.txt is a link to .*secret.json, outside",
+    ),
+    "an unknown dtype": (setting(torch_dtype="float12"), "dtype is 'float12' in .*config.json"),
+    "a list of dtypes": (setting(dtype=["float32"]), r"dtype is \['float32'\]"),
+    "what is no dtype": (setting(dtype="__class__"), "dtype is '__class__'"),
+    "a width in words": (setting(hidden_size="32"), "config.json: .*'hidden_size'"),
+    "no width": (setting(hidden_size=0), "hidden_size=0; it must be at least 1"),
+    "too many layers": (setting(num_hidden_layers=3), r"missing: model.layers.2.attn"),
+    "no vocabulary": (setting(vocab_size=None), "config.json: .*'vocab_size'"),
+    "another model": (setting(model_type="bert"), "model_type is 'bert'; a checkpoint of this kind has one of"),
+    "an epsilon of NaN": (setting(norm_eps=float("nan")), "eps=nan; it must be a small positive number"),
 }
 
 
-@pytest.mark.parametrize("damage, message", DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_named_and_nothing_is_written(damage, message, sources, tmp_path):
-    source, _ = sources["official"]
-    damage(source)
+@pytest.fixture(scope="module")
+def official():
+    return fox.to_official(make(fox.FoxConfig.pro(**TINY)))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [refused(name, lambda call: call(), message) for name, (_, message) in DAMAGE.items()],
+    ids=str,
+)
+def test_damage_is_named_and_nothing_is_written(mistake, official, tmp_path, record_property):
+    source = save(tmp_path / "official", *official, shards=3)
+    DAMAGE[mistake.name][0](source)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=message):
-        convert_folder(source, tmp_path / "target", "official")
+    record_property("mistake", mistake.check(lambda: convert_folder(source, tmp_path / "target", "official")))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_links_within_the_folder_and_the_cache_of_the_hub_are_followed(official, tmp_path):
+    """The Hub's cache is links, snapshots/COMMIT/NAME to blobs/HASH."""
+    folder = save(tmp_path / "snapshot", *official, shards=3)
+    (tmp_path / "models--fox" / "snapshots").mkdir(parents=True)
+    blobs, snapshot = tmp_path / "models--fox" / "blobs", tmp_path / "models--fox" / "snapshots" / "1a2b"
+    folder.rename(snapshot)
+    blobs.mkdir()
+    for path in [*snapshot.iterdir()]:
+        path.rename(blobs / f"hash-{path.name}")
+        path.symlink_to(f"../../blobs/hash-{path.name}")
+    (snapshot / "vocab.txt").symlink_to("vocab.json")
+    (tmp_path / "here").symlink_to(snapshot)
+    convert_folder(tmp_path / "here", tmp_path / "target", "official")
+    for name in (*COMPANIONS, "vocab.txt"):
+        copy = tmp_path / "target" / name
+        assert not copy.is_symlink() and copy.read_bytes() == (snapshot / name).read_bytes()
 
 
 def test_an_interrupted_conversion_leaves_nothing(sources, tmp_path, monkeypatch):

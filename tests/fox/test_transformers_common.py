@@ -31,11 +31,8 @@ TrainingTesterMixin = load("test_training_mixin").TrainingTesterMixin
 
 # Tests that fail, and why that says nothing against the model. One that passes after all is an error too.
 NO_LENGTH = "it asks the static cache for its length; transformers' layers of attention beside a convolution answer they have none"
-NO_TREES = "branches of a tree in one row: the gates of one branch would fade the others, so positions must rise"
 EXPECTED_FAILURES = {
     ("TestFoxPro", "test_generate_compilation_all_outputs"): NO_LENGTH,
-    ("TestFoxLlama", "test_custom_4d_attention_mask"): NO_TREES,
-    ("TestFoxPro", "test_custom_4d_attention_mask"): NO_TREES,
 }
 SLOW = (
     "test_bc_torch_dtype",

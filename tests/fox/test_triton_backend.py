@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 from budget import EPS
-from tiny_fox import ROPE, TINY, logits, tokens
+from tiny_fox import ROPE, TINY, check_logits, logits, tokens
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -435,25 +435,18 @@ def test_remote_code_beside_the_package(tmp_path):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-BAD = {
-    "4-dimensional mask": (
-        dict(attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool)),
-        NotImplementedError,
-        "mask of your own",
-    ),
-    "weights": (dict(output_attentions=True), ValueError, "no attention weights"),
-}
+def test_masks_of_four_dimensions_need_gates():
+    """With gates, the model computes such attention itself, whatever the implementation."""
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE).tril()
+    model, ids = make("llama"), draw(1, 6)
+    check_logits(logits(model, ids, attention_mask=mask), logits(model, ids))
+    with pytest.raises(NotImplementedError, match="mask of your own"):
+        make("no gate")(ids, attention_mask=mask)
 
 
-@pytest.mark.parametrize("kwargs, error, words", BAD.values(), ids=BAD)
-def test_what_it_cannot_do_is_refused(kwargs, error, words):
-    with pytest.raises(error, match=words):
-        make("llama")(draw(1, 6), **kwargs)
-
-
-def test_attention_in_both_directions_is_refused():
-    with pytest.raises(NotImplementedError, match="causal"):
-        make("llama", is_causal=False)(draw(1, 6))
+def test_attention_weights_are_refused():
+    with pytest.raises(ValueError, match="no attention weights"):
+        make("llama")(draw(1, 6), output_attentions=True)
 
 
 def test_dropout_is_refused():

@@ -14,18 +14,24 @@ class Server:
 
     Attributes:
         form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo
-            only; unknown fields are refused), "llama.cpp" (log-probabilities of the completion only), "chat" (no
-            completions).
+            only; unknown fields are refused), "llama.cpp" (log-probabilities of the completion only),
+            "llama-cpp-python" (echo of text; see `echo_lists_of_llama_cpp`), "chat" (no completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
         spoil: changes a reply before it is sent.
+        keys: what each request had for "Authorization".
         decode: text of ids.
+        lists_limit: whether /models tells max_model_len.
+        tokenizer: of "llama-cpp-python", which puts a BOS in front if `adds_bos`.
     """
 
-    def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
+    def __init__(
+        self, model, form="vllm", key=None, max_model_len=None, names=("tiny",), tokenizer=None, adds_bos=False
+    ):
         self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
+        self.tokenizer, self.adds_bos, self.lists_limit = tokenizer, adds_bos, True
         self.decode = lambda ids: "".join(map(text_of, ids))
-        self.troubles, self.spoil, self.requests = deque(), lambda choice: choice, []
+        self.troubles, self.spoil, self.requests, self.keys = deque(), lambda choice: choice, [], []
         self.lock = threading.Lock()
 
     @property
@@ -33,7 +39,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def models(self):
-        limit = {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
+        limit = {} if self.max_model_len is None or not self.lists_limit else {"max_model_len": self.max_model_len}
         return {"object": "list", "data": [{"id": name, "object": "model", **limit} for name in self.names]}
 
     def complete(self, body):
@@ -43,6 +49,10 @@ class Server:
             return 404, {"detail": "Not Found"}
         if self.form == "strict" and unknown:
             return 400, {"error": {"message": f"Unrecognized request arguments: {sorted(unknown)}"}}
+        if self.form == "llama-cpp-python":
+            if not isinstance(body["prompt"], str):
+                return 500, {"error": {"message": "4 validation errors: Input should be a valid string"}}
+            body["prompt"] = self.encode(body["prompt"])
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
         if body["max_tokens"] > 1:
@@ -55,8 +65,17 @@ class Server:
             choice["prompt_logprobs"] = vllm_entries(body["prompt"], log_probs)
         if body.get("logprobs") is not None:
             prompt = body["prompt"] if body.get("echo") and self.form != "llama.cpp" else []
-            choice["logprobs"] = echo_lists(prompt, log_probs)
-        return 200, {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)]}
+            if self.form == "llama-cpp-python":
+                choice["logprobs"] = echo_lists_of_llama_cpp(prompt, log_probs, self.tokenizer)
+            else:
+                choice["logprobs"] = echo_lists(prompt, log_probs)
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1}
+        reply = {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)], "usage": usage}
+        return 200, reply
+
+    def encode(self, text):
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [self.tokenizer.bos_token_id, *ids] if self.adds_bos else ids
 
     def say(self, ids, tokens):
         """Greedy decoding, token by token."""
@@ -100,6 +119,20 @@ def echo_lists(prompt, log_probs):
     }
 
 
+def echo_lists_of_llama_cpp(prompt, log_probs, tokenizer):
+    """As llama-cpp-python makes them: a BOS in front has log-probabilities and no token, and no BOS has an entry."""
+    new = int(log_probs[-1].argmax())
+    bos = tokenizer.bos_token_id
+    tokens, own, top = [], [], []
+    for token, row in zip([*prompt[prompt[0] == bos :], new], log_probs):
+        if token != bos:
+            tokens.append(tokenizer.decode(token))
+            own.append(float(row[token]))
+            top.append({tokenizer.decode(int(row.argmax())): float(row.max()), tokens[-1]: own[-1]})
+    own[0] = top[0] = None
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": list(range(len(tokens)))}
+
+
 def text_of(token):
     """Several tokens have the same text, as pieces of one character do in practice."""
     return chr(ord("a") + token % 3)
@@ -112,11 +145,13 @@ def serving(*args, **options):
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            server.keys.append(self.headers["Authorization"])
             self.reply(200, server.models())
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.requests.append(body)
+            server.keys.append(self.headers["Authorization"])
             if server.troubles:
                 trouble = server.troubles.popleft()
                 if callable(trouble):

@@ -14,7 +14,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply="7", matched=True)]
 CURVE = ForgettingCurve(
-    [CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])],
+    [CurvePoint(800, [400] * 2, [1, 0]), CurvePoint(1600, [600] * 2, [1, 0])],
     {"seed": 5, "repeats": 2, "corpus": "PG 19: test"},
 )
 RESULTS = [
@@ -33,10 +33,10 @@ def test_the_hub_reads_what_we_wrote():
     assert card.data.model_name == "fox: a 'model'"
     entries = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
     assert entries == {
-        ("PG 19: test", "fine memory length (tokens)"): ("forgetting_curve", 8),
-        ("PG 19: test", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
-        ("random tokens", "fine memory length (tokens)"): ("forgetting_curve", 8),
-        ("random tokens", "coarse memory length, more than (tokens)"): ("forgetting_curve", 64),
+        ("PG 19: test", "fine memory length, below (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("PG 19: test", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("random tokens", "fine memory length, below (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("random tokens", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
         ("text", "perplexity of 3 tokens"): ("perplexity", round(float(RESULTS[2].perplexity[-1]), 4)),
         ("text", "needle in a haystack, found up to 100 tokens"): ("accuracy", 1.0),
         ("generated records", "line retrieval, found up to 10 lines"): ("accuracy", 1.0),
@@ -55,3 +55,17 @@ def test_arguments_are_kept():
 def test_nothing_to_say():
     with pytest.raises(ValueError, match="no number for a model card"):
         card_snippet("fox", [ForgettingCurve([])])
+
+
+EVIL = 'fox"><script>alert(1)</script>\n---\nlicense: [x](y) `z` **'
+
+
+def test_a_name_cannot_end_the_header_or_become_markup():
+    curve = ForgettingCurve(CURVE.points, {"corpus": EVIL})
+    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
+    text = card_snippet(EVIL, [curve, report], picture="curve.png")
+    card = ModelCard(text, ignore_metadata_errors=False)
+    assert card.data.model_name == " ".join(EVIL.split()) and "license" not in card.data.to_dict()
+    html = pytest.importorskip("markdown_it").MarkdownIt("commonmark").render(card.text)
+    assert "<script" not in html and "<code" not in html and "<a " not in html and html.count("<img") == 1
+    assert "\n---\n" not in card.text and "max\\_position\\_embeddings" in card.text

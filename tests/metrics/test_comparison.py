@@ -9,13 +9,21 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 import matplotlib
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, comparison_table
-from hf_longctx.metrics.report.comparison import bar_ends, mark_place, named, plot_comparison
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, comparison_table
+from hf_longctx.metrics.report.comparison import (
+    comparable,
+    compare,
+    differences,
+    effective_length,
+    mark_place,
+    named,
+    plot_comparison,
+)
 
 
-def curve(*accuracies, lengths=(8, 64, 512), **settings):
+def curve(*accuracies, lengths=(80, 640, 5120), repeats=10, **settings):
     points = [
-        CurvePoint(n, [round(copy * n / 2)] * 3, [round(lm * n / 2)] * 3)
+        CurvePoint(n, [round(copy * n / 2)] * repeats, [round(lm * n / 2)] * repeats)
         for n, (copy, lm) in zip(lengths, accuracies, strict=True)
     ]
     return ForgettingCurve(points, settings)
@@ -24,7 +32,7 @@ def curve(*accuracies, lengths=(8, 64, 512), **settings):
 CURVES = {
     "long": curve((1, 0), (1, 0.25), (1, 0.25), data_type="random"),
     "fades | early": curve((1, 0), (0.5, 0.25), (0.25, 0.25), data_type="order"),
-    "nothing": curve((0.5, 0.5), (0.25, 0.25), lengths=(8, 64)),
+    "nothing": curve((0.5, 0.5), (0.25, 0.25), lengths=(80, 640)),
 }
 
 
@@ -34,31 +42,133 @@ def test_the_ending_decides_the_kind_of_file(tmp_path, ending, begin):
     assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begin)
 
 
-def test_bars_end_at_the_lengths():
-    assert [bar_ends(curve, left=7) for curve in CURVES.values()] == [[512, 512, 512], [8, 64, 512], [7, 7, 64]]
+@pytest.fixture
+def axes(monkeypatch):
+    """The two axes of a comparison that is drawn with `axes(curves)`."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+
+    def draw(curves):
+        plot_comparison(curves, "unused")
+        return figures[-1].axes
+
+    return draw
 
 
-@pytest.mark.parametrize("train_length, place", [(131, 64), (1027, 512), (1028, None), (17, None), (None, None)])
+def test_bars_are_as_long_as_was_measured(axes):
+    _, below = axes(CURVES)
+    ends = {}
+    for bar in below.patches:
+        row = round(bar.get_y() + bar.get_height() / 2)
+        ends[row] = max(ends.get(row, 0), bar.get_x() + bar.get_width())
+    assert ends == pytest.approx({0: 5120, 1: 5120, 2: 640})
+
+
+@pytest.mark.parametrize(
+    "lengths, scale", [((80, 640, 5120), "log"), ((80, 640, 1200), "linear")], ids=["geometric grid", "linear grid"]
+)
+def test_the_axis_is_logarithmic_for_logarithmic_grids(axes, lengths, scale):
+    curves = {"a": curve((1, 0), (1, 0), (0, 0), lengths=lengths), "b": CURVES["long"]}
+    assert {axis.get_xscale() for axis in axes(curves)} == {scale}
+
+
+def test_guesses_of_all_models_are_one_band(axes):
+    above, _ = axes(CURVES)
+    band = above.collections[0].get_paths()[0].vertices
+    at_start = band[abs(band[:, 0] - 80) < 1e-6][:, 1]
+    assert (min(at_start), max(at_start)) == (0, 0.5)
+    assert "LM accuracy of all" in above.get_legend_handles_labels()[1]
+    assert len(above.get_lines()) == 3, "one line for each model"
+
+
+@pytest.mark.parametrize("train_length, place", [(1283, 640), (10243, 5120), (10245, None), (17, None), (None, None)])
 def test_the_training_context_is_marked_within_the_bar(train_length, place):
     assert mark_place(CURVES["long"], train_length, left=7) == place  # (train_length - 3) / 2
 
 
 def test_words_of_the_picture(tmp_path):
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        plot_comparison(CURVES, tmp_path / "picture.svg", train_lengths={"long": 131}, title="My models")
-    words = (tmp_path / "picture.svg").read_text()
+        plot_comparison(CURVES, tmp_path / "picture.svg", train_lengths={"long": 1283}, title="My models")
+    words = " ".join((tmp_path / "picture.svg").read_text().split())
     for expected in (
-        *("My models", "fine &gt;512, coarse &gt;512", "fine 8, coarse 64", "fine 0, coarse 0", "fades | early"),
-        "deviation of 3 repeats, order and random data, black mark: training context",
+        *("My models", "fine: at least 5,120, coarse: at least 5,120", "fine: 80 to 640, coarse: 640 to 5,120"),
+        *("fine: below 80, coarse: below 80", "fades | early", "black mark: training context"),
+        "not alike: data (random, order); longest lengths (5120, 640)",
     ):
         assert expected in words
 
 
 def test_table():
-    rows = [line.split(" | ") for line in comparison_table(CURVES, {"long": 131}).splitlines()]
-    assert rows[2] == ["| long", "random", ">512", ">512", "-, -", "8 to 512", "131 |"]
-    assert rows[3] == [r"| fades \| early", "order", "8", "64", "64, 512", "8 to 512", "- |"]
-    assert rows[4][1:5] == ["-", "0", "0", "8, 8"]
+    rows = [line.split(" | ") for line in comparison_table(CURVES, {"long": 1283}).splitlines()]
+    assert len(rows[0]) == 8 and rows[0][2:6] == [
+        *("fine, 95 % sure", "coarse, 95 % sure", "paper's fine, coarse", "effective (85 % copied)"),
+    ]
+    assert rows[2] == ["| long", "random", *["at least 5,120"] * 2, ">5120, >5120", "5120", "80 to 5120", "1283 |"]
+    assert rows[3][:6] == [r"| fades \| early", "order", "80 to 640", "640 to 5,120", "80, 640", "80"]
+    assert rows[4][1:6] == ["-", "below 80", "below 80", "0, 0", "0"]
+
+
+def test_the_size_of_tokens_stands_beside_lengths():
+    sizes = {"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]}
+    rows = [line.split(" | ") for line in comparison_table(sizes).splitlines()]
+    assert [row[-1] for row in (rows[0], rows[2], rows[3])] == ["bytes per token |", "4.21 |", "- |"]
+
+
+def test_the_effective_length_ends_at_the_first_that_is_not_copied():
+    assert effective_length(curve((1, 0), (0.85, 0), (0.9, 0))) == 5120
+    assert effective_length(curve((1, 0), (0.8, 0), (1, 0))) == 80
+    assert effective_length(curve((0.5, 0), (0.9, 0), (0, 0))) == 640  # too short to show that the task is to copy
+    assert effective_length(curve((0.5, 0), (0.8, 0), (0, 0))) == 0
+
+
+def test_luck_is_no_memory_in_a_comparison(axes):
+    """Copying is as good as guessing, and at one length 2 % better."""
+    lucky = curve((0.3, 0.3), (0.32, 0.3), (0.3, 0.3), repeats=2)
+    assert lucky.coarse_length == 640
+    colours = {bar.get_facecolor() for bar in axes({"lucky": lucky})[1].patches}
+    assert matplotlib.colors.to_rgba("#7ea6d8") not in colours
+    assert "| 0, 640 | 0 |" in comparison_table({"lucky": lucky})
+
+
+SETTINGS = dict(data_type="order", corpus="PG-19", tokenizer="hub/one", protocol="reference", corpus_sha256="ab" * 32)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({}, []),
+        ({"data_type": "random"}, ["data (order, random)"]),
+        ({"corpus": "my.txt"}, ["texts (PG-19, my.txt)"]),
+        ({"corpus": None, "corpus_sha256": "cd" * 32}, ["texts (PG-19, cdcdcdcd)"]),
+        ({"tokenizer": "hub/two"}, ["tokenizers, whose tokens differ in size (one, two)"]),
+        ({"protocol": "adaptive"}, ["protocols (reference, adaptive)"]),
+        ({"repeats": 3}, ["repeats (10, 3)"]),
+        ({"lengths": (80, 640, 600_000)}, ["longest lengths (5120, 600000)"]),
+        ({"seed": 3, "dtype": "float16"}, []),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_are_not_alike_are_named(tmp_path, change, words):
+    accuracies = [(1, 0)] * 3
+    curves = {"one": curve(*accuracies, **SETTINGS), "two": curve(*accuracies, **SETTINGS | change)}
+    assert differences(curves) == words
+    assert compare(curves, tmp_path / "x.md").count("Not alike: ") == len(words)
+
+
+def test_losses_of_several_lengths_are_named(tmp_path):
+    losses = {"one": PositionLoss([1.0] * 3, 2), "two": PositionLoss([1.0] * 4, 2)}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        text = compare(losses, tmp_path / "losses.svg")
+    assert "not alike: context lengths (3, 4)" in (tmp_path / "losses.svg").read_text()
+    assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
+
+
+def test_markdown_goes_to_a_file(tmp_path):
+    text = compare(CURVES, tmp_path / "table.md", title="My models")
+    assert (tmp_path / "table.md").read_text() == f"# My models\n\n{text}"
+    assert text.startswith("| model | data |") and "| fades \\| early |" in text
+    compare({"a": PositionLoss([2.0], 1)}, tmp_path / "loss.md")
+    assert (tmp_path / "loss.md").read_text().startswith("# Per-token loss\n\n| model |")
 
 
 @pytest.mark.parametrize("curves, message", [({}, "there is no curve"), ({"a": ForgettingCurve([])}, "measured: a")])
@@ -73,4 +183,8 @@ def test_curves_are_named_by_model_then_file():
 
     files = [(Path("a/x.json"), curve("fox")), (Path("b/x.json"), curve("fox")), (Path("y.json"), curve("llama"))]
     assert list(named(files)) == ["fox (x)", "fox (x)'", "llama"]
+    folders = [(Path("a.json"), curve("m/llama")), (Path("b.json"), curve("someone/fox"))]
+    assert list(named(folders)) == ["llama", "fox"]
+    measured = [ForgettingCurve(CURVES["long"].points, {"model": model}) for model in ("a/fox", "b/fox")]
+    assert list(comparable(measured)) == ["fox (a/fox)", "fox (b/fox)"]
     assert list(named([(Path("results/my_fox.json"), curve(None))])) == ["my_fox"]

@@ -11,6 +11,7 @@ from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
 GRID = linear_lengths(1400, 32)
+ADAPTIVE = {"protocol": "adaptive"}
 
 
 def run(points, **options):
@@ -21,7 +22,7 @@ def run(points, **options):
         calls.append((length, first, stop))
         return full[length].first(stop)
 
-    curve = ForgettingCurve(locate(list(full), measure, **options))
+    curve = ForgettingCurve(locate(list(full), measure, **options), ADAPTIVE)
     assert len(calls) == len(set(calls))  # nothing twice
     return curve, sum(2 * (stop - first) * input_tokens(length) for length, first, stop in calls)
 
@@ -56,7 +57,10 @@ SPENT = {"slow": 0.1, "remembers-all": 0.08}
 
 @pytest.mark.parametrize("name", CURVES)
 def test_simulated_curves(name):
-    """At most a fifth of the full cost; the interval covers the truth, and is hardly wider than that of all points."""
+    """At most a fifth of the full cost; the interval covers the truth, and is hardly wider than that of all points.
+
+    Both by the tests of single lengths; the windows of the reference protocol need all points.
+    """
     full_cost = sum(20 * input_tokens(n) for n in GRID)
     covered, widths, costs = 0, {"fine": [], "coarse": []}, []
     for seed in range(20):
@@ -65,7 +69,7 @@ def test_simulated_curves(name):
         assert 5 * cost <= full_cost
         costs.append(cost)
         for reading in ("fine", "coarse"):
-            intervals = [c.interval(reading) for c in (curve, ForgettingCurve(points))]
+            intervals = [c.interval(reading) for c in (curve, ForgettingCurve(points, ADAPTIVE))]
             ends = [(i.low, 1450 if i.high is None else i.high) for i in intervals]
             covered += ends[0][0] <= truth[reading] < ends[0][1]
             widths[reading].append([high - low for low, high in ends])

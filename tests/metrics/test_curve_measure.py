@@ -22,7 +22,7 @@ from hf_longctx.metrics.curve import protocol as core
 from hf_longctx.metrics.curve.measure import PositionLimitError
 from hf_longctx.metrics.run.engine import predict_plainly as predict
 from hf_longctx.metrics.run.journal import content_hash
-from hf_longctx.metrics.run.model import position_limit
+from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
@@ -147,7 +147,7 @@ def test_recorded_oracle(tokens, recorded, name):
 
 
 def record_calls(model):
-    """Every forward pass: ids (T,), training flag, options, and how many rows the head projects. One is a trial."""
+    """Every forward pass: ids (T,), training flag, options, and how many rows the head projects. Two are a trial."""
     calls = []
 
     def before(_, args, options):
@@ -205,8 +205,8 @@ def test_only_scored_logits_are_computed(build):
     model = whole_inputs(build())
     calls = record_calls(model)
     forgetting_curve(model, CORPUS, lengths=[7, 8], repeats=2)
-    trial, *calls = calls
-    assert len(trial["ids"]) <= 32
+    assert all(len(trial["ids"]) <= 32 for trial in calls[:2])
+    calls = calls[2:]
     assert {len(call["ids"]) for call in calls} == {17, 19}
     assert all(call["rows"] <= 4 for call in calls)
     assert all(call["ids"][0] == call["ids"][len(call["ids"]) // 2] == 1 and call["ids"][-1] == 2 for call in calls)
@@ -230,7 +230,7 @@ def test_only_scored_logits_are_computed_behind_a_wrapper():
     plain = forgetting_curve(model, CORPUS, lengths=[8], repeats=2)
     calls = record_calls(model)
     assert forgetting_curve(Wrapper(model), CORPUS, lengths=[8], repeats=2).points == plain.points
-    assert {call["rows"] for call in calls[1:]} == {4}
+    assert {call["rows"] for call in calls[2:]} == {4}
 
 
 def test_offloaded_model(tmp_path):
@@ -253,7 +253,7 @@ def test_offloaded_model(tmp_path):
     calls = record_calls(whole_inputs(spread))
     curve = forgetting_curve(spread, CORPUS, lengths=[7, 20], repeats=3)
     assert curve.points == forgetting_curve(model, CORPUS, lengths=[7, 20], repeats=3).points
-    assert {call["rows"] for call in calls[1:]} == {4 + 2, 10 + 2}
+    assert {call["rows"] for call in calls[2:]} == {4 + 2, 10 + 2}
 
 
 class RemoteCodeWithOptions(RemoteCode):
@@ -309,6 +309,15 @@ def test_tokens_of_any_kind(convert):
     assert forgetting_curve(model, convert(CORPUS), **options) == expected
 
 
+def test_the_size_of_a_token_is_in_the_settings():
+    tokenizer = SimpleNamespace(name_or_path="tiny", decode=lambda ids, **_: "é" * len(ids) + "ab")
+    options = dict(lengths=[8], repeats=1)
+    curve = forgetting_curve(tiny_llama(), CORPUS[:100], tokenizer=tokenizer, **options)
+    assert curve.settings["bytes_per_token"] == 2.02  # "é" has two bytes
+    for data in (dict(tokens=CORPUS, tokenizer="tiny"), dict(tokens=None, data_type="random", id_range=(3, 20))):
+        assert "bytes_per_token" not in forgetting_curve(tiny_llama(), **data, **options).settings
+
+
 def test_settings_and_seed():
     model = tiny_llama()
     names = {"corpus_name": "noise", "train_length": 64}
@@ -316,6 +325,7 @@ def test_settings_and_seed():
     assert set(curve.settings["versions"]) == {"hf-longctx", "torch", "transformers"}
     expected = {"model": "LlamaForCausalLM", "dtype": "float32", "protocol": "reference", "data_type": "order"}
     expected |= {"seed": 5, "repeats": 2, "bos_token_id": 1, "eos_token_id": 2}
+    expected |= {"lengths": [8, 9], "device": "cpu", "tokens_per_pass": 512, "weights_sha256": weights_hash(model)}
     expected |= {"corpus_tokens": 200, "corpus_sha256": content_hash(CORPUS), "corpus": "noise", "train_length": 64}
     assert {name: curve.settings[name] for name in expected} == expected
     assert ForgettingCurve.from_json(curve.to_json()) == curve
@@ -335,8 +345,30 @@ def test_random_data():
     curve = forgetting_curve(model, None, lengths=[30], repeats=3, data_type="random", eos_token_id=12)
     assert curve.points[0].begin_locs is None
     assert curve.settings["id_range"] == [10, 31]
-    drawn = {i for call in calls for i in call["ids"][1:31] + call["ids"][32:-1]}
+    drawn = {i for call in calls[2:] for i in call["ids"][1:31] + call["ids"][32:-1]}
     assert drawn == set(range(10, 32)) - {12}
+
+
+class Vocabulary:
+    """Of a tokenizer: 28 tokens and a hole for 32 rows, three of the tokens special or added."""
+
+    name_or_path = "tiny"
+    all_special_ids, added_tokens_decoder = [11, 14], {14: "<|end|>", 20: "<tool>"}
+
+    def get_vocab(self):
+        return {f"t{i}": i for i in range(28) if i != 17}
+
+
+def test_random_data_are_tokens_of_text():
+    model = whole_inputs(tiny_llama())
+    calls = record_calls(model)
+    options = dict(lengths=[40], repeats=3, data_type="random")
+    curve = forgetting_curve(model, None, tokenizer=Vocabulary(), **options)
+    drawn = {i for call in calls[2:] for i in call["ids"][1:41] + call["ids"][42:-1]}
+    assert drawn == set(range(10, 28)) - {11, 14, 17, 20}
+    assert curve.settings["id_range"] == [10, 31] and curve.settings["skipped_ids"] == 8
+    with pytest.raises(ValueError, match=r"id_range=\(28, 31\) leaves no choice of random ids: 4 of them"):
+        forgetting_curve(model, None, tokenizer=Vocabulary(), id_range=(28, 31), **options)
 
 
 def test_progress_bar(capsys):
@@ -403,7 +435,7 @@ def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
     assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
     assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
     assert curve.settings["confidence"] == 0.9
-    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high"}
+    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high", "repeats_needed"}
 
 
 # -- processes
@@ -616,7 +648,7 @@ def test_special_tokens(config, generation, given, expected):
     calls = record_calls(whole_inputs(model))
     curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1, **given)
     assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == expected
-    assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls} == {(expected[0], *expected)}
+    assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls[2:]} == {(expected[0], *expected)}
 
 
 def test_special_tokens_of_a_multimodal_model():
@@ -691,11 +723,58 @@ def test_a_failure_keeps_what_was_measured(error):
     with pytest.raises(type(error)) as caught:
         forgetting_curve(model, CORPUS, lengths=[8, 9, 10, 11], repeats=2)
     assert caught.value is error
-    assert error.result == expected
-    assert any(".result: fine length" in note for note in error.__notes__)
+    curve, cause = error.result, "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "disk"
+    assert curve.points == expected.points and curve.settings["lengths"] == [8, 9, 10, 11]
+    assert curve.not_measured == {10: "interrupted", 11: "interrupted"}
+    assert curve.settings["interrupted"] == cause and "interrupted" not in expected.settings
+    assert curve.summary().endswith(f"2 lengths from 10 to 11 not measured: interrupted; interrupted: {cause}")
+    assert ForgettingCurve.from_json(curve.to_json()) == curve
+    assert any(".result: 95 % sure, in tokens: fine length" in note for note in error.__notes__)
 
 
-@pytest.mark.parametrize("call, message", [(6, "repeat 1, copy"), (8, "repeat 1, LM")])
+def test_an_interrupted_adaptive_curve_names_what_it_did_not_reach(counting):
+    """A finished one leaves lengths out, because nothing depends on them."""
+    options = dict(lengths=list(range(8, 20)), repeats=3, protocol="adaptive")
+    finished = forgetting_curve(counting, CORPUS % 8, **options)
+    assert len(finished.points) < 12 and not finished.not_measured
+    passes = []
+
+    def stop(*_):
+        passes.append(1)
+        if len(passes) > 5:
+            raise KeyboardInterrupt
+
+    hook = counting.model.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        forgetting_curve(counting, CORPUS % 8, **options)
+    hook.remove()
+    curve = caught.value.result
+    assert {p.length for p in curve.points} | curve.not_measured.keys() == set(options["lengths"])
+    assert set(curve.not_measured.values()) == {"interrupted"}
+
+
+@pytest.mark.parametrize("room", [0, 30], ids=["full", "a part of a line fits"])
+def test_a_full_disk_loses_nothing(tmp_path, room):
+    """Of the journal; the length that could not be written is in the result, and is measured again afterwards."""
+    resource = pytest.importorskip("resource")
+    options = dict(lengths=[8, 9, 10], repeats=2)
+    whole = forgetting_curve(tiny_llama(), CORPUS, journal=tmp_path / "whole", **options)
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(b"".join(lines[:2])) + room, hard))
+    try:
+        with pytest.raises(OSError, match="the journal cannot be written") as caught:
+            forgetting_curve(tiny_llama(), CORPUS, journal=tmp_path / "journal", **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / "journal")
+    assert caught.value.result.points == whole.points[:2]
+    assert caught.value.result.not_measured == {10: "interrupted"}
+    assert forgetting_curve(tiny_llama(), CORPUS, journal=tmp_path / "journal", **options) == whole
+    assert (tmp_path / "journal").read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("call, message", [(7, "repeat 1, copy"), (9, "repeat 1, LM")])
 def test_nan_logits(call, message):
     """Length 9 of repeat 1, whose copies are read before its LM inputs; logits 14 to 18 are scored."""
     model = whole_inputs(tiny_llama())
@@ -713,41 +792,3 @@ def test_nan_logits(call, message):
     ) as caught:
         forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2)
     assert [p.length for p in caught.value.result.points] == [8]
-
-
-class NeverRun(nn.Module):
-    config = SimpleNamespace(vocab_size=32, bos_token_id=1, eos_token_id=2)
-
-    def forward(self, input_ids):
-        raise AssertionError("the model ran before the arguments were checked")
-
-
-@pytest.mark.parametrize(
-    "tokens, options, message",
-    [
-        ([], {}, "tokens is empty"),
-        ("text", {}, "flat sequence of token ids"),
-        (None, {}, "flat sequence of token ids"),
-        ([5] * 99 + [32], {}, r"tokens\[99\] is 32"),
-        (CORPUS, {"lengths": [67]}, "longest possible length is 66"),
-        (CORPUS, {"lengths": [0, 8]}, "lengths must be"),
-        (CORPUS, {"lengths": [9, 8]}, "lengths must be"),
-        (CORPUS, {"lengths": [8, 8]}, "lengths must be"),
-        (CORPUS, {"protocol": "full"}, "protocol must be one of .*'full'"),
-        (CORPUS, {"tokens_per_pass": 0}, "tokens_per_pass must be at least 1, got 0"),
-        (CORPUS, {"repeats": 0}, "repeats must be at least 1, got 0"),
-        (CORPUS, {"bos_token_id": 32}, "bos_token_id is 32"),
-        (CORPUS, {"eos_token_id": -1}, "eos_token_id is -1"),
-        (CORPUS, {"data_type": "shuffled"}, "data_type must be one of .*'shuffled'"),
-        (CORPUS, {"irrelevant_tokens": []}, "irrelevant_tokens is empty"),
-        (CORPUS, {"irrelevant_tokens": [5] * 7}, "irrelevant_tokens has 7 ids"),
-        (CORPUS, {"irrelevant_tokens": [40] * 9}, r"irrelevant_tokens\[0\] is 40"),
-        (CORPUS, {"id_range": (10, 20)}, 'id_range is for data_type="random"'),
-        (None, {"data_type": "random", "id_range": (10, 32)}, r"id_range=\(10, 32\)"),
-        (None, {"data_type": "random", "id_range": (1, 2)}, "no choice"),
-        (None, {"data_type": "random", "irrelevant_tokens": CORPUS}, "drop irrelevant_tokens"),
-    ],
-)
-def test_bad_arguments(tokens, options, message):
-    with pytest.raises(ValueError, match=message):
-        forgetting_curve(NeverRun(), tokens, **{"lengths": [8], **options})

@@ -1,5 +1,8 @@
 """The picture of a forgetting curve."""
 
+import doctest
+import re
+
 import pytest
 
 
@@ -7,8 +10,13 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 import matplotlib
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve
-from hf_longctx.metrics.curve.plot import area_ends, ribbon
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, style
+from hf_longctx.metrics.curve import plot
+from hf_longctx.metrics.curve.plot import areas, ribbon, shade_areas
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(plot) == (0, 2)
 
 
 CURVE = ForgettingCurve(
@@ -28,10 +36,10 @@ def test_the_ending_decides_the_kind_of_file(tmp_path, name, magic):
 
 
 def svg_text(tmp_path, curve, **options):
-    """An SVG whose words are text."""
+    """The words of an SVG."""
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         curve.plot(tmp_path / "curve.svg", **options)
-    return (tmp_path / "curve.svg").read_text()
+    return " ".join(re.sub(r"<[^>]*>", " ", (tmp_path / "curve.svg").read_text()).split())
 
 
 def test_the_picture_says_how_many_repeats_adaptive_points_have(tmp_path):
@@ -43,40 +51,62 @@ def test_the_picture_says_what_was_measured(tmp_path):
     words = svg_text(tmp_path, CURVE, train_length=64)
     for expected in (
         "Forgetting curve of tiny",
-        "fine length: 18 tokens",
-        "coarse length: 20 tokens",
+        "fine, 95 % sure: below 40",
+        "coarse, 95 % sure: about 590 repeats needed",
         "training context: 64 tokens",
         "mean and standard deviation of 2 repeats, order data, float32, seed 7",
     ):
         assert expected in words
-    open_ended = ForgettingCurve(CURVE.points[:1])
-    words = svg_text(tmp_path, open_ended, train_length=64, title="A title")
-    for expected in ("A title", "fine length: &gt;18 tokens", "amnesia: not reached", "64 tokens not reached"):
+    open_ended = curve(400, lengths=(400,))
+    words = svg_text(tmp_path, open_ended, train_length=1000, title="A title")
+    for expected in ("A title", "fine, 95 % sure: at least 400", "1,000 tokens not reached"):
         assert expected in words
+    assert "no memory" not in words and "not sure" not in words
+
+
+def curve(fine, coarse=0, dip=None, lengths=(100, 200, 400, 600, 800), repeats=10):
+    """Copies exactly up to `fine` tokens, half of it up to `coarse`, except at `dip`."""
+    shares = [1 if n <= fine and n != dip else 0.5 if n <= max(fine, coarse) else 0 for n in lengths]
+    return ForgettingCurve([CurvePoint(n, [int(n * s / 2)] * repeats, [0] * repeats) for n, s in zip(lengths, shares)])
 
 
 @pytest.mark.parametrize(
-    "points, ends",
+    "curve, stretches",
     [
-        ([(8, 4, 0), (16, 8, 0), (32, 8, 0), (64, 0, 0)], (16, 32)),
-        ([(8, 4, 0), (16, 8, 0), (32, 8, 0)], (16, 70)),
-        ([(8, 4, 0), (16, 8, 0)], (70, 70)),
-        ([(8, 2, 0), (16, 4, 4)], (5, 8)),
-        ([(8, 1, 2), (16, 4, 4)], (5, 5)),
-        ([(8, 4, 4), (16, 4, 4)], (8, 8)),  # fine, though the text could be guessed
+        (curve(200, 400), [(50, 300, "fine"), (300, 500, "coarse"), (500, 900, "amnesia")]),
+        (curve(800), [(50, 900, "fine")]),
+        (curve(0), [(50, 900, "amnesia")]),
+        (curve(400, dip=200), [(50, 150, "fine"), (150, 500, "coarse"), (500, 900, "amnesia")]),
+        (curve(800, repeats=1, lengths=(100, 200)), [(50, 900, "fine?")]),
+        (ForgettingCurve([CurvePoint(100, [1, 0, 1], [0, 0, 0])]), [(50, 900, "unsure")]),
     ],
-    ids=["all three", "coarse open", "fine open", "no fine", "nothing", "no coarse"],
+    ids=["all three", "fine only", "nothing", "a dip", "too few repeats", "luck"],
 )
-def test_areas_end_at_the_lengths(points, ends):
-    curve = ForgettingCurve([CurvePoint(n, [copy], [lm]) for n, copy, lm in points])
-    assert area_ends(curve, left=5, right=70) == ends
+def test_colours_stand_for_what_is_sure(curve, stretches):
+    """No length that fails is green, none that passes by chance is blue."""
+    assert areas(curve, left=50, right=900, log=False) == stretches
+
+
+def test_areas_of_a_logarithmic_axis_meet_at_the_ratio():
+    assert areas(curve(8, lengths=(100, 400, 1600)), 50, 2000, log=True) == [(50, 2000, "amnesia")]
+    assert areas(curve(400, lengths=(100, 400, 1600)), 50, 2000, log=True)[0] == (50, 800, "fine")
+
+
+def test_the_first_failure_has_a_ring(tmp_path):
+    assert "first failure: 200 (fine), 600 (coarse)" in svg_text(tmp_path, curve(400, dip=200))
+    assert "first failure" not in svg_text(
+        tmp_path, ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
+    )
+
+
+def test_a_colour_that_is_not_drawn_has_no_key():
+    axes = style.figure(4, 3).add_subplot()
+    fine, coarse, end = shade_areas(axes, curve(0, 400), 50, 900)
+    assert fine.get_label() == "fine, 95 % sure: below 100" and fine.get_facecolor()[3] == 0
+    assert coarse.get_label() == "coarse, 95 % sure: 400 to 600" and coarse.get_facecolor()[3] == 1
+    assert end.get_label() == "no memory"
 
 
 def test_the_ribbon_stays_within_accuracies():
     low, high = ribbon([(0.9, 0.2), (0.5, 0.2), (0.1, 0.2)])
     assert low == pytest.approx([0.7, 0.3, 0.0]) and high == pytest.approx([1.0, 0.7, 0.3])
-
-
-def test_an_empty_curve_is_not_drawn(tmp_path):
-    with pytest.raises(ValueError, match="no point to draw"):
-        ForgettingCurve([]).plot(tmp_path / "curve.png")

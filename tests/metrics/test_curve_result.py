@@ -1,6 +1,7 @@
 """Curves: statistics of their points, readings, summaries and files."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -63,21 +64,6 @@ def test_exactly_99_percent_is_not_fine(reference):
     assert curve_of(run).memory_lengths["fine_first_run"] == 53
 
 
-@pytest.mark.parametrize(
-    "copy, lm, message",
-    [
-        ([5], [0], "copy_correct at length 8 must hold integers from 0 to 4"),
-        ([4], [-1], "lm_correct at length 8"),
-        ([0.5], [0], "copy_correct"),
-        ([], [], "copy_correct"),
-        ([4, 4], [0], "2 copy counts and 1 LM counts"),
-    ],
-)
-def test_bad_counts(copy, lm, message):
-    with pytest.raises(ValueError, match=message):
-        CurvePoint(8, copy, lm)
-
-
 def small_curve():
     return ForgettingCurve(
         [
@@ -93,14 +79,46 @@ def test_lengths_and_summary():
     curve = small_curve()
     assert (curve.fine_length, curve.coarse_length) == (18, 20)
     assert curve.summary() == (
-        "fine length 18 tokens (next tested: 20), coarse length 20 tokens (next tested: 40); "
-        "3 lengths from 18 to 40, 2 repeats; 95 % sure: fine >=0, coarse >=0"
+        "95 % sure, in tokens: fine length <40, coarse length unknown (about 590 repeats needed); "
+        "the paper's definition: fine 18, coarse 20; 3 lengths from 18 to 40, 2 repeats"
     )
-    assert (
-        ForgettingCurve(curve.points[:2])
-        .summary()
-        .startswith("fine length 18 tokens (next tested: 20), coarse length >20 tokens;")
-    )
+    open_ended = ForgettingCurve(curve.points[:2])
+    assert "the paper's definition: fine 18, coarse >20; 2 lengths" in open_ended.summary()
+
+
+def test_headlines_are_the_ends_that_are_sure():
+    def headlines(*accuracies):
+        points = [CurvePoint(n, [round(a * n / 2)] * 10, [0] * 10) for n, a in zip((400, 800, 1600), accuracies)]
+        return {name.partition(" (")[0]: value for _, name, value in ForgettingCurve(points).headlines()}
+
+    fine, coarse = "fine memory length", "coarse memory length"
+    assert headlines(1, 0.5, 0) == {
+        f"{fine}, at least": 400,
+        f"{fine}, below": 800,
+        f"{coarse}, at least": 800,
+        f"{coarse}, below": 1600,
+    }
+    assert headlines(1, 1, 1) == {f"{fine}, at least": 1600, f"{coarse}, at least": 1600}
+
+
+def test_one_lucky_token_is_no_coarse_memory():
+    """An untrained model: one token right of 81 is more than 1 %."""
+    points = [CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]
+    curve = ForgettingCurve(points)
+    assert curve.coarse_length == 54
+    assert curve.interval("coarse").low == 0
+    assert [headline.name for headline in curve.headlines()] == ["fine memory length, below (tokens, 95 % sure)"]
+    assert curve.summary().startswith("95 % sure, in tokens: fine length <54, coarse length unknown (about ")
+
+
+def test_results_of_older_runs_are_read():
+    cards = Path(__file__).resolve().parents[2] / "model_cards"
+    files = [*cards.glob("evidence/curves/*.json"), cards / "fox-demo" / "forgetting_curve.json"]
+    assert len(files) > 6
+    for file in files:
+        curve, document = ForgettingCurve.from_json(file.read_text()), json.loads(file.read_text())
+        assert curve.document()["memory_lengths"] == document["memory_lengths"]
+        assert curve.interval("coarse").low > 0
 
 
 def test_empty_curve():

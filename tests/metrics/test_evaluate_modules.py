@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
@@ -386,6 +386,13 @@ def test_bases_hold_from_the_smallest_base_on():
     assert minimum[0] == rope_base_bound(255, 32).base  # the largest distance within 256 tokens
     assert check_bases([1e4, 1e4], [1707, 1708], 128)["verdicts"] == ["holds", "violated"]
     assert check_bases([1e4], [100], 128)["context_bounds"] == [1706]
+    assert check_bases([1e4], [256], 32)["settled_bases"] == [rope_base_bound(255, 32).settled_base]
+
+
+def test_an_inconclusive_check_is_no_pass(rope_module, tmp_path):
+    GPTNeoXConfig().save_pretrained(tmp_path)  # a quarter of the head rotates
+    result = rope_module.compute(model=str(tmp_path))
+    assert result["verdict"] == "inconclusive" and result["holds"] is None
 
 
 def test_wrong_arguments_of_the_check(rope_module, model):

@@ -41,10 +41,34 @@ def test_a_training_context_beyond_the_picture_is_left_out(draw):
 def test_several_models(draw):
     other = PositionLoss(np.linspace(4, 2, 600), 2, {"model": "/home/me/models/other"})
     words = draw(LOSS, other)
-    assert "someone/tiny (4 sequences)" in words and ">other (2 sequences)<" in words
-    assert "perplexity: from l = 51<" in words
-    assert "perplexity: from l = 1 or 51<" in draw(LOSS, PositionLoss([3.0, 2.5], 2))
-    assert draw(*[LOSS] * 9).count("someone/tiny (4 sequences)") == 9  # more models than colours
+    assert "someone/tiny, 4 sequences" in words and ">other, 2 sequences<" in words
+    assert "moving average of 39 or 59 tokens<" in words
+    assert draw(*[LOSS] * 9).count("someone/tiny, 4 sequences") == 9  # more models than colours
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """What would have been saved."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    return figures
+
+
+def test_an_untrained_model_looks_level(figures):
+    rng = np.random.default_rng(0)
+    PositionLoss.of_sequences(6.24 + 0.01 * rng.normal(size=(8, 400)), {}).plot("unused")
+    loss, perplexity = figures[0].axes
+    assert np.ptp(loss.get_ylim()) >= 0.5 and np.ptp(np.log(perplexity.get_ylim())) >= 0.499
+
+
+def test_the_ribbon_is_the_standard_error(figures):
+    result = PositionLoss.of_sequences([[3.0, 2.0, 1.0], [3.0, 1.0, 0.0], [3.0, 3.0, 2.0]], {})
+    result.plot("unused")
+    PositionLoss([3.0, 2.0, 1.0], 3).plot("unused")
+    (ribbon,) = figures[0].axes[0].collections
+    heights = {tuple(corner) for corner in ribbon.get_paths()[0].vertices.round(6).tolist()}
+    assert {(2.0, round(2 + 1 / 3**0.5, 6)), (2.0, round(2 - 1 / 3**0.5, 6)), (1.0, 3.0)} <= heights
+    assert not figures[1].axes[0].collections, "an error that is not known is drawn"
 
 
 def test_a_result_draws_itself(tmp_path):

@@ -65,9 +65,35 @@ def test_every_metric_has_its_section(tmp_path):
         assert f"{result.title}: {EVIL}" in page.text
         assert result.summary() in page.text and result.explanation() in page.text
     assert f"Not measured: because {EVIL}" in page.text
-    assert "violated at 512 tokens" in page.text or "holds at 512 tokens" in page.text
-    assert len(page.images()) == 4 and all("<svg" in image for image in page.images())
+    assert "holds at 512 tokens" in page.text and RESULTS[-1].caveat in page.text
+    assert len(page.images()) == 5 and all("<svg" in image for image in page.images())
     assert "train_length" in page.text and "78.1%" in page.text  # 50 of 64 copied
+
+
+def test_the_overview_leads_to_every_section(tmp_path):
+    """What was not measured, or not to its end, has its row too."""
+    write_report(RESULTS, tmp_path / "report.html", missing={"Line retrieval": "interrupted", "Another": "no token"})
+    page = Page(tmp_path / "report.html")
+    anchors = [a["href"].removeprefix("#") for tag, a in page.tags if tag == "a"]
+    assert anchors == [f"result-{i}" for i in range(1, 6)] + ["missing-1", "missing-2"]
+    assert anchors == [a["id"] for tag, a in page.tags if tag == "section"]
+    overview = page.text[: page.text.index(RESULTS[0].explanation())]
+    for result in RESULTS:
+        for row in result.overview():
+            assert all(text in overview for text in row), row
+    assert "not measured to its end" in overview and "Not measured to its end: interrupted" in page.text
+    assert "Not measured: no token" in page.text
+
+
+@pytest.mark.parametrize("base, frame", [(1e6, "summary holds"), (100.0, "summary violated")])
+def test_the_frame_tells_what_holds(base, frame, tmp_path):
+    sizes = dict(max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": base})
+    report = rope_report(LlamaConfig(**sizes), minimum_base=False)
+    write_report([report, RESULTS[1]], tmp_path / "report.html")
+    classes = [
+        a["class"] for tag, a in Page(tmp_path / "report.html").tags if a.get("class", "").startswith("summary")
+    ]
+    assert classes == [frame, "summary"]
 
 
 def test_without_replies_nothing_is_found_in_them(tmp_path):
@@ -84,7 +110,7 @@ def test_it_needs_nothing_beside_itself(tmp_path):
     page = Page(tmp_path / "report.html")
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
     addresses = [a[name] for _, a in page.tags for name in ("src", "href") if name in a]
-    assert addresses and all(address.startswith("data:") for address in addresses)
+    assert addresses and all(address.startswith(("data:", "#result-")) for address in addresses)
     style = re.search("<style>(.*?)</style>", (tmp_path / "report.html").read_text(), re.DOTALL)[1]
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
 

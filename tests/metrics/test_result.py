@@ -1,5 +1,6 @@
 """What all results have in common: texts, files, and what a report says about them."""
 
+import dataclasses
 import json
 import subprocess
 from datetime import UTC, datetime
@@ -24,7 +25,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
 EXAMPLES = [
-    ForgettingCurve([CurvePoint(8, [4, 4], [1, 0], [3, 5])], {"model": "someone/fox"}),
+    ForgettingCurve([CurvePoint(800, [400] * 3, [1, 0, 1], [3, 5, 4])], {"model": "someone/fox"}),
     PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
     NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
     LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
@@ -51,9 +52,9 @@ def test_a_rope_report(tmp_path):
         ("{", "result.json is no saved result of ours: Expecting"),
         ("[1]", "expected a result of forgetting_curve"),
         ('{"metric": "bleu"}', "expected a result of forgetting_curve"),
-        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "it lacks 'copy_correct'"),
+        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "lacks 'copy_correct'"),
         ('{"format": 99, "settings": {}, "points": []}', "Upgrade"),
-        ('{"claimed_context": 1, "groups": []}', "it lacks 'model'"),
+        ('{"claimed_context": 1, "groups": []}', "lacks 'model'"),
     ],
     ids=["no JSON", "a list", "another metric", "half a curve", "newer format", "half a report"],
 )
@@ -76,7 +77,10 @@ def test_settings_can_be_added():
 
 
 HEADLINES = [
-    [("forgetting_curve", f"{reading} memory length, more than (tokens)", 8) for reading in ("fine", "coarse")],
+    [
+        ("forgetting_curve", f"{reading} memory length, at least (tokens, 95 % sure)", 800)
+        for reading in ("fine", "coarse")
+    ],
     [("perplexity", "perplexity of 2 tokens", 15.6426)],
     [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
     [("accuracy", "line retrieval, found up to 10 lines", 1.0)],
@@ -85,19 +89,57 @@ HEADLINES = [
 
 @pytest.mark.parametrize("result, headlines", list(zip(EXAMPLES, HEADLINES)), ids=lambda x: getattr(x, "kind", ""))
 def test_what_a_report_says(result, headlines):
-    assert result.measured and result.has_picture and result.title and result.summary() and result.explanation()
+    assert result.measured and result.title and result.summary() and result.explanation()
     assert result.headlines() == headlines
     columns, rows = result.table()
     assert rows and all(len(row) == len(columns) for row in rows)
 
 
+OVERVIEWS = [
+    [(f"{reading} length, tokens", "at least 800", "1 length, 3 repeats") for reading in ("fine", "coarse")],
+    [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
+    [("needle up to 100 tokens, found", "100.0%", "1 questions")],
+    [("one of up to 10 lines, found", "100.0%", "1 questions")],
+]
+
+
+@pytest.mark.parametrize("result, rows", list(zip(EXAMPLES, OVERVIEWS)), ids=lambda x: getattr(x, "kind", ""))
+def test_the_overview_of_a_report(result, rows):
+    assert [(row.name, row.value, row.sample) for row in result.overview()] == rows
+    assert result.holds is None and result.remarks() == []
+    empty = {ForgettingCurve: "points", NeedleGrid: "cells", LineRetrieval: "points"}
+    if type(result) in empty:
+        assert dataclasses.replace(result, **{empty[type(result)]: []}).overview() == []
+
+
+@pytest.mark.parametrize(
+    "n, right, interval", [(10, 0, "0.0% to 27.8%"), (10, 5, "23.7% to 76.3%"), (1, 1, "20.7% to 100.0%")]
+)
+def test_the_interval_of_a_rate_is_that_of_wilson(n, right, interval):
+    answers = [Answer(log_prob=-1.0, tokens=1, exact=i < right, reply=None, matched=i < right) for i in range(n)]
+    (row,) = LineRetrieval([LinesPoint(answers, 10, [200] * n, [3] * n)]).overview()
+    assert (row.value, row.interval) == (f"{right / n:.1%}", interval)
+
+
+def test_luck_is_no_memory_in_an_overview():
+    curve = ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
+    fine, coarse = curve.overview()
+    assert (fine.value, fine.interval) == ("below 54", "95 % sure; the paper's: 0")
+    assert coarse.value.endswith("repeats needed") and coarse.interval == "95 % sure; the paper's: 54"
+
+
+def test_the_interval_of_a_loss():
+    assert PositionLoss([3.0], 4).overview()[0].interval == ""
+    assert PositionLoss([3.0], 4, {}, [0.1]).overview()[0].interval == "2.804 to 3.196"
+
+
 def test_what_a_report_says_of_a_rope_base():
     report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
-    assert report.summary() == "holds at 512 tokens (max_position_embeddings)"
+    assert report.summary() == "holds at 512 tokens (max_position_embeddings): up to distance 511"
+    assert report.overview() == [("at 512 tokens", "holds", "", "B_m < 0 at 0 of 512 distances")]
+    assert report.remarks()[-1] == report.caveat
     assert report.headlines() == [] and report.settings["claimed_context"] == 512
     assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
-    with pytest.raises(NotImplementedError, match="no picture"):
-        report.plot("rope.png")
 
 
 def test_what_is_not_measured_has_no_headline():

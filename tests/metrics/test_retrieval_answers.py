@@ -4,13 +4,14 @@ import doctest
 import math
 
 import pytest
+import scipy.stats
 
 from hf_longctx.metrics.retrieval import answers as module
 from hf_longctx.metrics.retrieval.answers import Answer, Answers, holds_number, holds_text
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(module) == (0, 3)
+    assert doctest.testmod(module) == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,13 @@ def test_rates():
     assert Answers.from_list(answers.to_list()) == answers
 
 
+def test_the_interval_of_a_rate_is_wilsons():
+    """https://en.wikipedia.org/wiki/Binomial_proportion_confidence_interval; scipy computes the same."""
+    answers = Answers([Answer(-1.0, 2, exact=i < 3, reply=None, matched=i < 3) for i in range(10)])
+    expected = scipy.stats.binomtest(3, 10).proportion_ci(0.95, method="wilson")
+    assert answers.interval("exact_rate") == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
 def test_nothing_is_found_where_there_are_no_replies():
     silent = Answers([Answer(-1.0, 2, exact=True, reply=None, matched=True)])
     assert list(silent.rates()) == ["exact_rate", "probability"]
-
-
-def test_nothing_to_score():
-    with pytest.raises(ValueError, match="no answer"):
-        Answers([])

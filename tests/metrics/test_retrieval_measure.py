@@ -211,7 +211,7 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, bytes_tokenizer, prose, 
 
         def fail(*_, calls=calls, kept=kept):
             calls.append(0)
-            if len(calls) > 1 + kept:  # the engine tries the model once
+            if len(calls) > 2 + kept:  # the engine tries the model twice
                 raise KeyboardInterrupt
 
         hook = model.register_forward_pre_hook(fail)
@@ -272,7 +272,7 @@ def test_memory_that_does_not_suffice(bytes_tokenizer, prose, run):
 
         def forward(self, input_ids):
             self.calls += 1
-            if self.calls > 2:
+            if self.calls > 3:
                 raise torch.OutOfMemoryError("no memory")
             return super().forward(input_ids)
 

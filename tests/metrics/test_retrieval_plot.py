@@ -9,13 +9,20 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 import matplotlib.figure
 
-from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.answers import Answer, wilson
 from hf_longctx.metrics.retrieval.haystack import NeedleCell, NeedleGrid
 from hf_longctx.metrics.retrieval.lines import LineRetrieval, LinesPoint
 
 
 def answers(*exact, reply=None):
     return [Answer(math.log(0.5), 3, exact=right, reply=reply, matched=right) for right in exact]
+
+
+def svg(result, tmp_path, **options):
+    """An SVG whose words are text."""
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        result.plot(tmp_path / "picture.svg", **options)
+    return (tmp_path / "picture.svg").read_text().replace("&#x27;", "'")
 
 
 SETTINGS = {"model": "someone/tiny", "mode": "easy"}
@@ -51,9 +58,7 @@ REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [200], [0])],
     ids=["needle", "score of the needle", "lines", "lines with replies"],
 )
 def test_words_of_the_picture(tmp_path, result, options, texts):
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        result.plot(tmp_path / "picture.svg", **options)
-    words = (tmp_path / "picture.svg").read_text().replace("&#x27;", "'")
+    words = svg(result, tmp_path, **options)
     assert [text for text in texts if text not in words] == []
     assert ("found in the replies" in words) is (result is REPLIED)
 
@@ -68,17 +73,42 @@ def test_a_needle_has_its_column_by_length_and_its_row_by_depth(tmp_path, monkey
     assert colours.shape == (5, 3) and len(words) == len(GRID.cells)
     for cell in GRID.cells:
         row, column = GRID.depths.index(cell.depth), GRID.lengths.index(cell.length)
-        assert colours[row, column] == cell.exact_rate and words[column, row] == f"{100 * cell.exact_rate:.0f}"
+        assert colours[row, column] == cell.exact_rate and words[column, row] == f"{cell.exact_rate * 2:.0f}/2"
 
 
-def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="nothing was measured"):
-        NeedleGrid(()).plot(tmp_path / "picture.svg")
-    with pytest.raises(ValueError, match="nothing was measured"):
-        LineRetrieval(()).plot(tmp_path / "picture.svg")
+@pytest.mark.parametrize(
+    "counts, words, note",
+    [
+        ([1], "1/1", "1 haystack in each cell"),
+        ([4], "3/4", "4 haystacks in each cell"),
+        ([5], "80", "5 haystacks in each cell"),
+        ([5, 1], "80", "1 or 5 haystacks in each cell"),
+    ],
+)
+def test_cells_of_few_haystacks_show_how_many(tmp_path, counts, words, note):
+    cells = [NeedleCell(answers(*[True] * max(n - 1, 1), *[False] * (n > 1)), n, 0.5, [7] * n) for n in counts]
+    text = svg(NeedleGrid(cells), tmp_path)
+    assert f">{words}</text>" in text and note in text
 
 
-@pytest.mark.parametrize("score, message", [("match_rate", "draw exact_rate or probability"), ("judge", "one of")])
-def test_a_score_that_does_not_exist(tmp_path, score, message):
-    with pytest.raises(ValueError, match=message):
-        GRID.plot(tmp_path / "picture.svg", score=score)
+def test_the_colours_of_a_needle_are_not_red_and_green(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    GRID.plot(tmp_path / "needle.png")
+    worst, best = (figures[0].axes[0].images[0].cmap(end)[:3] for end in (0.0, 1.0))
+    assert worst[0] > worst[2] and best[2] > best[0] and best[2] > best[1]  # red, blue
+
+
+def test_lines_are_evenly_spaced_with_their_intervals(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (5, 10, 160)]).plot(
+        tmp_path / "x"
+    )
+    axes = figures[0].axes[0]
+    assert list(axes.get_xticks()) == [0, 1, 2]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["5", "10", "160"]
+    exact, probability = axes.containers
+    ends = [segment[:, 1] for segment in exact.lines[2][0].get_segments()]
+    assert ends[0] == pytest.approx(wilson(1, 2)) and ends[2] == pytest.approx(wilson(0.5, 2))
+    assert not set(exact.lines[0].get_xdata()) & set(probability.lines[0].get_xdata()), "one series hides the other"

@@ -147,6 +147,63 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used():
         assert not Engine(model, inputs[0]).reuses_prefixes
 
 
+class Shift(torch.nn.Module):
+    """Predicts the id that stands `ahead` positions further on, 0 beyond the end."""
+
+    def __init__(self, ahead, block=None):
+        super().__init__()
+        self.ahead, self.block = ahead, block
+
+    def forward(self, input_ids):
+        ids = torch.nn.functional.pad(input_ids, (0, 99))
+        at = torch.arange(input_ids.shape[1])
+        at = at + self.ahead if self.block is None else at // self.block * self.block + self.block - 1
+        return (torch.nn.functional.one_hot(ids[:, at], V).float(),)
+
+
+@pytest.mark.parametrize("tokens", [4, 19, 40])
+@pytest.mark.parametrize(
+    "model", [Shift(1), Shift(0, block=2), Shift(0, block=4)], ids=["one ahead", "blocks of 2", "blocks of 4"]
+)
+def test_a_model_that_looks_ahead_is_refused(model, tokens):
+    trial = np.random.default_rng(0).integers(0, V, tokens)
+    with pytest.raises(ValueError, match="Shift is not causal"):
+        Engine(model, trial)
+    Engine(Shift(0), trial)
+    Engine(Shift(0), np.full(tokens, 5))
+    with pytest.raises(ValueError, match="Shift is not causal"):
+        Engine(model, np.full(tokens, 5))
+
+
+def test_rounding_is_not_taken_for_looking_ahead():
+    """Experts group tokens differently where later ones change."""
+
+    class Rounding(Shift):
+        def forward(self, input_ids):
+            (logits,) = super().forward(input_ids)
+            return (logits + self.size * torch.randn_like(logits),)
+
+    torch.manual_seed(0)
+    model, trial = Rounding(0), np.random.default_rng(0).integers(0, V, 32)
+    model.size = 1e-6
+    Engine(model, trial)
+    model.size = 1e-4
+    with pytest.raises(ValueError, match="not causal"):
+        Engine(model, trial)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_encoders_are_refused_and_decoders_are_not(kind, dtype):
+    config = {"bert": SMALL, "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 16}}[kind]
+    decoder = {"bert": {"is_decoder": True}, "xlnet": {"attn_type": "uni"}}[kind]
+    trial = np.random.default_rng(0).integers(3, V, 32)
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match=r"is not causal.*is_decoder=True"):
+            Engine(build(kind, **config).to(dtype), trial)
+        Engine(build(kind, **config, **decoder).to(dtype), trial)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", [(1, 1), (2, 3), (4, 7), (100, 100)])
 def test_argmax_tiled(tile, dtype):

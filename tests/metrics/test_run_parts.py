@@ -54,7 +54,9 @@ def test_an_exception_carries_what_was_measured(done, summary):
             trial=np.arange(3),
             run=None,
         )
-    assert caught.value.result == (PositionLoss([1.5] * done, done) if done else None)
+    result = caught.value.result
+    assert (result and (result.loss, result.settings["interrupted"])) == (((1.5,) * done, "disk") if done else None)
+    assert not done or result.summary().endswith("2 sequences; interrupted: disk")
     assert any(summary in note for note in caught.value.__notes__)
 
 

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from endpoint_server import serving
@@ -72,12 +73,13 @@ def test_scores_are_those_of_the_model(model, form):
     likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
     with serving(model, form) as server:
         endpoint = connect(server)
-        top, own = endpoint.score_prompt(CORPUS[:60])
+        top, own, highest = endpoint.score_prompt(CORPUS[:60])
         some, some_top = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
         assert endpoint.form == FORMS[form]
     assert np.array_equal(some, own[40:]) and np.array_equal(some_top, top[40:])  # for the token after each position
     assert np.allclose(own[1:], log_probs[range(59), right], rtol=1e-6)
-    assert np.isnan(own[0])
+    assert np.allclose(highest[1:], log_probs.max(-1).values[:-1], rtol=1e-6)
+    assert np.isnan(own[0]) and np.isnan(highest[0])
     assert top[0] == -1
     if form == "vllm":
         assert np.array_equal(top[1:], likeliest)
@@ -122,8 +124,9 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     assert found.points == expected.points
     assert sum(p.copy_mean + p.lm_mean for p in found.points) > 0
     served = {"model": "tiny", "dtype": None, "attention": None, "served_with": FORMS[form]}
+    served |= {"endpoint": server.url, "device": None, "tokens_per_pass": None}
     assert {name: found.settings.get(name) for name in served} == served
-    same = expected.settings.keys() - served.keys()
+    same = expected.settings.keys() - served.keys() - {"weights_sha256"}
     assert {name: found.settings[name] for name in same} == {name: expected.settings[name] for name in same}
 
 
@@ -226,14 +229,32 @@ def test_one_of_several_models(model):
         assert connect(server, model="b").model == "b"
 
 
-def test_keys(model, monkeypatch):
+def test_keys(model):
     with serving(model, key="secret") as server:
-        assert connect(server, api_key="secret").form == "prompt_logprobs"
-        monkeypatch.setenv("OPENAI_API_KEY", "secret")
-        endpoint = connect(server)
-        assert "secret" not in repr(endpoint)
-        with pytest.raises(RuntimeError, match="401: invalid key"):
+        endpoint = connect(server, api_key="secret")
+        assert endpoint.form == "prompt_logprobs" and "secret" not in repr(endpoint)
+        with pytest.raises(RuntimeError, match=r"401: invalid key.*answer to the key that was given"):
             connect(server, model="tiny", api_key="wrong")
+        with pytest.raises(RuntimeError, match=r"401: invalid key. No key was sent.*--api-key-env NAME"):
+            connect(server)
+
+
+def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
+    """Not from the environment, and not along a redirection."""
+
+    def redirect(handler):
+        handler.send_response(302)
+        handler.send_header("Location", other.url + "/models")
+        handler.end_headers()
+
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with serving(model) as server, serving(model) as other:
+        connect(server)
+        assert set(server.keys) == {None}
+        endpoint = connect(server, api_key="secret")
+        server.troubles.append(redirect)
+        endpoint._send("/completions", {})
+        assert other.keys == [None] and "Bearer secret" in server.keys
 
 
 # -- endpoints that cannot do it
@@ -246,9 +267,14 @@ def test_keys(model, monkeypatch):
             "llama.cpp",
             "no log-probabilities of the tokens of a prompt.*with prompt_logprobs it left them out; with echo",
         ),
-        ("chat", r"no log-probabilities of the tokens of a prompt.*prompt_logprobs it refused \(.*404: .*Not Found"),
+        ("chat", r"no log-probabilities of the tokens of a prompt.*prompt_logprobs failed \(.*404: .*Not Found"),
+        (
+            "llama-cpp-python",
+            r"no log-probabilities.*prompt_logprobs failed \(.*500: 4 validation errors.*echo failed",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*answered 500")
 def test_no_log_probabilities(model, form, message):
     with serving(model, form) as server, pytest.raises(ValueError, match=message):
         connect(server)
@@ -344,6 +370,100 @@ def test_lasting_trouble(model, trouble, asked, error, message):
         assert len(server.requests) - before == asked
 
 
-def test_too_long_for_the_server(model):
-    with serving(model, max_model_len=20) as server, pytest.raises(RuntimeError, match="400: maximum context length"):
-        connect(server).score_prompt(CORPUS[:30])
+@pytest.mark.filterwarnings("ignore:.*retry")
+def test_a_retry_is_announced(model):
+    with serving(model) as server:
+        endpoint = connect(server)
+        server.troubles.append(503)
+        with pytest.warns(RuntimeWarning, match="completions answered 503: in trouble; retry 1 of 4 in 0.01 s"):
+            endpoint.score_prompt(CORPUS[:30])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"timeout": 0.0}, "timeout 0.0"), ({"retries": -1}, "retries -1"), ({"concurrency": 0}, "concurrency is 0")],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        ServedModel("http://127.0.0.1:1", **options)
+
+
+def test_lengths_that_only_the_server_knows_to_be_too_long(model):
+    """Its refusal is the reason why they were not measured; the others are."""
+    with serving(model, max_model_len=30) as server:
+        server.lists_limit = False
+        endpoint = connect(server)
+        with pytest.raises(RuntimeError, match="400: maximum context length"):
+            endpoint.score_prompt(CORPUS[:30])
+        curve = forgetting_curve(endpoint, CORPUS, **OPTIONS)
+    assert [point.length for point in curve.points] == [4, 9]
+    assert curve.not_measured[20].endswith("answered 400: maximum context length is 30 tokens")
+
+
+# -- texts instead of ids
+
+
+def tiny_tokenizer(words="<unk> <s> </s> the cat sat on mat sun dog very old"):
+    """Words of a vocabulary, which are joined by spaces; BOS and EOS are recognised in a text."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words.split())}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.filterwarnings("ignore:.*answered 500")
+def test_a_server_of_texts_counts_as_the_local_model(model, adds_bos):
+    tokenizer = tiny_tokenizer()
+    expected = forgetting_curve(model, CORPUS, **OPTIONS)
+    with serving(model, "llama-cpp-python", tokenizer=tokenizer, adds_bos=adds_bos) as server:
+        endpoint = connect(server, tokenizer=tokenizer)
+        curve = forgetting_curve(endpoint, CORPUS, **OPTIONS)
+        with pytest.raises(ValueError, match="leaves out the log-probability of the first token"):
+            endpoint.score(np.append(1, CORPUS[:4]), CORPUS[:5], range(5))
+        with pytest.raises(ValueError, match=r"begins with id 5.*behind the BOS 1 only"):
+            endpoint.score_prompt(CORPUS[:5] * 0 + 5)
+    assert curve.points == expected.points and curve.settings["served_with"] == "echo of text"
+
+
+@pytest.mark.filterwarnings("ignore:.*answered 500")
+def test_values_at_the_wrong_tokens_are_noticed(model):
+    """Without a BOS, llama-cpp-python's lists are one position late."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = None
+    with (
+        serving(model, "llama-cpp-python", tokenizer=tokenizer) as server,
+        pytest.raises(ValueError, match="with echo of text they are those of other tokens, as if one position late"),
+    ):
+        connect(server, tokenizer=tokenizer)
+
+
+def late(choice):
+    """Log-probabilities after each token, in place of those before it."""
+    for name in ("token_logprobs", "top_logprobs"):
+        choice["logprobs"][name] = [None, *choice["logprobs"][name][2:], choice["logprobs"][name][-1]]
+    return choice
+
+
+def test_late_values_of_ids_are_noticed(model):
+    with serving(model, "openai") as server:
+        server.spoil = lambda choice: late(choice) if choice["logprobs"] else choice
+        with pytest.raises(ValueError, match="with echo they are those of other tokens"):
+            connect(server)
+
+
+@pytest.mark.filterwarnings("ignore:.*answered 500")
+def test_a_text_that_is_split_otherwise_is_not_measured(model):
+    """The tokenizer reads two of the tokens as one, so that they cannot be sent side by side."""
+    tokenizer = tiny_tokenizer()
+    with serving(model, "llama-cpp-python", tokenizer=tokenizer) as server:
+        endpoint = connect(server, tokenizer=tokenizer)
+        encode, pair = endpoint._form.prompt.__self__.encode, CORPUS[3:5].tolist()
+        endpoint._form.prompt.__self__.encode = lambda text: [0 if i == pair[1] else i for i in encode(text)]
+        with pytest.raises(
+            RuntimeError, match=r"takes text only.* an input of 6 tokens is split otherwise from position"
+        ):
+            endpoint.score_prompt([1, *CORPUS[:5]])

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("evaluate", reason="needs: pip install 'hf-longctx[metrics]'")
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics.evaluate_modules import module_path
+from hf_longctx.metrics.evaluate_modules import NAMES, module_path
 
 
 DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
@@ -37,7 +37,8 @@ def app(monkeypatch):
     def interface(function, **options):
         return SimpleNamespace(function=function, **options)
 
-    parts = {name: lambda *args, name=name, **options: name for name in ("Textbox", "Number", "JSON", "Image")}
+    names = ("Textbox", "Number", "JSON", "Image", "Dataframe", "Progress")
+    parts = {name: lambda *args, name=name, **options: SimpleNamespace(name=name, **options) for name in names}
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(Interface=interface, Error=ShownError, **parts))
     monkeypatch.setattr("evaluate.load", module)
     return lambda name: runpy.run_path(f"{module_path(name)}/app.py")["demo"]
@@ -57,24 +58,52 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 @pytest.mark.parametrize(
-    "name, values, key",
-    [("forgetting_curve", (TEXT, 20, 2, 1), "fine_length"), ("position_loss", (TEXT, 0), "final_perplexity")],
+    "name, values, words, key",
+    [
+        ("forgetting_curve", (TEXT, 20, 2, 1), "2 lengths from 8 to 20", "fine_length"),
+        ("position_loss", (TEXT, 64), "sequences", "final_perplexity"),
+        ("rope_base_check", (0,), "holds at 64 tokens", "claimed_context"),
+        ("rope_base_check", (32,), "holds at 32 tokens", "claimed_context"),
+    ],
 )
-def test_a_form_measures_and_draws(app, model, name, values, key):
+def test_a_form_measures_and_draws(app, model, name, values, words, key):
     demo = app(name)
-    assert len(demo.inputs) == 1 + len(values) and demo.outputs == ["Image", "JSON"]
+    assert len(demo.inputs) == 1 + len(values)
+    assert [part.name for part in demo.outputs] == ["Textbox", "Image", "Dataframe", "JSON"]
+    assert demo.outputs[1].show_label is False  # it would cover the title of the picture
     assert demo.description and "pip install" in demo.article and "colorFrom" not in demo.article
-    picture, result = demo.function(model, *values)
-    assert Path(picture).read_bytes().startswith(b"\x89PNG") and key in result
+    summary, picture, numbers, document = demo.function("a progress bar", model, *values)
+    assert words in summary and Path(picture).read_bytes().startswith(b"\x89PNG") and key in document
+    assert numbers["data"] and all(len(row) == len(numbers["headers"]) for row in numbers["data"])
 
 
-def test_the_form_of_the_base_check(app, model):
-    demo = app("rope_base_check")
-    assert demo.outputs == ["JSON"] and demo.function(model, 0)["claimed_context"] == 64
-    assert demo.function(model, 32)["claimed_context"] == 32
+@pytest.mark.parametrize("name", NAMES)
+def test_a_form_has_limits_and_examples_within_them(app, name):
+    demo = app(name)
+    numbers = [part for part in demo.inputs if part.name == "Number"]
+    assert numbers and all(0 <= part.minimum < part.maximum <= 1 << 20 for part in numbers)
+    assert all(part.max_length <= 10**6 for part in demo.inputs[1:] if part.name == "Textbox")
+    assert len(demo.examples) > 1 and not demo.cache_examples
+    for row in demo.examples:
+        assert len(row) == len(demo.inputs) and isinstance(row[0], str)
+        limits = zip(numbers, row[-len(numbers) :])
+        assert all(part.minimum <= value <= part.maximum for part, value in limits)
 
 
-@pytest.mark.parametrize("name, values", [("forgetting_curve", (TEXT, 20, 1, 1)), ("position_loss", (TEXT, 10**9))])
-def test_a_mistake_is_shown(app, model, name, values):
-    with pytest.raises(ShownError):
-        app(name).function(model, *values)
+@pytest.mark.parametrize(
+    "name, values, message",
+    [
+        ("forgetting_curve", (TEXT, 20, 1, 1), "needs n >= 2"),
+        ("position_loss", (TEXT, 10**9), "1000000000"),
+        ("rope_base_check", (1,), "is 1 .given"),
+    ],
+)
+def test_a_mistake_is_shown(app, model, name, values, message):
+    with pytest.raises(ShownError, match=message):
+        app(name).function(None, model, *values)
+
+
+def test_a_model_without_rope_is_told(app, tmp_path):
+    GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(ShownError, match="GPT2Config has no rotary"):
+        app("rope_base_check").function(None, str(tmp_path), 0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..run.engine import OutOfMemory, batches
+from ..run.engine import OutOfMemory, Unreadable, batches
 from ..run.parts import Worker
 from ..run.reader import Reader
 from ..run.scoring import OVERFLOW
@@ -41,6 +41,10 @@ class Measurement:
         counted = ((key[0], sum(map(len, result.values()))) for key, result in self.journal.done.items() if key[1:])
         self.bar.update(sum(inputs * self.cost(length) for length, inputs in counted))
 
+    def show(self, length: int) -> None:
+        """Say on the bar what is being read."""
+        self.bar.set_postfix_str(f"length {length:,}, {input_tokens(length):,} tokens")
+
     def inputs(self, kind: str, length: int, repeats: Sequence[int]) -> np.ndarray:
         """(R, 2n + 3) int64"""
         samples = [self.samples[length][repeat] for repeat in repeats]
@@ -51,10 +55,11 @@ class Measurement:
         if {(length, first), (length,)} & self.journal.done.keys():
             return
         repeats = range(first, stop)
+        self.show(length)
         try:
             self.journal.append((length, first), {kind: self._predict(kind, length, repeats) for kind in KINDS})
-        except OutOfMemory:
-            self.give_up(length)
+        except Unreadable as error:
+            self.give_up(length, error)
         self.bar.update(2 * len(repeats) * self.cost(length))
 
     def _predict(self, kind, length, repeats):
@@ -84,11 +89,11 @@ class Measurement:
                 try:
                     engine.with_less_memory(self._measure_group, engine, kind, fitting, group)
                     break
-                except OutOfMemory:
+                except OutOfMemory as error:
                     reached = next(n for n in fitting if self._remaining(n, group, kind))
                     for length in [n for n in fitting if n >= reached]:
                         fitting.remove(length)
-                        self.give_up(length)
+                        self.give_up(length, error)
 
     def _remaining(self, length, repeats, kind):
         return [repeat for repeat in repeats if (length, repeat, kind) not in self.journal.done]
@@ -99,6 +104,7 @@ class Measurement:
         for length in lengths:
             if not self._remaining(length, repeats, kind):
                 continue
+            self.show(length)
             cache = engine.new_cache() if cache is None else cache
             inputs, scored = self.inputs(kind, length, repeats), scored_logits(length)
             engine.read(inputs[:texts, read : 1 + length], cache)
@@ -130,8 +136,8 @@ class Measurement:
             )
         return (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
 
-    def give_up(self, length: int) -> None:
-        self.journal.append((length,), {"not_measured": "out of memory, even in the smallest passes"})
+    def give_up(self, length: int, reason: Unreadable) -> None:
+        self.journal.append((length,), {"not_measured": str(reason)})
 
 
 def sample_input(sample: Sample, kind: str, bos: int, eos: int) -> np.ndarray:

@@ -6,16 +6,18 @@ What is measured is in protocol.py, how a model predicts in run/reader.py; here 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from torch import nn
 
 from ..run.journal import content_hash
-from ..run.parts import Run, exchange, labels, run_parts, versions
+from ..run.parts import Run, exchange, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from .adaptive import BUDGET, locate
 from .counts import Measurement, sample_input, tally
 from .protocol import (
+    check_count,
     check_ids,
     check_lengths,
     input_tokens,
@@ -59,6 +61,7 @@ def forgetting_curve(
     eos_token_id: int | None = None,
     data_type: str = "order",
     irrelevant_tokens: Sequence[int] | None = None,
+    irrelevant_name: str | None = None,
     id_range: tuple[int, int] | None = None,
     protocol: str = "reference",
     confidence: float = 0.95,
@@ -85,21 +88,25 @@ def forgetting_curve(
             is missing, the EOS is used. If the EOS is missing, the BOS is used; it is never scored.
         data_type: "order": S is a stretch of the corpus. "random": S and I are uniform random ids.
         irrelevant_tokens: I is the end of these ids; by default, the end of the corpus.
+        irrelevant_name: name of their text, for the settings.
         id_range: lowest and highest id of random data, both included. Default (10, vocabulary size - 1), as the first
-            ids are special tokens in many vocabularies. The BOS and EOS are never drawn.
+            ids are special tokens in many vocabularies. Never drawn are the BOS, the EOS and what `undrawn_ids` of the
+            tokenizer names; without a tokenizer nothing else is known, so that chat markers and untrained rows may be
+            drawn.
         protocol: "reference": every length has its own targets, as the paper's program draws them. "nested": targets
             of all lengths begin alike, and so do their irrelevant texts, so that less has to be read: another estimate
             of the same curve, whose points are correlated. "adaptive": the inputs of "reference", but only at those of
             the `lengths`, and with only so many of the `repeats`, that the fine and the coarse length depend on; give
             a fine grid. See adaptive.py.
         confidence: at which the adaptive protocol is satisfied, between 0 and 1.
-        tokenizer: name it, or give it, to have its name in the settings.
+        tokenizer: name it, or give it, to have its name in the settings. Random data take its special ids from it.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
         run: journal, memory budget and progress bar; see `Run`, also for several processes and interruptions.
 
     Returns:
         `ForgettingCurve` with one point per length. A length for which memory is short even in the smallest passes has
-        no point, but is in `not_measured`, with the reason; so is one beyond the model's positions.
+        no point, but is in `not_measured`, with the reason; so is one beyond the model's positions, and one that was
+        not reached before an exception ended the run ("interrupted").
 
     Raises:
         ValueError: an argument does not fit; raised before the model runs. Or the model returns NaN. Or the journal is
@@ -109,7 +116,8 @@ def forgetting_curve(
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)
-    check_choices(repeats, data_type, protocol, confidence)
+    repeats, seed = check_count("repeats", repeats), check_count("seed", seed, -math.inf)
+    check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
     draw_order, draw_random, measure = PROTOCOLS[protocol]
     settings = reader.settings() | {
@@ -118,6 +126,7 @@ def forgetting_curve(
         "data_type": data_type,
         "seed": seed,
         "repeats": repeats,
+        "lengths": lengths,
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
@@ -127,8 +136,8 @@ def forgetting_curve(
         corpus, irrelevant, data = check_corpus(reader, tokens, irrelevant_tokens, id_range)
         samples = draw_order(corpus, lengths, repeats, seed, irrelevant)
     else:
-        id_range, data = check_id_range(reader, id_range, irrelevant_tokens)
-        samples = draw_random(id_range, lengths, repeats, seed, skip=frozenset({bos, eos}))
+        id_range, skip, data = check_id_range(reader, id_range, irrelevant_tokens, tokenizer)
+        samples = draw_random(id_range, lengths, repeats, seed, skip=skip | {bos, eos})
     samples = dict(zip(lengths, samples))
     settings |= data
     limit = reader.position_limit
@@ -136,21 +145,28 @@ def forgetting_curve(
         check_positions(reader, input_tokens(lengths[-1]), f"length {lengths[-1]}")
     fitting = [length for length in lengths if limit is None or input_tokens(length) <= limit]
 
+    needed = set(fitting)
+
     def work(worker):
         measure(Measurement(reader, samples, bos, eos, worker), fitting, repeats, confidence)
-        if fitting != lengths:
-            raise PositionLimitError(lengths[len(fitting)], limit)
+        if protocol == "adaptive":
+            needed.clear()  # what it left out, its two lengths do not depend on
 
     def result(entries):
         points, missing = tally(entries, samples)
         missing |= {length: f"beyond the model's {limit} positions" for length in lengths if length not in fitting}
-        return ForgettingCurve(
-            points, settings | {"versions": versions()} | labels(corpus_name, train_length), missing
-        )
+        missing |= dict.fromkeys(needed - {p.length for p in points} - missing.keys(), "interrupted")
+        return ForgettingCurve(points, settings | names, dict(sorted(missing.items())))
 
+    names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
+    names |= token_size(tokenizer, corpus) if data_type == "order" else {}
     trial = sample_input(samples[lengths[0]][0], "copy", bos, eos)
-    depends_on = settings | {"lengths": lengths}
-    return run_parts(reader, "forgetting curve", work, result, depends_on=depends_on, trial=trial, run=run)
+    curve = run_parts(reader, "forgetting curve", work, result, depends_on=settings, trial=trial, run=run)
+    if fitting != lengths:
+        error = PositionLimitError(lengths[len(fitting)], limit)
+        error.result = curve
+        raise error
+    return curve
 
 
 # Protocols: each measures the share of one process ------------------------------------------------------------------
@@ -221,20 +237,22 @@ PROTOCOLS = {
 # Arguments ----------------------------------------------------------------------------------------------------------
 
 
-def check_choices(repeats: int, data_type: str, protocol: str, confidence: float) -> None:
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}. The paper uses 10.")
+def check_choices(data_type: str, protocol: str, confidence: float) -> None:
     for name, value, choices in (("data_type", data_type, DATA_TYPES), ("protocol", protocol, tuple(PROTOCOLS))):
         if value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
+    if not isinstance(confidence, float) or not 0 < confidence < 1:
+        raise ValueError(f"confidence must be a number between 0 and 1, such as 0.95, got {confidence!r}.")
 
 
 def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
     """Corpus and irrelevant text (or None) as arrays of ids, and what the settings say about them."""
     if id_range is not None:
         raise ValueError('id_range is for data_type="random"; data_type="order" takes its ids from tokens.')
+    if tokens is None:
+        raise ValueError(
+            'tokens is None, and data_type="order" needs the ids of a text. For random ids: data_type="random".'
+        )
     corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
     data = {"corpus_tokens": len(corpus), "corpus_sha256": content_hash(corpus)}
     if irrelevant_tokens is None:
@@ -244,13 +262,35 @@ def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
     return corpus, irrelevant, data
 
 
-def check_id_range(reader: Reader, id_range, irrelevant_tokens):
-    """Lowest and highest random id, and what the settings say about them."""
+def token_size(tokenizer, corpus) -> dict[str, float]:
+    """For the settings: mean bytes of a token of the corpus, in UTF-8; nothing if the tokenizer is unknown."""
+    if not hasattr(tokenizer, "decode"):
+        return {}
+    sample = corpus[:10_000].tolist()
+    text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
+    return {"bytes_per_token": round(len(text.encode()) / len(sample), 2)}
+
+
+def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
+    """Lowest and highest random id, those between that are never drawn, and what the settings say about them."""
     if irrelevant_tokens is not None:
         raise ValueError('data_type="random" draws irrelevant ids at random: drop irrelevant_tokens.')
     if id_range is None and reader.vocab_size == math.inf:
         raise ValueError(f"the size of the vocabulary of {reader!r} is unknown: give it vocab_size, or give id_range.")
-    low, high = id_range or (10, reader.vocab_size - 1)
+    try:
+        low, high = map(operator.index, id_range or (10, reader.vocab_size - 1))
+    except (TypeError, ValueError):
+        raise ValueError(f"id_range must be two ids, the lowest and the highest, got {id_range!r}.") from None
     if not 0 <= low <= high < reader.vocab_size:
         raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {reader.vocab_size - 1}.")
-    return (low, high), {"id_range": [low, high]}
+    skip = undrawn_ids(tokenizer, low, high) if hasattr(tokenizer, "get_vocab") else frozenset()
+    data = {"id_range": [low, high]}
+    if skip:
+        data |= {"skipped_ids": len(skip), "skipped_sha256": content_hash(sorted(skip))}
+    return (low, high), skip, data
+
+
+def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
+    """Ids from `low` to `high` that text does not have: special and added tokens, and rows without a token."""
+    added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from itertools import groupby, pairwise
+
 from .. import style
+from .lengths import READINGS
 
 
 SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # settings, and how they are written
 
 
 def plot_curve(curve, path, *, train_length: int | None = None, title: str | None = None) -> None:
-    """Draw copy and LM accuracy over the length of the target, and the areas of memory that they show.
+    """Draw copy and LM accuracy over the length of the target, and the memory that they show for sure.
 
-    Lines are means over repeats, ribbons one population standard deviation to each side. The green area ends at the
-    fine length, the blue one at the coarse length; red is what lies beyond. The upper axis counts what the model
-    reads, 2n + 3 tokens at length n, and a line marks where they are as many as `train_length`. See `Result.plot`.
+    Lines are means over repeats, ribbons one population standard deviation to each side. Green and blue are the
+    lengths that pass as fine and as coarse, and that memory reaches for sure; red are those that it does not reach
+    for sure. What is hatched is not sure; hatched in green, it passes as fine. A ring is the first length that fails
+    after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line marks
+    where they are as many as `train_length`. See `Result.plot`.
     """
     if not curve.points:
         raise ValueError("the curve has no point to draw: no length was measured.")
-    figure = style.figure(9, 5.6)
+    style.check_train_length(train_length)
+    figure = style.figure(style.WIDTH, 5.6)
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
-
-    # a geometric grid has its middle length far below the middle of its range
-    logarithmic = len(lengths) > 2 and lengths[len(lengths) // 2] < 0.25 * lengths[-1]
-    left, right = (lengths[0] / 1.1, lengths[-1] * 1.1) if logarithmic else (0, lengths[-1] * 1.025)
-    areas = shade_areas(axes, curve, left, right)
+    log = logarithmic(lengths)
+    left, right = (lengths[0] / 1.1, lengths[-1] * 1.1) if log else (0, lengths[-1] * 1.025)
+    keys = shade_areas(axes, curve, left, right)
     draw_accuracy(axes, lengths, [(p.copy_mean, p.copy_std) for p in curve.points], style.COPY, "o", "copy accuracy")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
+    mark_failures(axes, curve)
     notes = [f"mean and standard deviation of {curve.repeats_range} repeats"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
     if train_length is not None and not mark_input(axes, train_length, right):
         notes.append(f"training context of {train_length:,} tokens not reached")
 
-    scale = {"value": "log", "base": 2} if logarithmic else {"value": "linear"}
+    scale = {"value": "log", "base": 2} if log else {"value": "linear"}
     axes.set_xscale(**scale)
     axes.set_xlim(left, right)
     axes.xaxis.set_major_formatter(style.TOKENS)
@@ -43,16 +48,25 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     reads = axes.twiny()  # not secondary_xaxis, which forgets its ticks when the scale is logarithmic
     reads.set_xscale(**scale)
     reads.set_xlim(left, right)
-    ticks = [2**i for i in range(64)] if logarithmic else style.MaxNLocator(6).tick_values(0, 2 * right)
+    ticks = [2**i for i in range(64)] if log else style.MaxNLocator(6).tick_values(0, 2 * right)
     ticks = [tick for tick in ticks if left <= (tick - 3) / 2 <= right]
     reads.set_xticks([(tick - 3) / 2 for tick in ticks], [f"{tick:,.0f}" for tick in ticks])
     reads.minorticks_off()
-    style.bare(reads, "tokens the model reads", colour=style.QUIET, labelsize=8.5, length=3)
-    reads.xaxis.label.set_size(9)
+    style.bare(reads, "tokens the model reads", colour=style.QUIET, length=3)
 
-    style.titled_legend(figure, [*axes.get_lines()[:2], *areas], title or style.heading(curve), fontsize=10)
+    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    style.titled_legend(figure, [*lines, *keys], title or style.heading(curve))
     style.small_print(figure, *notes)
     figure.savefig(path)
+
+
+def logarithmic(lengths) -> bool:
+    """Whether the lengths ask for a logarithmic axis: a geometric grid has its middle far below that of its range.
+
+    >>> logarithmic([8, 64, 512]), logarithmic([8, 48, 88, 128])
+    (True, False)
+    """
+    return len(lengths) > 2 and lengths[len(lengths) // 2] < 0.25 * lengths[-1]
 
 
 def mark_input(axes, train_length: int, right: float) -> bool:
@@ -60,35 +74,60 @@ def mark_input(axes, train_length: int, right: float) -> bool:
     length = (train_length - 3) / 2
     if length > right:
         return False
-    style.mark_training(axes, length)
+    style.mark_training(axes, length).set_label("_training context")
     words = f"training context: {train_length:,} tokens"
     left_of_line = dict(xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="center")
-    axes.annotate(words, (length, 0.65), **left_of_line, fontsize=8.5, color=style.INK)
+    axes.annotate(words, (length, 0.62), **left_of_line, fontsize=9, color=style.INK)
     return True
 
 
-def area_ends(curve, left: float, right: float) -> tuple[float, float]:
-    """Where the fine and the coarse area end on an axis from `left` to `right`: there, if the length is open-ended."""
-    fine, coarse = curve.fine_length, curve.coarse_length
-    fine_end = right if fine.open_ended else max(left, fine)
-    return fine_end, right if coarse.open_ended else max(fine_end, coarse)
+def mark_failures(axes, curve) -> None:
+    """A ring around the first length that fails as fine after others passed; as coarse too, if any memory is sure."""
+    failures = curve.first_failures()
+    if not curve.interval("coarse").low:
+        failures.pop("coarse", None)  # what had passed was luck
+    if failures:
+        accuracy = {p.length: p.copy_mean for p in curve.points}
+        ring = dict(marker="o", markersize=11, markerfacecolor="none", markeredgecolor=style.INK, linestyle="none")
+        words = ", ".join(f"{length:,} ({reading})" for reading, length in failures.items())
+        lengths = list(failures.values())
+        axes.plot(lengths, [accuracy[n] for n in lengths], **ring, zorder=5, label=f"first failure: {words}")
+
+
+def area_of(point, intervals) -> str:
+    """What a length shows: "fine", "coarse" or "amnesia" for sure, "fine?" by its counts only, or "unsure"."""
+    fine, coarse = (intervals[reading] for reading in READINGS)
+    if point.passes("fine") and (fine.high is None or point.length < fine.high):
+        return "fine" if point.length <= fine.low else "fine?"
+    if point.passes("coarse") and point.length <= coarse.low:
+        return "coarse"
+    return "unsure" if coarse.high is None or point.length < coarse.high else "amnesia"
+
+
+def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
+    """Stretches of an axis from `left` to `right` around the measured lengths: start, end, and what they show.
+
+    A border is in the middle of two lengths, by their ratio on a logarithmic axis.
+    """
+    intervals = {reading: curve.interval(reading) for reading in READINGS}
+    lengths = [p.length for p in curve.points]
+    middles = [(a * b) ** 0.5 if log else (a + b) / 2 for a, b in pairwise(lengths)]
+    borders = [left, *middles, right]
+    stretches = [(*ends, area_of(point, intervals)) for ends, point in zip(pairwise(borders), curve.points)]
+    groups = [list(group) for _, group in groupby(stretches, key=lambda stretch: stretch[2])]
+    return [(group[0][0], group[-1][1], group[0][2]) for group in groups]
 
 
 def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
-    """Green up to the fine length, blue up to the coarse length, red beyond; returns their keys for the legend."""
-    borders = [left, *area_ends(curve, left, right), right]
-    for start, end, colour in zip(borders, borders[1:], style.PALE.values()):
-        axes.axvspan(start, end, color=colour, linewidth=0, zorder=0)
-    return [
-        style.Patch(color=style.PALE["fine"], label=f"fine length: {in_tokens(curve.fine_length)} tokens"),
-        style.Patch(color=style.PALE["coarse"], label=f"coarse length: {in_tokens(curve.coarse_length)} tokens"),
-        style.Patch(color=style.PALE["amnesia"], label="amnesia" if borders[2] < right else "amnesia: not reached"),
-    ]
-
-
-def in_tokens(length) -> str:
-    """A `MemoryLength`, as in ">2,048"."""
-    return f"{'>' * length.open_ended}{int(length):,}"
+    """Shade the `areas`; returns keys for the legend, with a colour for those that there are, and the intervals."""
+    stretches = areas(curve, left, right, logarithmic([p.length for p in curve.points]))
+    for start, end, area in stretches:
+        axes.axvspan(start, end, **style.area(style.PALE, area), zorder=0)
+    drawn = {area for _, _, area in stretches}
+    intervals = {reading: f"{reading}, 95 % sure: {curve.interval(reading).in_words()}" for reading in READINGS}
+    keys = [(area if area in drawn else None, label) for area, label in intervals.items()]
+    keys += [(area, label) for area, label in style.AREAS.items() if area in drawn]
+    return [style.Patch(**style.area(style.PALE, area), label=label) for area, label in keys]
 
 
 def ribbon(moments) -> tuple[list[float], list[float]]:

@@ -12,6 +12,7 @@ Models", section 3. This file knows no model.
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +44,11 @@ def log_lengths(max_length: int, n: int) -> list[int]:
 
 
 def _grid(space, max_length, n):
+    n, max_length = check_count("n", n, -math.inf), check_count("max_length", max_length, -math.inf)
     if n < 2 or max_length <= SHORTEST:
         raise ValueError(
             f"a grid of {n} lengths up to {max_length} is too small: it starts at {SHORTEST} tokens and needs n >= 2 "
-            f"and max_length > {SHORTEST}. For other lengths, give the list itself: lengths=[4, 6]."
+            f"and max_length > {SHORTEST}. For other lengths, give the list itself: lengths=[4, 6], or --lengths 4,6."
         )
     return np.unique(space(SHORTEST, max_length, n).astype(int)).tolist()
 
@@ -73,8 +75,8 @@ def default_lengths(
     ends += [] if corpus_tokens is None else [corpus_tokens // 3]
     if not ends:
         raise ValueError(
-            "the model claims no context and there is no corpus; say how far to measure: lengths=[...], or "
-            "--max-length on the command line."
+            "the model claims no context and there is no corpus; say how far to measure: lengths=[...], or --lengths "
+            "or --max-length."
         )
     return grid(min(ends), n)
 
@@ -97,6 +99,21 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
     return lengths
 
 
+def check_count(name: str, value, least: float = 1) -> int:
+    """A whole number as a plain integer.
+
+    Raises:
+        ValueError: it is none, or below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}.")
+    return number
+
+
 def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """Token ids as an int64 array of shape (N,). The vocabulary may be `math.inf`, unknown.
 
@@ -108,7 +125,7 @@ def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:
         raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} must be a flat sequence of token ids, got {ids.dtype} of shape {ids.shape}. "
+            f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "
             'For a text: tokenizer(text, add_special_tokens=False)["input_ids"].'
         )
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -211,9 +228,10 @@ def nested_random_samples(
 def _random_ids(id_range, seed, skip):
     """A function that draws n ids, (n,) int64."""
     low, high = id_range
-    if high - low < len(skip):
+    skipped = sum(low <= i <= high for i in skip)
+    if high - low < skipped:
         raise ValueError(
-            f"id_range=({low}, {high}) leaves no choice of random ids beside the special ids {sorted(skip)}. "
+            f"id_range=({low}, {high}) leaves no choice of random ids: {skipped} of them are special ids or no tokens. "
             "Give a wider range: id_range=(lowest, highest), both included."
         )
     rng = random.Random(seed)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import Headline, Result, Table
-from .lengths import READINGS, LengthInterval, MemoryLength, length_interval, margins, memory_lengths, verdict
+from ..result import Headline, Overview, Result, Table, entries, integer, integers
+from .intervals import LengthInterval, length_interval, verdict
+from .lengths import READINGS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
 
 
@@ -30,23 +31,23 @@ class CurvePoint:
     begin_locs: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        length = integer(self.length, "the length", 1)
+        object.__setattr__(self, "length", length)
         for name in ("copy_correct", "lm_correct"):
-            counts = tuple(getattr(self, name))
-            if not counts or not all(isinstance(c, int) and 0 <= c <= self.scored_tokens for c in counts):
-                raise ValueError(
-                    f"{name} at length {self.length} must hold integers from 0 to {self.scored_tokens}, got {counts}."
-                )
+            counts = integers(getattr(self, name), f"{name} at length {length}", 0, self.scored_tokens)
             object.__setattr__(self, name, counts)
-        if len(self.copy_correct) != len(self.lm_correct):
-            raise ValueError(
-                f"length {self.length} has {len(self.copy_correct)} copy counts and {len(self.lm_correct)} LM counts; "
-                "they are pairs, one per repeat."
-            )
         if self.begin_locs is not None:
-            object.__setattr__(self, "begin_locs", tuple(self.begin_locs))
+            begins = integers(self.begin_locs, f"begin_locs at length {length}", 0)
+            object.__setattr__(self, "begin_locs", begins)
+        if not self.repeats == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
+            raise ValueError(
+                f"length {length} has {self.repeats} copy counts and {len(self.lm_correct)} LM counts, begin_locs "
+                f"{self.begin_locs}; give one of each for every repeat."
+            )
 
     def first(self, repeats: int) -> CurvePoint:
-        """The point with its first repeats only."""
+        """The point with its first repeats only, one or more."""
+        integer(repeats, "repeats", 1)
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 
@@ -93,8 +94,12 @@ class CurvePoint:
         """By how much each repeat is above the threshold of "fine" or "coarse"; see `lengths.margins`."""
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, reading)
 
+    def passes(self, reading: str) -> bool:
+        """Whether the counts pass as "fine" or "coarse", whatever their noise; see `lengths.passes`."""
+        return passes(sum(self.copy_correct), sum(self.lm_correct), self.repeats * self.scored_tokens, reading)
+
     def verdict(self, reading: str, level: float) -> int:
-        """Whether the length passes (1), fails (-1), or may do either (0) at this level; see `lengths.verdict`."""
+        """Whether the length passes (1), fails (-1), or may do either (0) at this level; see `intervals.verdict`."""
         return verdict(self.margins(reading), self.scored_tokens, level)
 
 
@@ -103,7 +108,7 @@ class ForgettingCurve(Result):
     """A measured curve.
 
     Attributes:
-        points: one `CurvePoint` per measured length, ascending.
+        points: one `CurvePoint` per measured length; they are sorted.
         not_measured: why a length has no point, by length.
     """
 
@@ -115,7 +120,8 @@ class ForgettingCurve(Result):
     not_measured: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "points", tuple(self.points))
+        points = entries(self.points, CurvePoint, lambda point: f"length {point.length}")
+        object.__setattr__(self, "points", tuple(sorted(points, key=lambda point: point.length)))
 
     @property
     def measured(self) -> bool:
@@ -123,12 +129,15 @@ class ForgettingCurve(Result):
 
     @property
     def fine_length(self) -> MemoryLength:
-        """The largest measured length with a copy accuracy above 99 %."""
+        """The paper's fine length: the largest measured length with a copy accuracy above 99 %."""
         return self.memory_lengths["fine_max"]
 
     @property
     def coarse_length(self) -> MemoryLength:
-        """The largest measured length with a copy accuracy at least 1 % above the LM accuracy."""
+        """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
+
+        One of many lengths passes by chance, also where nothing is remembered: `interval` says what is sure.
+        """
         return self.memory_lengths["coarse_max"]
 
     @property
@@ -145,7 +154,16 @@ class ForgettingCurve(Result):
     def interval(self, reading: str, confidence: float = 0.95) -> LengthInterval:
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
         lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
-        return length_interval(lengths, [p.margins(reading) for p in self.points], scored, confidence)
+        protocol = self.settings.get("protocol", "reference")
+        return length_interval(lengths, [p.margins(reading) for p in self.points], scored, confidence, protocol)
+
+    def first_failures(self) -> dict[str, int]:
+        """By reading, the first length that fails after others have passed, if there is one.
+
+        Passing lengths beyond it are either a dip of the curve or luck.
+        """
+        first_runs = {reading: self.memory_lengths[f"{reading}_first_run"] for reading in READINGS}
+        return {reading: run.next_tested for reading, run in first_runs.items() if run and run.next_tested is not None}
 
     @property
     def repeats_range(self) -> str:
@@ -162,42 +180,45 @@ class ForgettingCurve(Result):
         if not self.points:
             return "no length measured" + missing
 
-        def describe(name, length):
-            following = "" if length.next_tested is None else f" (next tested: {length.next_tested})"
-            return f"{name} length {length} tokens{following}"
+        first, last, failures = self.points[0], self.points[-1], self.first_failures()
 
-        first, last = self.points[0], self.points[-1]
+        def read_off(reading):
+            length = self.memory_lengths[f"{reading}_max"]
+            dip = reading in failures and failures[reading] < length
+            return f"{reading} {length}" + (f" (fails first at {failures[reading]})" if dip else "")
+
         return (
-            f"{describe('fine', self.fine_length)}, {describe('coarse', self.coarse_length)}; "
-            f"{len(self.points)} lengths from {first.length} to {last.length}, {self.repeats_range} repeats; "
-            f"95 % sure: fine {self.interval('fine')}, coarse {self.interval('coarse')}{missing}"
+            f"95 % sure, in tokens: fine length {self.interval('fine')}, coarse length {self.interval('coarse')}; the "
+            f"paper's definition: {read_off('fine')}, {read_off('coarse')}; {len(self.points)} lengths from {first.length} "
+            f"to {last.length}, {self.repeats_range} repeats{missing}{self.interruption}"
         )
 
     def explanation(self) -> str:
         return (
             "The model copies a text that it has read (copy accuracy), and is compared with itself after an unrelated "
             "text (LM accuracy). The fine length is the longest text copied with an accuracy above 99 %, the coarse "
-            "length the longest copied at least 1 % better than guessed. Lengths are in tokens."
+            "length the longest copied at least 1 % better than guessed, in tokens. What is 95 % sure follows from t tests "
+            "over the repeats, if memory only fades. The paper's definition takes the longest tested length that passes, "
+            "even by chance."
         )
 
     def headlines(self) -> list[Headline]:
-        """The fine and the coarse length. A value must be a number, so the name says if the length may be larger."""
-        if not self.points:
-            return []
-        lengths = {"fine": self.fine_length, "coarse": self.coarse_length}
-        more = {reading: ", more than" if length.open_ended else "" for reading, length in lengths.items()}
-        return [
-            Headline("forgetting_curve", f"{reading} memory length{more[reading]} (tokens)", int(length))
-            for reading, length in lengths.items()
-        ]
+        """The ends of the intervals, as far as they are known: numbers that noise does not make."""
+        ends = {}
+        for reading in READINGS if self.points else ():
+            interval = self.interval(reading)
+            ends[f"{reading} memory length, at least"] = interval.low
+            ends[f"{reading} memory length, below"] = interval.high
+        return [Headline("forgetting_curve", f"{name} (tokens, 95 % sure)", end) for name, end in ends.items() if end]
 
     def table(self) -> Table:
-        columns = ("length", "scored tokens", "repeats", "copy", "± std", "LM", "± std", "p")
+        columns = ("length", "scored tokens", "repeats", "copy", "± std", "LM", "± std", "p", "passes as")
         rows = [
             (
                 *(p.length, p.scored_tokens, p.repeats),
                 *(f"{value:.1%}" for value in (p.copy_mean, p.copy_std, p.lm_mean, p.lm_std)),
                 f"{p.p_value:.2g}",
+                next((reading for reading in READINGS if p.passes(reading)), "-"),
             )
             for p in self.points
         ]
@@ -205,6 +226,20 @@ class ForgettingCurve(Result):
 
     def header(self) -> dict[str, Any]:
         return {"format": self.version}  # curves were the only results at first, and still do not name their metric
+
+    def overview(self) -> list[Overview]:
+        if not self.points:
+            return []
+        sample = f"{len(self.points)} length{'s' * (len(self.points) > 1)}, {self.repeats_range} repeats"
+        return [
+            Overview(
+                f"{reading} length, tokens",
+                self.interval(reading).in_words(),
+                f"95 % sure; the paper's: {self.memory_lengths[f'{reading}_max']}",
+                sample,
+            )
+            for reading in READINGS
+        ]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:

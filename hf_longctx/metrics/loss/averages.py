@@ -1,4 +1,4 @@
-"""Two averages of the losses by position: L(i) smoothed over neighbours, and the perplexity P(l) of l tokens."""
+"""Averages of the losses by position: L(i) smoothed over neighbours, its error, and the perplexity P(l)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ import numpy as np
 WINDOW = 101  # tokens in the moving average of the paper's figures
 
 
+def smoothing_window(context_length: int) -> int:
+    """Tokens in the moving average: the paper's 101, but at most a tenth of the context, lest all of it looks level.
+
+    >>> [smoothing_window(tokens) for tokens in (8, 64, 400, 16384)]
+    [1, 5, 39, 101]
+    """
+    return min(WINDOW, max(1, (context_length // 10 - 1) // 2 * 2 + 1))
+
+
 def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     """Mean over a window centred on each value, cut off at both ends; float64, as long as `values`.
 
@@ -19,7 +28,7 @@ def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
     [1.5, 3.0, 3.0, 3.0]
     """
-    if window < 1 or window % 2 == 0:
+    if not isinstance(window, int) or window < 1 or window % 2 == 0:
         raise ValueError(
             f"window is {window}; it must be odd and positive, to have a centre. The paper takes {WINDOW}."
         )
@@ -27,6 +36,24 @@ def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     centres = np.arange(len(values))
     begins, ends = np.maximum(centres - window // 2, 0), np.minimum(centres + window // 2 + 1, len(values))
     return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def standard_error(losses: np.ndarray, window: int) -> np.ndarray | None:
+    """Standard error over sequences of the mean loss after `moving_average`.
+
+    Args:
+        losses: of M sequences, (M, T), in nats.
+
+    Returns:
+        (T,) float64; None for a single sequence.
+
+    >>> standard_error(np.array([[1.0, 3.0], [2.0, 5.0]]), 1).tolist()
+    [0.5, 1.0]
+    """
+    if len(losses) < 2:
+        return None
+    smoothed = np.stack([moving_average(loss, window) for loss in losses])
+    return smoothed.std(axis=0, ddof=1) / len(losses) ** 0.5
 
 
 def perplexity(loss: Sequence[float]) -> np.ndarray:

@@ -8,37 +8,69 @@ from itertools import cycle
 import numpy as np
 
 from .. import style
-from .averages import WINDOW
 
 
-def plot_losses(results: Sequence, path, *, train_length: int | None = None, title: str | None = None) -> None:
-    """Draw L(i), smoothed over 101 tokens, and beside it P(l), from l = 51 where the context is long enough.
+LEAST_SPAN = 0.5  # nats from the bottom to the top of a picture: less would make noise look like a trend
+
+
+def plot_losses(
+    results: Sequence,
+    path,
+    *,
+    train_length: int | None = None,
+    title: str | None = None,
+    differences: Sequence[str] = (),
+) -> None:
+    """Draw the smoothed L(i) in a ribbon of its standard error, and below it P(l), from half a window of tokens on.
 
     Args:
         results: one or more `PositionLoss`. The rest is as for `Result.plot`.
+        differences: in what the measurements differ, to be named in the picture.
     """
     if not results:
         raise ValueError("there is no per-token loss to draw.")
-    figure = style.figure(10, 4.4)
-    left, right = figure.subplots(1, 2)
-    longest, begins = max(result.context_length for result in results), set()
+    style.check_train_length(train_length)
+    figure = style.figure(style.WIDTH, 7)
+    above, below = figure.subplots(2, 1, sharex=True)
+    longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):
-        positions = np.arange(1, result.context_length + 1)
-        label = f"{result.model_name} ({result.sequences} sequences)"
-        left.plot(positions, result.smoothed(), color=colour, linewidth=1.6, label=label)
-        begin = WINDOW // 2 if result.context_length > WINDOW else 0  # few tokens have perplexities far off the scale
-        begins.add(begin + 1)
-        right.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
-    for axes, across, up in ((left, "position i", "loss L(i), nats"), (right, "context length l", "perplexity P(l)")):
-        style.bare(axes, f"{across} (tokens)", up, labelsize=8.5)
+        positions, smoothed = np.arange(1, result.context_length + 1), result.smoothed()
+        if result.error is not None:
+            edges = smoothed - result.error, smoothed + result.error
+            above.fill_between(positions, *edges, color=colour, alpha=0.2, linewidth=0)
+        above.plot(positions, smoothed, color=colour, linewidth=1.6, label=f"{result.model_name}, {sequences(result)}")
+        begin = result.window // 2  # few tokens have perplexities far off the scale
+        below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
+    above.set_ylim(*least_span(*above.get_ylim()))
+    below.set_ylim(*np.exp(least_span(*np.log(np.maximum(below.get_ylim(), 1)))))
+    style.bare(above, up="loss L(i), nats")
+    style.bare(below, "position i, or context length l (tokens)", "perplexity P(l)")
+    for axes in (above, below):
         style.grid(axes)
         axes.set_xlim(0, longest)
         axes.xaxis.set_major_formatter(style.TOKENS)
         if train_length is not None and train_length <= longest:
-            style.mark_training(axes, train_length).set_label(f"training context: {train_length:,} tokens")
+            words = f"training context: {train_length:,} tokens"
+            style.mark_training(axes, train_length).set_label(words if axes is above else None)
+    style.name_differences(above, differences)
     heading = style.heading(results[0]) if len(results) == 1 else results[0].title
-    style.draw_title(figure, title or heading)
-    style.legend(figure, left.get_lines(), columns=2)
-    begins = " or ".join(map(str, sorted(begins)))
-    style.small_print(figure, f"loss: moving average of {WINDOW} tokens; perplexity: from l = {begins}")
+    style.titled_legend(figure, above.get_lines(), title or heading)
+    windows = " or ".join(map(str, sorted({result.window for result in results})))
+    notes = [f"loss: moving average of {windows} tokens"]
+    notes += ["ribbon: standard error over sequences"] if any(result.error is not None for result in results) else []
+    style.small_print(figure, *notes)
     figure.savefig(path)
+
+
+def sequences(result) -> str:
+    return f"{result.sequences} sequence{'s' if result.sequences > 1 else ''}"
+
+
+def least_span(low: float, high: float) -> tuple[float, float]:
+    """The ends of an axis, moved apart if they are nearer than half a nat.
+
+    >>> least_span(6.25, 6.75), least_span(6.5, 6.5)
+    ((6.25, 6.75), (6.25, 6.75))
+    """
+    more = max(LEAST_SPAN - (high - low), 0) / 2
+    return low - more, high + more

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..result import Headline, Result, Table
-from .averages import WINDOW, moving_average, perplexity
+from ..result import Headline, Overview, Result, Table, integer
+from .averages import moving_average, perplexity, smoothing_window, standard_error
 
 
 def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
@@ -28,8 +28,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
-    if context_length < 1 or (sequences is not None and sequences < 1):
-        raise ValueError(f"context_length ({context_length}) and sequences ({sequences}) must be at least 1.")
+    integer(context_length, "context_length", 1)
+    integer(1 if sequences is None else sequences, "sequences", 1)
     if corpus_tokens < context_length:
         raise ValueError(
             f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "
@@ -40,6 +40,20 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     return np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()
 
 
+def numbers_by_position(values, name: str) -> tuple[float, ...]:
+    """
+    Raises:
+        ValueError: the values are not one or more finite numbers.
+    """
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
+    if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all():
+        raise ValueError(f"{name} must be one finite number for each of one or more positions, got {values!r:.200}.")
+    return tuple(numbers.tolist())
+
+
 @dataclass(frozen=True)
 class PositionLoss(Result):
     """A measured per-token loss.
@@ -47,6 +61,7 @@ class PositionLoss(Result):
     Attributes:
         loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
         sequences: over how many.
+        error: standard error over sequences of `smoothed()`, one float per position; None if not known.
     """
 
     kind = "position_loss"
@@ -55,11 +70,32 @@ class PositionLoss(Result):
     loss: tuple[float, ...]
     sequences: int
     settings: dict[str, Any] = field(default_factory=dict)
+    error: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "loss", tuple(map(float, self.loss)))
-        if not self.loss or not np.isfinite(self.loss).all() or self.sequences < 1:
-            raise ValueError("a per-token loss is one finite number for each of one or more positions and sequences.")
+        object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
+        object.__setattr__(self, "sequences", integer(self.sequences, "sequences", 1))
+        if self.error is None:
+            return
+        object.__setattr__(self, "error", numbers_by_position(self.error, "error"))
+        if len(self.error) != len(self.loss) or min(self.error) < 0:
+            raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")
+
+    @classmethod
+    def of_sequences(cls, losses, settings: dict[str, Any]) -> PositionLoss:
+        """The mean over sequences and its error.
+
+        Args:
+            losses: of M sequences of T tokens, (M, T), in nats.
+
+        Raises:
+            ValueError: there is no sequence, or they are not of one length.
+        """
+        lengths = sorted({np.size(row) for row in losses})
+        if len(lengths) != 1 or np.ndim(losses[0]) != 1:
+            raise ValueError(f"losses must be one or more sequences of one length, got lengths {lengths}.")
+        losses = np.asarray(losses, dtype=np.float64)
+        return cls(losses.mean(axis=0), len(losses), settings, standard_error(losses, smoothing_window(*lengths)))
 
     @property
     def context_length(self) -> int:
@@ -71,21 +107,33 @@ class PositionLoss(Result):
         """P(1) .. P(T), float64; see the function `perplexity`."""
         return perplexity(self.loss)
 
-    def smoothed(self, window: int = WINDOW) -> np.ndarray:
-        """L(i) with a centred moving average; see `moving_average`."""
-        return moving_average(self.loss, window)
+    @property
+    def window(self) -> int:
+        """Tokens in the moving average of `smoothed`."""
+        return smoothing_window(self.context_length)
+
+    def smoothed(self) -> np.ndarray:
+        """L(i) with a centred moving average; see `moving_average` and `smoothing_window`."""
+        return moving_average(self.loss, self.window)
+
+    def smoothed_at(self, position: int) -> str:
+        """The smoothed loss at a position, counted from 1, with its standard error if that is known."""
+        error = "" if self.error is None else f" ± {self.error[position - 1]:.3f}"
+        return f"{self.smoothed()[position - 1]:.3f}{error}"
 
     def summary(self) -> str:
-        smooth = self.smoothed()
+        end = self.context_length
+        how = f"nats, mean of {self.window} tokens" + ("" if self.error is None else " ± standard error")
         return (
-            f"loss {smooth[len(smooth) // 2]:.3f} in the middle and {smooth[-1]:.3f} at the end of {len(smooth)} tokens "
-            f"(nats, smoothed), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences"
+            f"loss {self.smoothed_at(end // 2 + 1)} in the middle and {self.smoothed_at(end)} at the end of {end} tokens "
+            f"({how}), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences{self.interruption}"
         )
 
     def explanation(self) -> str:
         return (
             "The mean negative log-probability of the i-th token of a text, in nats, given those before it. Where it "
-            "stays level, more context is of no use to the model. P(l) is the perplexity of the first l tokens."
+            "stays level, more context is of no use to the model; what lies within its standard error over sequences is "
+            "level. P(l) is the perplexity of the first l tokens."
         )
 
     def headlines(self) -> list[Headline]:
@@ -94,13 +142,22 @@ class PositionLoss(Result):
 
     def table(self) -> Table:
         """The smoothed loss and the perplexity at powers of two and at the end."""
-        smooth, perplexity = self.smoothed(), self.perplexity
-        rows = [(end, f"{smooth[end - 1]:.3f}", f"{perplexity[end - 1]:.2f}") for end in self._ends()]
+        perplexity = self.perplexity
+        rows = [(end, self.smoothed_at(end), f"{perplexity[end - 1]:.2f}") for end in self._ends()]
         return Table(("tokens", "L(i), smoothed", "P(l)"), rows)
 
     def _ends(self):
         """The powers of two up to the context length, and that."""
         return sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
+
+    def overview(self) -> list[Overview]:
+        end, loss, sample = self.context_length, self.smoothed()[-1], f"{self.sequences} sequences"
+        width = None if self.error is None else 1.96 * self.error[-1]
+        interval = "" if width is None else f"{loss - width:.3f} to {loss + width:.3f}"
+        return [
+            Overview(f"loss at {end} tokens, nats", f"{loss:.3f}", interval, sample),
+            Overview(f"perplexity of {end} tokens", f"{self.perplexity[-1]:.2f}", sample=sample),
+        ]
 
     def document(self) -> dict[str, Any]:
         perplexity = self.perplexity
@@ -109,11 +166,12 @@ class PositionLoss(Result):
             "sequences": self.sequences,
             "perplexity": {str(end): float(perplexity[end - 1]) for end in self._ends()},
             "loss": self.loss,
+            "smoothed_error": self.error,
         }
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> PositionLoss:
-        return cls(document["loss"], document["sequences"], document["settings"])
+        return cls(document["loss"], document["sequences"], document["settings"], document.get("smoothed_error"))
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_losses

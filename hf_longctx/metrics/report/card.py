@@ -5,11 +5,12 @@ print(card_snippet("fox-demo", [curve, loss]))
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..result import Result
+from ..result import Result, rounded
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
@@ -34,7 +35,8 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     """Markdown with its YAML header, to be merged into a model card.
 
     Args:
-        model: name of the model.
+        model: name of the model. Its line breaks become spaces, and what Markdown or HTML would read is escaped, as in
+            all texts that come from a result.
         results: what was measured. One without headline numbers is listed by its summary.
         picture: file name or address of a picture to show.
 
@@ -44,14 +46,24 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     entries = eval_results(results)
     if not entries:
         raise ValueError("these results hold no number for a model card: nothing was measured on a dataset.")
-    header = ModelCardData(model_name=model, eval_results=entries).to_yaml()
-    lines = [f"- {entry.metric_name}: {rounded(entry.metric_value)} ({entry.dataset_name})" for entry in entries]
-    lines += [
-        f"- {result.title}: {result.summary()}" for result in results if result.measured and not result.headlines()
+    header = ModelCardData(model_name=" ".join(model.split()), eval_results=entries).to_yaml()
+    lines = [
+        f"- {entry.metric_name}: {rounded(entry.metric_value)} ({plain(entry.dataset_name)})" for entry in entries
     ]
-    image = "" if picture is None else f"\n![How far {model} remembers]({picture})\n"
+    lines += [
+        f"- {result.title}: {plain(result.summary())}"
+        for result in results
+        if result.measured and not result.headlines()
+    ]
+    image = "" if picture is None else f"\n![How far {plain(model)} remembers]({picture})\n"
     return f"---\n{header}\n---\n\n## How far it remembers\n\n" + "\n".join(lines) + "\n" + image
 
 
-def rounded(value: int | float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def plain(text: str) -> str:
+    """A text on one line that Markdown shows as it is.
+
+    >>> print(plain("a_b\\n--- <script>[x](y)"))
+    a\\_b --- &lt;script>\\[x\\](y)
+    """
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", text)

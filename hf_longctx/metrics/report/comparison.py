@@ -4,41 +4,69 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from itertools import cycle
+from itertools import cycle, dropwhile, takewhile
 from pathlib import Path
 
+import numpy as np
+
 from .. import style
-from ..curve.plot import area_ends, in_tokens, ribbon
+from ..curve.lengths import READINGS
+from ..curve.plot import areas, logarithmic, ribbon
 from ..curve.result import ForgettingCurve
 from ..loss.plot import plot_losses
 from ..loss.result import PositionLoss
 from ..result import Result
 
 
+EFFECTIVE = 0.85  # copy accuracy that counts as effective; RULER's threshold for its tasks is 85.6 %
+
+
 def compare(results: Mapping[str, Result], path, *, title: str | None = None) -> str:
-    """Draw the results of several models into one picture.
+    """Draw the results of several models into one picture, or write their table into a file.
 
     Args:
         results: by the name of the model, in the order of the picture; all forgetting curves, or all per-token losses.
-        path, title: as for `plot_comparison`.
+        path: of a PNG, SVG or PDF; or of a Markdown file (.md), which gets the title and what is returned.
+        title: as for `plot_comparison`.
 
     Returns:
-        the numbers, as lines of text.
+        the numbers as a Markdown table, with a warning for each setting that differs.
 
     Raises:
         ValueError: the results are of several metrics, or of one that has no such picture; or see `plot_comparison`.
     """
+    if not isinstance(results, Mapping):
+        raise ValueError(
+            f"results must be by the name of the model, {{name: result}}, got a {type(results).__name__}."
+        )
     classes = {type(result) for result in results.values()}
-    if classes == {ForgettingCurve}:
-        lengths = {name: curve.settings.get("train_length") for name, curve in results.items()}
-        lengths = {name: length for name, length in lengths.items() if length is not None}
+    if classes not in ({ForgettingCurve}, {PositionLoss}):
+        names = ", ".join(sorted(cls.__name__ for cls in classes)) or "none"
+        raise ValueError(f"these results are {names}; give forgetting curves only, or per-token losses only.")
+    (cls,) = classes
+    lengths = {name: result.settings.get("train_length") for name, result in results.items()}
+    lengths = {name: length for name, length in lengths.items() if length is not None}
+    table = comparison_table(results, lengths) if cls is ForgettingCurve else loss_table(results)
+    unlike = differences(results)
+    text = table + "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
+    if Path(path).suffix == ".md":
+        Path(path).write_text(f"# {title or cls.title}\n\n{text}", encoding="utf-8")
+    elif cls is ForgettingCurve:
         plot_comparison(results, path, train_lengths=lengths, title=title)
-        return comparison_table(results, lengths)
-    if classes == {PositionLoss}:
-        plot_losses([loss.with_settings(model=name) for name, loss in results.items()], path, title=title)
-        return "".join(f"{name}: {loss.summary()}\n" for name, loss in results.items())
-    names = ", ".join(sorted(cls.__name__ for cls in classes))
-    raise ValueError(f"these results are {names}; give forgetting curves only, or per-token losses only.")
+    else:
+        losses = [loss.with_settings(model=name) for name, loss in results.items()]
+        plot_losses(losses, path, title=title, differences=unlike)
+    return text
+
+
+def check_measured(results: Mapping[str, Result]) -> None:
+    """
+    Raises:
+        ValueError: there is no result, or nothing was measured in one; it is named.
+    """
+    empty = [name for name, result in results.items() if not result.measured]
+    if empty or not results:
+        raise ValueError(f"no length was measured: {', '.join(empty) or 'there is no curve'}.")
 
 
 def comparable(results: list[Result]) -> dict[str, Result]:
@@ -47,39 +75,96 @@ def comparable(results: list[Result]) -> dict[str, Result]:
 
 
 def named(results: list[tuple[Path, Result]]) -> dict[str, Result]:
-    """Results by the name of their model, with the name of the file behind it where two models share a name.
+    """Results by the last part of their model's name; where two models share it, with the name of the file behind it.
 
     A model without a name is called after its file.
     """
-    names = [result.model_name if result.settings.get("model") else path.stem or "a model" for path, result in results]
+    names = [
+        result.model_name.rpartition("/")[2] if result.settings.get("model") else path.stem or "a model"
+        for path, result in results
+    ]
     unique = {}
     for name, (path, result) in zip(names, results):
-        key = name if names.count(name) == 1 else f"{name} ({path.stem})"
+        key = name if names.count(name) == 1 else f"{name} ({path.stem or result.model_name})"
         while key in unique:
             key += "'"
         unique[key] = result
     return unique
 
 
-def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
-    """The fine and the coarse lengths of several models as a Markdown table, in tokens.
+def conditions(result: Result) -> dict[str, str]:
+    """What must be alike for numbers to compare models, as far as a result says it."""
+    settings = {name: str(value) for name, value in result.settings.items() if value is not None}
+    names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
+    alike = {words: settings[name] for name, words in names.items() if name in settings}
+    if "corpus" not in settings and "corpus_sha256" in settings:
+        alike["texts"] = settings["corpus_sha256"][:8]
+    if isinstance(result, ForgettingCurve):
+        return alike | {"repeats": result.repeats_range, "longest lengths": str(result.points[-1].length)}
+    return alike | {"sequences": str(result.sequences), "context lengths": str(result.context_length)}
 
-    >>> print(comparison_table({}))
-    | model | data | fine length | coarse length | next tested | measured | training context |
-    |---|---|---|---|---|---|---|
-    <BLANKLINE>
+
+def differences(results: Mapping[str, Result]) -> list[str]:
+    """In what the measurements of these results differ, in words.
+
+    >>> def curve(data):
+    ...     return PositionLoss([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
+    >>> differences({"fox": curve("order"), "llama": curve("random")})
+    ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
     """
-    rows = [
-        "| model | data | fine length | coarse length | next tested | measured | training context |",
-        "|---" * 7 + "|",
-    ]
+    values = {}
+    for result in results.values():
+        for words, value in conditions(result).items():
+            values.setdefault(words, {})[Path(value).name] = None
+    comment = {"tokenizers": ", whose tokens differ in size"}
+    return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
+
+
+def effective_length(curve: ForgettingCurve) -> int:
+    """The end of the first stretch of lengths that are copied with an accuracy of 85 % or more; 0 if there is none."""
+    copied = [(p.length, p.copy_mean >= EFFECTIVE) for p in curve.points]
+    stretch = takewhile(lambda entry: entry[1], dropwhile(lambda entry: not entry[1], copied))
+    return max((length for length, _ in stretch), default=0)
+
+
+def markdown(columns, rows) -> str:
+    """A table; a bar in a cell is escaped."""
+    lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
+    header, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([header, "|---" * len(columns) + "|", *body]) + "\n"
+
+
+def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
+    """The lengths of several models as a Markdown table, in tokens; see `effective_length`.
+
+    Raises:
+        ValueError: there is no curve, or one has no point.
+    """
+    check_measured(curves)
+    rows = []
     for name, curve in curves.items():
-        fine, coarse = curve.fine_length, curve.coarse_length
-        after = ", ".join("-" if length.next_tested is None else str(length.next_tested) for length in (fine, coarse))
-        measured = f"{curve.points[0].length} to {curve.points[-1].length}"
-        cells = [name.replace("|", r"\|"), curve.settings.get("data_type", "-"), fine, coarse, after, measured]
-        rows.append(f"| {' | '.join(map(str, cells))} | {(train_lengths or {}).get(name, '-')} |")
-    return "\n".join(rows) + "\n"
+        row = {"model": name, "data": curve.settings.get("data_type", "-")}
+        row |= {f"{reading}, 95 % sure": curve.interval(reading).in_words() for reading in READINGS}
+        row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
+        row["effective (85 % copied)"] = effective_length(curve)
+        row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
+        row["training context"] = (train_lengths or {}).get(name, "-")
+        row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
+        rows.append(row)
+    if all(row["bytes per token"] == "-" for row in rows):  # random data
+        rows = [{column: row[column] for column in row if column != "bytes per token"} for row in rows]
+    return markdown(list(rows[0]), [row.values() for row in rows])
+
+
+def loss_table(losses: Mapping[str, PositionLoss]) -> str:
+    """The per-token losses of several models as a Markdown table, in nats, smoothed, with their standard errors."""
+    columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens", "sequences")
+    rows = []
+    for name, loss in losses.items():
+        end = loss.context_length
+        cells = [loss.smoothed_at(end // 2 + 1), loss.smoothed_at(end), f"{loss.perplexity[-1]:.2f}"]
+        rows.append([name, *cells, end, loss.sequences])
+    return markdown(columns, rows)
 
 
 def plot_comparison(
@@ -91,9 +176,10 @@ def plot_comparison(
 ) -> None:
     """Draw the copy accuracy of several models over the length of the target, and how far each one remembers.
 
-    Above, means over repeats in ribbons of one population standard deviation to each side, with the LM accuracy as a
-    dotted line. Below, a bar for each model: green up to its fine length, blue up to its coarse length, red beyond, as
-    far as it was measured. A tick on the bar is the length whose input is as long as the training context.
+    Above, means over repeats in ribbons of one population standard deviation to each side, over a grey band that holds
+    the LM accuracies of all models. Below, a bar for each model, as far as it was measured, in the colours that
+    `plot_curve` gives to its lengths. A tick on the bar is the length whose input is as long as the training context.
+    The picture names settings that differ.
 
     Args:
         curves: by the name of the model, in the order of the bars.
@@ -103,47 +189,54 @@ def plot_comparison(
     Raises:
         ValueError: there is no curve, a curve has no point, or matplotlib does not know the extension.
     """
-    empty = [name for name, curve in curves.items() if not curve.points]
-    if empty or not curves:
-        raise ValueError(f"no length was measured: {', '.join(empty) or 'there is no curve'}.")
-    figure = style.figure(9.5, 5.2 + 0.36 * len(curves))
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4.4, 0.5 + 0.36 * len(curves)])
-    left = min(curve.points[0].length for curve in curves.values()) / 1.15
+    check_measured(curves)
+    figure = style.figure(style.WIDTH, 5.2 + 0.5 * len(curves))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[4.2, 0.4 + 0.5 * len(curves)])
+    log = all(logarithmic([p.length for p in curve.points]) for curve in curves.values())
+    shortest = min(curve.points[0].length for curve in curves.values())
     longest = max(curve.points[-1].length for curve in curves.values())
+    left, right = (shortest / 1.15, longest * 1.05) if log else (0, longest * 1.02)
     draw_curves(above, curves)
-    above.set_xscale("log", base=2)
-    above.set_xlim(left, longest * (longest / left) ** 0.17)  # room for the words behind the bars
-    above.set_xticks([n for n in (2**i for i in range(32)) if left <= n <= longest * 1.05])
+    if log:
+        above.set_xscale("log", base=2)
+        above.set_xticks([n for n in (2**i for i in range(32)) if left <= n <= right])
+    above.set_xlim(left, right)
     below.xaxis.set_major_formatter(style.TOKENS)
     for axes in (above, below):
         axes.minorticks_off()
-    style.bare(above, up="tokens copied right\n(dotted: guessed right)")
+    style.bare(above, up="tokens copied right")
     style.bare(below, "length of the text to copy (tokens)")
-    draw_bars(below, curves, train_lengths or {}, left)
-
-    style.titled_legend(figure, above.get_lines()[::2], title or "Forgetting curves", fontsize=9)
-    style.legend(figure, [style.Patch(color=colour, label=area) for area, colour in style.STRONG.items()])
+    drawn = draw_bars(below, curves, train_lengths or {}, left, log)
+    style.name_differences(above, differences(curves))
+    words = {"fine": "fine", "coarse": "coarse", **style.AREAS}
+    keys = [style.Patch(**style.area(style.STRONG, area), label=words[area]) for area in words if area in drawn]
+    below.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, ncols=3)
+    style.titled_legend(figure, above.get_legend_handles_labels()[0], title or "Forgetting curves")
     style.small_print(figure, *notes(curves), *(["black mark: training context"] if train_lengths else []))
     figure.savefig(path)
 
 
 def draw_curves(axes, curves: Mapping[str, ForgettingCurve]) -> None:
-    """Copy accuracy in its ribbon, LM accuracy dotted, two lines for each model."""
+    """Copy accuracy in its ribbon, a line for each model, and a band from the lowest to the highest LM accuracy."""
+    draw_guesses(axes, curves)
     for (name, curve), colour, marker in zip(curves.items(), cycle(style.MODELS), cycle(style.MARKERS)):
         lengths = [p.length for p in curve.points]
         copy = [(p.copy_mean, p.copy_std) for p in curve.points]
         axes.fill_between(lengths, *ribbon(copy), color=colour, alpha=0.13, linewidth=0)
-        line = dict(color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=name)
+        line = dict(color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(name, 30))
         axes.plot(lengths, [mean for mean, _ in copy], **line)
-        axes.plot(lengths, [p.lm_mean for p in curve.points], color=colour, linewidth=1, linestyle=":")
     style.rates(axes)
     style.grid(axes)
 
 
-def bar_ends(curve: ForgettingCurve, left: float) -> list[float]:
-    """Where the fine, the coarse and the amnesia part of a bar from `left` end, the last at the longest length."""
-    end = curve.points[-1].length
-    return [*area_ends(curve, left, end), end]
+def draw_guesses(axes, curves: Mapping[str, ForgettingCurve]) -> None:
+    ranges = [([p.length for p in curve.points], [p.lm_mean for p in curve.points]) for curve in curves.values()]
+    lengths = np.unique([np.geomspace(points[0], points[-1], 500) for points, _ in ranges])
+    guesses = [np.interp(lengths, *points, left=np.nan, right=np.nan) for points in ranges]
+    band = dict(facecolor=style.QUIET, alpha=0.3, edgecolor=style.QUIET, linewidth=1, zorder=1)
+    axes.fill_between(
+        lengths, np.nanmin(guesses, axis=0), np.nanmax(guesses, axis=0), **band, label="LM accuracy of all"
+    )
 
 
 def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) -> float | None:
@@ -152,27 +245,30 @@ def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) ->
     return length if left < length <= curve.points[-1].length else None
 
 
-def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int], left: float) -> None:
-    """A bar for each model, the first on top, and its two lengths in words."""
+def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int], left: float, log: bool):
+    """A bar for each model, the first on top, and its two lengths in words; returns the areas that were drawn."""
+    drawn = set()
     for row, (name, curve) in enumerate(curves.items()):
-        ends = bar_ends(curve, left)
-        for start, end, colour in zip([left, *ends], ends, style.STRONG.values()):
-            axes.barh(row, end - start, left=start, height=0.62, color=colour)
-        words = f"fine {in_tokens(curve.fine_length)}, coarse {in_tokens(curve.coarse_length)}"
-        axes.text(ends[-1] * 1.04, row, words, va="center", fontsize=8)
+        for start, end, area in areas(curve, left, curve.points[-1].length, log):
+            axes.barh(row, end - start, left=start, height=0.42, **style.area(style.STRONG, area))
+            drawn.add(area)
+        words = ", ".join(f"{reading}: {curve.interval(reading).in_words()}" for reading in READINGS)
+        place = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=style.INK)
+        axes.annotate(words, (0.005, row + 0.4), **place)
         mark = mark_place(curve, train_lengths.get(name), left)
         if mark is not None:
-            axes.plot([mark, mark], [row - 0.42, row + 0.42], color=style.INK, linewidth=1.6)
-    axes.set_yticks(range(len(curves)), [textwrap.fill(name, 24) for name in curves])
+            axes.plot([mark, mark], [row - 0.29, row + 0.29], color=style.INK, linewidth=1.6)
+    axes.set_yticks(range(len(curves)), [textwrap.fill(name, 16) for name in curves])
     for label, colour in zip(axes.get_yticklabels(), cycle(style.MODELS)):
         label.set_color(colour)
         label.set_fontsize(9)
-    axes.set_ylim(len(curves) - 0.4, -0.6)
+    axes.set_ylim(len(curves) - 0.3, -0.4)
+    return drawn
 
 
 def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
     """The small print: how many repeats, of which kind of data."""
     repeats = sorted({p.repeats for curve in curves.values() for p in curve.points})
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
-    sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats"
+    sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths 95 % sure"
     return [sizes, f"{' and '.join(kinds)} data"] if kinds else [sizes]

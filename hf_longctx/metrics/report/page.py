@@ -1,4 +1,4 @@
-"""One HTML page from results: pictures, tables of numbers, settings. The page needs no other file, no script, no link.
+"""One HTML page from results: an overview, pictures, tables of numbers, settings. The page needs no other file.
 
 Every text that comes from a result is escaped. Pictures are SVG within the page. It needs matplotlib and jinja2.
 """
@@ -25,7 +25,7 @@ def write_report(
             models are drawn into one picture first.
         path: of the HTML file.
         title: heading; by default the names of the models.
-        missing: why a metric was not measured, by its title.
+        missing: why a metric was not measured, or not to its end, by its title.
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
@@ -36,15 +36,17 @@ def write_report(
     from ... import __version__
     from .comparison import comparable, plot_comparison
 
+    models = list(dict.fromkeys(result.model_name for result in results)) or ["a model"]
     if title is None:
-        models = list(dict.fromkeys(result.model_name for result in results)) or ["a model"]
         title = f"How far {' and '.join(models)} remember{'s' if len(models) == 1 else ''}"
     curves = comparable(results)
     html = template().render(
         title=title,
+        several_models=len(models) > 1,
         comparison=svg(lambda path: plot_comparison(curves, path)) if len(curves) > 1 else None,
         sections=[section(result) for result in results],
         missing=missing or {},
+        partial={result.title for result in results},
         version=__version__,
         time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
@@ -65,7 +67,7 @@ def template():
 def section(result: Result) -> tuple[str, Result, str | None, list[tuple[str, str]]]:
     """Heading, result, picture if there is one, and settings as texts."""
     picture = None
-    if result.measured and result.has_picture:
+    if result.measured:
         picture = svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))
     settings = [
         (name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()

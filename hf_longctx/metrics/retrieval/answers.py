@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ..result import Overview, entries, integer, integers
+
 
 SCORES = ("match_rate", "exact_rate", "probability")
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
@@ -39,6 +41,11 @@ class Answer:
     reply: str | None
     matched: bool
 
+    def __post_init__(self):
+        integer(self.tokens, "the number of tokens of an answer", 1)
+        if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
+            raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
+
     @property
     def probability(self) -> float:
         """Probability of a token of the answer, geometric mean over its tokens."""
@@ -52,9 +59,20 @@ class Answers:
     answers: tuple[Answer, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "answers", tuple(self.answers))
+        object.__setattr__(self, "answers", entries(self.answers, Answer))
         if not self.answers:
             raise ValueError("there is no answer to score.")
+
+    def for_each(self, name: str, low: int, high: float = math.inf) -> None:
+        """Turn a field with an integer for each answer into a tuple.
+
+        Raises:
+            ValueError: there are more or fewer, or one is not between `low` and `high`.
+        """
+        values = integers(getattr(self, name), name, low, high)
+        if len(values) != len(self.answers):
+            raise ValueError(f"{name} has {len(values)} numbers for {len(self.answers)} answers; give one for each.")
+        object.__setattr__(self, name, values)
 
     @property
     def match_rate(self) -> float:
@@ -79,6 +97,13 @@ class Answers:
     def rates(self) -> dict[str, float]:
         return {score: getattr(self, score) for score in self.scores}
 
+    def interval(self, score: str) -> tuple[float, float]:
+        """Where the rate lies, 95 % sure: Wilson's interval.
+
+        It is too wide for the probability, whose answers differ less than right and wrong do.
+        """
+        return wilson(getattr(self, score), len(self.answers))
+
     def to_list(self) -> list[dict]:
         return [asdict(answer) for answer in self.answers]
 
@@ -86,6 +111,17 @@ class Answers:
     def from_list(cls, answers: Sequence[dict], *fields) -> Answers:
         """The answers that `to_list` wrote, and the fields of a subclass."""
         return cls((Answer(**answer) for answer in answers), *fields)
+
+
+def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a rate; z standard errors to each side, 1.96 for 95 %.
+
+    >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
+    [0.0, 0.793, 0.237, 0.763]
+    """
+    centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
+    half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def holds_text(reply: str, expected: str) -> bool:
@@ -119,6 +155,15 @@ def headline_score(results: Sequence[Answers]) -> tuple[float, str]:
     """The mean over results of the first of their scores, 0 to 1, and the name of that score in words."""
     score = results[0].scores[0]
     return sum(getattr(result, score) for result in results) / len(results), COLUMNS[score]
+
+
+def overview_row(name: str, results: Sequence[Answers]) -> Overview:
+    """The first of their scores over all answers, with its Wilson interval, which holds for few answers too."""
+    score = results[0].scores[0]
+    n = sum(len(result.answers) for result in results)
+    rate = sum(getattr(result, score) * len(result.answers) for result in results) / n
+    low, high = wilson(rate, n)
+    return Overview(f"{name}, {COLUMNS[score]}", f"{rate:.1%}", f"{low:.1%} to {high:.1%}", f"{n} questions")
 
 
 def score_columns(results: Sequence[Answers]) -> tuple[str, ...]:

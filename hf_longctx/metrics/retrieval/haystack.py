@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import Headline, Result, Table
-from .answers import SCORES, Answers, explain_score, headline_score, score_columns
+from ..result import Headline, Overview, Result, Table, entries, integer
+from .answers import SCORES, Answers, explain_score, headline_score, overview_row, score_columns
 
 
 MODES = ("standard", "easy")
@@ -160,7 +160,10 @@ class NeedleCell(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "positions", tuple(self.positions))
+        integer(self.length, "the length of a cell", 1)
+        if not 0 <= self.depth <= 1:
+            raise ValueError(f"the depth of a cell must lie between 0 and 1, got {self.depth}.")
+        self.for_each("positions", 0)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ class NeedleGrid(Result):
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "cells", tuple(self.cells))
+        cells = entries(self.cells, NeedleCell, lambda cell: f"length {cell.length} and depth {cell.depth}")
+        object.__setattr__(self, "cells", cells)
 
     @property
     def measured(self) -> bool:
@@ -219,7 +223,8 @@ class NeedleGrid(Result):
             return "no length measured"
         means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in self.scores)
         lengths = self.lengths
-        return f"{means}; {len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
+        grid = f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
+        return f"{means}; {grid}{self.interruption}"
 
     def explanation(self) -> str:
         task = "One sentence is hidden in a long text, at several depths, and asked for at the end."
@@ -238,6 +243,9 @@ class NeedleGrid(Result):
             for cell in self.cells
         ]
         return Table(("length", "depth", *score_columns(self.cells), "haystacks"), rows)
+
+    def overview(self) -> list[Overview]:
+        return [overview_row(f"needle up to {self.lengths[-1]} tokens", self.cells)] if self.cells else []
 
     def document(self) -> dict[str, Any]:
         cells = [

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..result import Headline, Result, Table
-from .answers import Answers, explain_score, headline_score, score_columns
+from ..result import Headline, Overview, Result, Table, entries, integer
+from .answers import Answers, explain_score, headline_score, overview_row, score_columns
 
 
 LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
@@ -90,8 +90,9 @@ class LinesPoint(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "tokens", tuple(self.tokens))
-        object.__setattr__(self, "asked_lines", tuple(self.asked_lines))
+        integer(self.lines, "the number of lines", 1)
+        self.for_each("tokens", 1)
+        self.for_each("asked_lines", 0, self.lines - 1)
 
     @property
     def mean_tokens(self) -> float:
@@ -113,7 +114,8 @@ class LineRetrieval(Result):
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "points", tuple(self.points))
+        points = entries(self.points, LinesPoint, lambda point: f"{point.lines} lines")
+        object.__setattr__(self, "points", points)
 
     @property
     def measured(self) -> bool:
@@ -127,7 +129,7 @@ class LineRetrieval(Result):
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
         how = "found" if score == "match_rate" else "given token for token"
-        return f"{how}: {rates}; {len(self.points[0].answers)} repeats"
+        return f"{how}: {rates}; {len(self.points[0].answers)} repeats{self.interruption}"
 
     def explanation(self) -> str:
         return f"The model is asked for the number in one of many lines. {explain_score(self.points)}"
@@ -148,6 +150,9 @@ class LineRetrieval(Result):
             for p in self.points
         ]
         return Table(("lines", "tokens", *score_columns(self.points), "records"), rows)
+
+    def overview(self) -> list[Overview]:
+        return [overview_row(f"one of up to {self.points[-1].lines} lines", self.points)] if self.points else []
 
     def document(self) -> dict[str, Any]:
         points = []

@@ -39,7 +39,11 @@ SMALLEST_PASS = 16
 T = TypeVar("T")
 
 
-class OutOfMemory(RuntimeError):
+class Unreadable(RuntimeError):
+    """The model cannot read an input of this kind or length, for the reason that is the message; others it can."""
+
+
+class OutOfMemory(Unreadable):
     """Memory ran out even in the smallest passes."""
 
 
@@ -53,6 +57,9 @@ class Engine:
             A model whose cache cannot be continued reads an input in one pass, however long it is. Default: 512 on a
             CPU, 4096 elsewhere.
 
+    Raises:
+        ValueError: the model is not causal; see `check_causal`.
+
     Attributes:
         tokens_per_pass: may be changed at any time.
         head: weight (V, D) and bias (V,) or None of the projection from hidden states to logits, if that is a plain
@@ -63,11 +70,12 @@ class Engine:
     def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
         self.model = model
         self.device = input_device(model)
-        default, self.tile = ON_CPU if self.device.type == "cpu" else ON_ACCELERATOR
+        default, self.tile = pass_and_tile(self.device)
         self.tokens_per_pass = tokens_per_pass or default
         trial = trial[None, :TRIAL_TOKENS]
         self.head = None
         logits, hidden = self._logits_and_hidden(trial)
+        check_causal(model, trial, logits, lambda ids: self._logits_and_hidden(ids)[0])
         self.vocab_size = logits.shape[-1]
         self.head = plain_head(model, hidden, logits)
         self.reuses_prefixes = can_continue(model) and self._continues_exactly(trial, logits)
@@ -85,7 +93,7 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 if self.tokens_per_pass <= SMALLEST_PASS:
-                    raise OutOfMemory("memory ran out, even in the smallest passes") from error
+                    raise OutOfMemory("out of memory, even in the smallest passes") from error
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -235,6 +243,38 @@ class Engine:
         return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
 
 
+def check_causal(
+    model: nn.Module, ids: np.ndarray, logits: torch.Tensor, read: Callable[[np.ndarray], torch.Tensor]
+) -> None:
+    """One more pass, in which the second half of a trial has other ids: the logits of the first half must stay.
+
+    The border has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
+    NaN pass: whoever counts them says where they are.
+
+    Args:
+        ids: the trial, (1, T) int64, T >= 3.
+        logits: what `read`, from ids to (1, T, V), gives for it.
+
+    Raises:
+        ValueError: the first half depends on the second.
+    """
+    if logits.shape[1] < ids.shape[1]:  # a model that returns the last logits only, or not those asked for
+        return
+    border = ids.shape[1] // 2 | 1
+    distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
+    others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
+    changed = read(np.concatenate([ids[:, :border], others[:, border:]], axis=1))
+    before, after = (x[:, :border].float() for x in (logits, changed))
+    eps = torch.finfo(first_parameter(model).dtype).eps
+    # a fraction of the spread: a mixture of experts groups the positions differently, and rounds differently
+    if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
+        raise ValueError(
+            f"{type(model).__name__} is not causal: its logits change with tokens that come later, so it reads what it is "
+            "to predict. Load a language model that sees the past only (BERT and its relatives: config.is_decoder=True, "
+            'if they were trained so; XLNet: attn_type="uni").'
+        )
+
+
 def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
     """Greedy next-token predictions, (len(positions),) int64, from `logits_plainly`; -1 where a logit is NaN."""
     return argmax(logits_plainly(model, ids, positions))
@@ -344,6 +384,10 @@ def batches(items: list, size: int) -> Iterator[list]:
 
 
 def output_logits(output) -> torch.Tensor:
+    if not isinstance(output, tuple) and not hasattr(output, "logits"):
+        raise TypeError(
+            f"the model returns {type(output).__name__}, which has no logits. Load it with its head: AutoModelForCausalLM."
+        )
     return output[0] if isinstance(output, tuple) else output.logits
 
 
@@ -372,6 +416,11 @@ def evaluating(model: nn.Module):
     finally:
         for module in training:
             module.training = True
+
+
+def pass_and_tile(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Tokens per pass and tile of logits by default."""
+    return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
 
 
 def input_device(model: nn.Module) -> torch.device:

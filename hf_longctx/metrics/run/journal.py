@@ -11,6 +11,7 @@ going through its parts in the same order, ends with the same bytes as one that 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -55,7 +56,7 @@ class Journal:
         elif not header.startswith(content):
             raise ValueError(f"{self.path} is no journal: give another path, or move that file away.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close(), which has nothing to write
         self._file.truncate(len(whole))
         if not whole:
             self._write(header)
@@ -69,15 +70,16 @@ class Journal:
 
         Raises:
             ValueError: the key is there already, or key or result are not such values.
+            OSError: the part cannot be written, as when the disk is full; `done` has the part all the same.
         """
         line = _line({"key": key, "result": result})
         entry = json.loads(line)
         key = _frozen(entry["key"])
         if key in self.done:
             raise ValueError(f"key {key!r} is in the journal already.")
+        self.done[key] = entry["result"]
         if self._file is not None:
             self._write(line)
-        self.done[key] = entry["result"]
 
     def close(self) -> None:
         if self._file is not None:
@@ -90,9 +92,12 @@ class Journal:
         self.close()
 
     def _write(self, line):
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            if self._file.write(line) < len(line):  # unbuffered, so that a full disk is noticed here and only here
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, f"the journal cannot be written: {error.strerror}", str(self.path)) from error
 
     def _check(self, lines):
         """The results in the lines of a file, whose first one must be our header."""

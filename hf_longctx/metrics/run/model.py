@@ -48,7 +48,9 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if parameter.device.type != "meta" and parameter.numel():
             values = parameter.detach().flatten()
-            digest.update(values[:: max(1, len(values) // 64)].float().cpu().numpy().tobytes())
+            values = values[:: max(1, len(values) // 64)]
+            values = values.full_tensor() if hasattr(values, "full_tensor") else values  # spread over processes
+            digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -82,3 +84,35 @@ def position_limit(model: nn.Module) -> int | None:
         if table.is_floating_point() and table.ndim > 1:  # (..., positions, width), as in GPT-J and CTRL
             limits.append(table.shape[-2])
     return min(limits, default=None)
+
+
+def load_language_model(name: str, **options) -> nn.Module:
+    """`AutoModelForCausalLM.from_pretrained`, which lists a hundred classes where a model is of another kind.
+
+    Raises:
+        ValueError: the model is an encoder-decoder, or of another kind that transformers has no causal head for.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **options)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in options.keys() - {"dtype"}})
+        check_decoder(config)
+        raise ValueError(
+            f"{name} is a {config.model_type} model, for which transformers has no causal language model."
+        ) from None
+
+
+def check_decoder(config) -> None:
+    """
+    Raises:
+        ValueError: the configuration is of an encoder-decoder.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder, and a causal language model is needed: "
+            "encoder-decoder models have no such curve, nor a loss at each position of one text."
+        )

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .engine import Engine, evaluating
-from .model import first_parameter, position_limit, text_config, vocabulary_size, weights_hash
+from .engine import Engine, evaluating, input_device
+from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
 class Reader(Protocol):
@@ -27,6 +28,7 @@ class Reader(Protocol):
         vocab_size: how many ids it can read; `math.inf` if unknown.
         position_limit: most tokens in an input, or None if there is no limit.
         claimed_context: the context that it claims, in tokens, or None.
+        device: where it runs, such as "cuda:0"; None if unknown.
         can_reply: whether `reply` works.
         is_distributed: whether processes hold one model together, so that they cannot share work.
         reuses_prefixes: whether an `engine` reads on from a cache; see `counts.Measurement.measure_nested`.
@@ -35,6 +37,7 @@ class Reader(Protocol):
     vocab_size: int | float
     position_limit: int | None
     claimed_context: int | None
+    device: str | None
     can_reply: bool
     is_distributed: bool
     reuses_prefixes: bool
@@ -43,7 +46,7 @@ class Reader(Protocol):
         """What the settings of a result say about the model; "model" is its name."""
 
     def identity(self) -> dict[str, str]:
-        """What distinguishes the model from another of the same name, for the settings of a journal."""
+        """What distinguishes the model from another of the same name, for the settings of results and journals."""
 
     def configured_id(self, name: str) -> int | None:
         """The model's "bos_token_id" or "eos_token_id", None if it has none."""
@@ -94,19 +97,38 @@ class Reader(Protocol):
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """A reader as it is; a torch model in a `LocalReader`."""
-    return LocalReader(model) if isinstance(model, nn.Module) else model
+    """A reader as it is; a torch model in a `LocalReader`.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(model, nn.Module):
+        return LocalReader(model)
+    if not hasattr(model, "reading") or isinstance(model, type):
+        raise TypeError(
+            f"model is {repr(model) if isinstance(model, str) else 'of ' + str(type(model))}; give a causal language model of transformers, such as "
+            "AutoModelForCausalLM.from_pretrained(name), or a reader, such as ServedModel(url)."
+        )
+    return model
 
 
 class LocalReader:
-    """Reads with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V)."""
+    """Reads with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V).
+
+    Raises:
+        ValueError: the model is an encoder-decoder; or, once it reads, it is not causal (see `engine.check_causal`).
+    """
 
     def __init__(self, model: nn.Module):
+        if not hasattr(model, "config"):
+            raise TypeError(f"{type(model).__name__} has no config; a model needs one, as those of transformers have.")
         self.model = model
         self.config = text_config(model)
+        check_decoder(self.config)
         self.vocab_size = vocabulary_size(model)
         self.position_limit = position_limit(model)
         self.claimed_context = getattr(self.config, "max_position_embeddings", None)
+        self.device = str(input_device(model))
         self.can_reply = hasattr(model, "generate")
 
     @property
@@ -124,7 +146,8 @@ class LocalReader:
         }
 
     def identity(self) -> dict[str, str]:
-        return {"weights_sha256": weights_hash(self.model)}
+        revision = getattr(self.model.config, "_commit_hash", None)  # of a model from the Hub
+        return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
 
     def configured_id(self, name: str) -> int | None:
         """The id in the model's config, else in its generation config."""
@@ -199,25 +222,32 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     """BOS and EOS as the caller names them, or else as the model is configured, each standing in for the other.
 
     Raises:
-        ValueError: there is neither, or one is not in the vocabulary.
+        ValueError: there is neither, or one is no id of the vocabulary.
     """
     bos = reader.configured_id("bos_token_id") if bos is None else bos
     eos = reader.configured_id("eos_token_id") if eos is None else eos
     if bos is None and eos is None:
         raise ValueError(
             "the model's configuration has neither a BOS nor an EOS token, and the protocol puts one before each "
-            "text. Name one: bos_token_id=..., any id that separates documents in the training data."
+            "text. Name one, any id that separates documents in the training data: bos_token_id=..., or --bos-token-id."
         )
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):
-        if not 0 <= value < reader.vocab_size:
-            raise ValueError(f"{name} is {value}, but the model's vocabulary has {reader.vocab_size} ids.")
-    return bos, eos
+        if not isinstance(value, Integral) or not 0 <= value < reader.vocab_size:
+            raise ValueError(f"{name} is {value!r}, but the model's vocabulary has {reader.vocab_size} ids.")
+    return int(bos), int(eos)
 
 
 def as_array(ids) -> np.ndarray:
-    """Token ids of any kind (a sequence, an array, a tensor on any device) as a numpy array."""
-    return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+    """Token ids of any kind (a sequence, an array, a tensor on any device) as a numpy array.
+
+    Raises:
+        ValueError: they are lists of different lengths.
+    """
+    try:
+        return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+    except ValueError:
+        raise ValueError("token ids must be a flat sequence, got lists of different lengths: join them.") from None
 
 
 def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:

@@ -1,11 +1,14 @@
 """A model behind an OpenAI-compatible completions endpoint, such as vLLM serves, as a source of predictions.
 
-The prompt is sent as token ids, and the reply holds the likeliest token at each position of the prompt, in one of two
-forms, which are tried in turn.
+The reply to a prompt holds the likeliest token at each of its positions in one of these forms, tried in turn:
 
 - `prompt_logprobs` (vLLM): per prompt token a dictionary of token ids with log-probability and rank;
 - `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts
   need not be unique, so numbers are compared: a prompt token is the likeliest if none has a higher log-probability.
+- `echo of text`: the same for a prompt that is sent as text, where a tokenizer is given; see text_prompts.py.
+
+What a model expects in place of a token does not depend on that token. Prompts that differ in one token show whether
+that holds for what a server reports, or whether its lists are one position late.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -15,22 +18,28 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import os
+import re
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from .engine import Unreadable
+from .text_prompts import TextPrompts
 
 
 NO_PREDICTION, ANOTHER = -1, -2  # in place of ids: NaN; a token that the reply does not identify
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
 REFUSED = {400, 404, 405, 422, 501}  # the server does not know the request or something in it
-PROBE = [1, 2, 3]
+TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
+SAME = 0.02  # nats by which rounding may change a log-probability from one request to the next
 
 
 class ServedModel:
@@ -39,12 +48,13 @@ class ServedModel:
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
         model: its name there; may be left out if the server lists one model only.
+        tokenizer: that of the model, by which servers that take no ids can be measured.
         vocab_size: size of its vocabulary, which no server reports. Needed for random data without id_range.
-        api_key: sent as bearer token; by default the environment's OPENAI_API_KEY, if there is one.
+        api_key: sent as bearer token, but not to where a server redirects. None: no key is sent.
         concurrency: requests in flight. A server batches them.
         timeout: of one request, in seconds. Long prompts take long: no answer comes before they have been read.
         retries: how often a request is sent again after a broken connection, a timeout or a passing refusal (429,
-            5xx).
+            5xx), each time with a RuntimeWarning.
         backoff: seconds before the first of them, doubled for each further one.
 
     Attributes:
@@ -52,11 +62,12 @@ class ServedModel:
 
     Raises:
         ConnectionError: the server cannot be reached.
-        ValueError: there is no such model, or the endpoint gives no log-probabilities of the prompt.
+        ValueError: an argument is out of range, there is no such model, or the endpoint gives no log-probabilities of
+            the prompt at the right tokens.
         RuntimeError: the server refuses; the message is the server's.
     """
 
-    can_reply = True
+    can_reply, device = True, None
     is_distributed = False
     reuses_prefixes = False  # the server does, by itself
 
@@ -65,6 +76,7 @@ class ServedModel:
         base_url: str,
         model: str | None = None,
         *,
+        tokenizer=None,
         vocab_size: int | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
@@ -74,13 +86,19 @@ class ServedModel:
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}; give one like http://localhost:8000/v1.")
+        if concurrency < 1 or retries < 0 or not timeout > 0:
+            raise ValueError(
+                f"concurrency is {concurrency}, retries {retries}, timeout {timeout}: at least one request must be in "
+                "flight, retries cannot be negative, and a request needs more than 0 seconds."
+            )
         self.base_url = base_url.rstrip("/").removesuffix("/completions")
         self.concurrency, self.timeout, self.retries, self.backoff = concurrency, timeout, retries, backoff
         self.vocab_size = vocab_size or math.inf
-        self._key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY")
+        self._key = api_key
         self.model, self.position_limit = self._choose_model(model)
         self.claimed_context = self.position_limit
-        self.form = self._choose_form()
+        self._form = self._choose_form(tokenizer)
+        self.form = self._form.name
 
     def __repr__(self):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
@@ -113,70 +131,87 @@ class ServedModel:
         return best[inverse.reshape(-1)][:, positions.start + 1 : positions.stop + 1]
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        best, log_probs = self.score_prompt(np.append(ids, targets[-1]))
+        best, log_probs, _ = self.score_prompt(np.append(ids, targets[-1]))
+        if positions.start == 0 and self._form.prompt is not list and math.isnan(log_probs[1]):
+            raise ValueError(
+                f"{self.base_url} takes text only and leaves out the log-probability of the first token, without which there "
+                "is no loss by position. What it reports suffices for a forgetting curve, and for questions."
+            )
         return log_probs[positions.start + 1 :], best[positions.start + 1 :]
 
-    def score_prompt(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def score_prompt(self, ids: np.ndarray) -> Scores:
         """For each token of a prompt, what the model expected in its place.
 
         Args:
             ids: (T,) integers.
 
-        Returns:
-            The likeliest id, (T,) int64, see `predict`; and the log-probability of the prompt's token, (T,) float64,
-            in nats. The first of each is -1 and NaN: nothing comes before it.
-
         Raises:
             ConnectionError, RuntimeError: as for the class.
             ValueError: the reply has not one entry per token, or its tokens are others.
+            Unreadable: the prompt is longer than the server allows, or cannot be sent as text.
         """
         ids = [int(i) for i in ids]
         if max(ids) >= self.vocab_size:
             raise ValueError(f"id {max(ids)} is not in the vocabulary of {self.model}.")
-        options, parse = FORMS[self.form]
-        reply = self._send("/completions", {"model": self.model, "prompt": ids, **options})
-        scores = parse(reply["choices"][0], ids)
+        scores = self._form.read(self._complete(ids, self._form), ids)
         if scores is None:
             raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(ids)} tokens.")
         return scores
 
+    def _complete(self, ids, form, **options):
+        body = {"model": self.model, "prompt": form.prompt(ids), **form.options}
+        return self._send("/completions", body, **options)
+
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
         """As for `reader.Reader`; the server's tokenizer makes the text."""
-        body = {"model": self.model, "prompt": [int(i) for i in prompt], "max_tokens": tokens, "temperature": 0}
+        prompt = self._form.prompt([int(i) for i in prompt])
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return self._send("/completions", body)["choices"][0]["text"]
 
     def _choose_model(self, model):
         """The name, and the longest prompt."""
         try:
             entries = self._send("/models")["data"]
-        except (RuntimeError, LookupError, TypeError):  # few servers lack the list, but nothing depends on it
+        except (Refused, LookupError, TypeError):  # few servers lack the list, but nothing depends on it
             entries = []
         names = [entry.get("id") for entry in entries]
         if model is None and len(names) != 1:
-            raise ValueError(f"{self.base_url} serves {names or 'models it does not list'}; name one: model=...")
+            raise ValueError(
+                f"{self.base_url} serves {names or 'models it does not list'}; name one: --served-as, or model=..."
+            )
         if model is not None and names and model not in names:
             raise ValueError(f"{self.base_url} does not serve {model!r}, but {names}.")
         model = names[0] if model is None else model
         limits = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
         return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
 
-    def _choose_form(self):
-        """The first form in which the server gives log-probabilities."""
+    def _choose_form(self, tokenizer):
+        """The first form in which the server gives log-probabilities of the right tokens."""
+        size = 10 if self.vocab_size == math.inf else self.vocab_size
+        forms = [(form, [[0, 1, 2, size * i // 5] for i in range(1, 5)]) for form in FORMS]
+        if tokenizer is not None:
+            prompts = TextPrompts(tokenizer)
+            forms.append((echo_of_text(prompts), prompts.probes()))
         failures = []
-        for form, (options, parse) in FORMS.items():
+        for form, probes in forms:
             try:
-                reply = self._send("/completions", {"model": self.model, "prompt": PROBE, **options})
-                if parse(reply["choices"][0], PROBE) is not None:
+                reply = self._complete(probes[0], form, retries=1)
+                form.learn(reply, probes[0])
+                scores = [form.read(self._complete(probe, form), probe) for probe in probes]
+                if any(each is None for each in scores):
+                    failures.append(f"with {form.name} it left them out")
+                elif np.ptp([each.highest[first_difference(probes)] for each in scores]) > SAME:
+                    failures.append(f"with {form.name} they are those of other tokens, as if one position late")
+                else:
                     return form
-                failures.append(f"with {form} it left them out")
-            except Refused as error:
-                failures.append(f"{form} it refused ({error})")
+            except (RuntimeError, ValueError) as error:  # a server that does not know a form may fail with status 500
+                failures.append(f"{form.name} failed ({error})")
         raise ValueError(
             f"the endpoint {self.base_url} gives no log-probabilities of the tokens of a prompt, without which nothing can "
-            f"be measured: {'; '.join(failures)}. vLLM gives them; chat endpoints and llama.cpp do not."
+            f"be measured: {'; '.join(failures)}. vLLM gives them; chat endpoints and llama.cpp's own server do not."
         )
 
-    def _send(self, path, body=None):
+    def _send(self, path, body=None, retries=None):
         """The JSON of a reply, tried again as long as that may help.
 
         Not by `huggingface_hub.utils.http_backoff`: its client refuses every address under HF_HUB_OFFLINE, where a
@@ -184,18 +219,21 @@ class ServedModel:
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        for attempt in range(self.retries + 1):
+        retries = self.retries if retries is None else min(retries, self.retries)
+        for attempt in range(retries + 1):
             wait = self.backoff * 2**attempt
+            request = urllib.request.Request(url, data, headers)
+            if self._key:
+                request.add_unredirected_header("Authorization", f"Bearer {self._key}")
             try:
-                request = urllib.request.Request(url, data, headers)
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
-                kind = Refused if error.code in REFUSED else RuntimeError
-                failure = kind(f"{url} answered {error.code}: {read_message(error)}")
-                if error.code not in PASSING:
+                message = read_message(error)
+                failure = failure_kind(error.code, message)(
+                    f"{url} answered {error.code}: {message}{self._advice(error.code)}"
+                )
+                if error.code not in PASSING or isinstance(failure, Unreadable):
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
@@ -203,13 +241,36 @@ class ServedModel:
                 failure = ConnectionError(f"{url} cannot be reached: {getattr(error, 'reason', error) or error!r}")
             except ValueError as error:
                 raise RuntimeError(f"{url} did not answer in JSON: {error}") from None
-            if attempt < self.retries:
+            if attempt < retries:
+                warnings.warn(
+                    f"{failure}; retry {attempt + 1} of {retries} in {wait:g} s", RuntimeWarning, stacklevel=2
+                )
                 time.sleep(wait)
         raise failure
+
+    def _advice(self, code):
+        if code not in (401, 403):
+            return ""
+        if self._key:
+            return ". This is the answer to the key that was given: look whether it is the right one."
+        return (
+            ". No key was sent; name the environment variable that holds it: --api-key-env NAME, or give api_key=..."
+        )
 
 
 class Refused(RuntimeError):
     """The server does not take this request."""
+
+
+def first_difference(rows: list[list[int]]) -> int:
+    """The first position at which not all rows have the same id."""
+    return next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
+
+
+def failure_kind(code: int, message: str) -> type[RuntimeError]:
+    if TOO_LONG.search(message):
+        return Unreadable
+    return Refused if code in REFUSED else RuntimeError
 
 
 def read_message(error: urllib.error.HTTPError) -> str:
@@ -224,13 +285,27 @@ def read_message(error: urllib.error.HTTPError) -> str:
     return str(text)[:500] or str(error.reason)
 
 
-def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
+class Scores(NamedTuple):
+    """What a model expected in place of each token of a prompt. Nothing comes before the first one.
+
+    Attributes:
+        best: the likeliest id, (T,) int64, see `ServedModel.predict`; -1 for the first one.
+        log_probs: log-probability of the prompt's token, (T,) float64, in nats; NaN for the first one.
+        highest: log-probability of the likeliest token, (T,) float64, in nats; NaN for the first one.
+    """
+
+    best: np.ndarray
+    log_probs: np.ndarray
+    highest: np.ndarray
+
+
+def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | None:
     """vLLM's form: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`."""
     entries = choice.get("prompt_logprobs")
     if not entries:
         return None
     check_count(len(entries), len(ids))
-    best, log_probs = no_scores(len(ids))
+    scores = no_scores(len(ids))
     for i, entry in enumerate(entries[1:], start=1):
         numbers = {int(token): number(value["logprob"]) for token, value in entry.items()}
         if ids[i] not in numbers:
@@ -238,14 +313,14 @@ def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> tuple[np.nd
                 f"the tokens of the reply are not those of the prompt: at position {i} of {list(numbers)}, not of {ids[i]}. "
                 "Does the endpoint rewrite prompts?"
             )
-        log_probs[i] = numbers[ids[i]]
+        scores.log_probs[i] = numbers[ids[i]]
         if not any(map(math.isnan, numbers.values())):
-            highest = max(numbers.values())
-            best[i] = min(token for token, value in numbers.items() if value == highest)  # as argmax does
-    return best, log_probs
+            scores.highest[i] = highest = max(numbers.values())
+            scores.best[i] = min(token for token, value in numbers.items() if value == highest)  # as argmax does
+    return scores
 
 
-def parse_echo(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
+def parse_echo(choice: dict[str, Any], ids: list[int]) -> Scores | None:
     """OpenAI's form: `{"token_logprobs": [None, -0.3, ...], "top_logprobs": [None, {" the": -0.2}, ...], ...}`."""
     lists = choice.get("logprobs") or {}
     tokens, alternatives = lists.get("token_logprobs"), lists.get("top_logprobs")
@@ -255,23 +330,62 @@ def parse_echo(choice: dict[str, Any], ids: list[int]) -> tuple[np.ndarray, np.n
         check_count(len(tokens), len(ids))
     if len(alternatives) < len(ids) or not all(alternatives[1 : len(ids)]):  # alternatives of the completion only
         return None
-    best, log_probs = no_scores(len(ids))
+    scores = no_scores(len(ids))
     for i in range(1, len(ids)):
-        log_probs[i] = number(tokens[i])
-        highest = max(map(number, alternatives[i].values()))
-        if not math.isnan(log_probs[i]) and not math.isnan(highest):
-            best[i] = ids[i] if log_probs[i] >= highest else ANOTHER
-    return best, log_probs
+        values = [number(tokens[i]), *map(number, alternatives[i].values())]
+        if not any(map(math.isnan, values)):
+            scores.highest[i] = max(values)
+            scores.best[i] = ids[i] if values[0] >= scores.highest[i] else ANOTHER
+        scores.log_probs[i] = values[0]
+    return scores
 
 
-FORMS: dict[str, tuple[dict[str, Any], Callable]] = {
-    "prompt_logprobs": ({"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}, parse_prompt_logprobs),
-    "echo": ({"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}, parse_echo),
-}
+@dataclass(frozen=True)
+class Form:
+    """How log-probabilities of a prompt are asked for.
+
+    Attributes:
+        options: of the request.
+        parse: scores of a prompt's tokens from the choice of a reply; None if it has none.
+        prompt: what is sent for ids.
+        learn: is told the reply to the first probe, and its ids.
+    """
+
+    name: str
+    options: dict[str, Any]
+    parse: Callable[[dict[str, Any], list[int]], Scores | None]
+    prompt: Callable[[list[int]], list[int] | str] = list
+    learn: Callable[[dict[str, Any], list[int]], None] = lambda reply, ids: None
+
+    def read(self, reply: dict[str, Any], ids: list[int]) -> Scores | None:
+        """Scores of a reply; ValueError if the server has read another number of tokens."""
+        check_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
+        return self.parse(reply["choices"][0], ids)
 
 
-def no_scores(n):
-    return np.full(n, NO_PREDICTION, dtype=np.int64), np.full(n, np.nan)
+ECHO = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+FORMS = (
+    Form("prompt_logprobs", {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}, parse_prompt_logprobs),
+    Form("echo", ECHO, parse_echo),
+)
+
+
+def echo_of_text(prompts: TextPrompts) -> Form:
+    def parse(choice, ids):
+        listed = prompts.listed(ids)
+        part = parse_echo(choice, [ids[i] for i in listed])
+        if part is None:
+            return None
+        scores = no_scores(len(ids))
+        for whole, values in zip(scores, part):
+            whole[listed] = values
+        return scores
+
+    return Form("echo of text", ECHO, parse, prompts.text, prompts.learn)
+
+
+def no_scores(n) -> Scores:
+    return Scores(np.full(n, NO_PREDICTION, dtype=np.int64), np.full(n, np.nan), np.full(n, np.nan))
 
 
 def number(value) -> float:

@@ -4,13 +4,18 @@ from pathlib import Path
 
 import gradio
 
+from hf_longctx.corpus import stdlib_text
 from hf_longctx.metrics import ForgettingCurve, log_lengths
 from hf_longctx.metrics.space import space
 
 
+LONGEST = 1024  # tokens; more takes too long on the CPU of a free Space
+TEXT = stdlib_text("held_out")[:20_000]
+
+
 def measure(compute, model, text, max_length, points, repeats):
     lengths = log_lengths(int(max_length), int(points))
-    return compute(model=model, corpus=text, lengths=lengths, repeats=int(repeats))
+    return compute(model=model, corpus=text, lengths=lengths, repeats=int(repeats), progress=True)
 
 
 demo = space(
@@ -18,13 +23,19 @@ demo = space(
     measure,
     [
         gradio.Textbox(label="Model (a name on the Hub)"),
-        gradio.Textbox(label="Text, at least three times as long as the longest passage", lines=8),
-        gradio.Number(128, label="Longest passage (tokens)", precision=0),
-        gradio.Number(6, label="Lengths", precision=0),
-        gradio.Number(3, label="Passages per length", precision=0),
+        gradio.Textbox(label="Text, at least three times as long as the longest passage", lines=8, max_length=10**6),
+        gradio.Number(
+            128, label=f"Longest passage (tokens, up to {LONGEST})", precision=0, minimum=9, maximum=LONGEST
+        ),
+        gradio.Number(6, label="Lengths (up to 32)", precision=0, minimum=2, maximum=32),
+        gradio.Number(3, label="Passages per length (up to 20)", precision=0, minimum=1, maximum=20),
     ],
     title="Forgetting curve",
     result_class=ForgettingCurve,
+    examples=[
+        ("HuggingFaceTB/SmolLM2-135M", TEXT, 128, 6, 3),
+        ("state-spaces/mamba-130m-hf", TEXT, 128, 6, 3),
+    ],
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Either a model and a corpus:
     model: a causal language model of transformers, or its name or folder.
     corpus (str, list of str or list of int): the text to draw S and I from, or its token ids. At least three times as
         long as the longest length. None for data_type="random".
-    tokenizer: for a text; default: found by the model's name.
+    tokenizer: for a text; default: found by the model's name. Random data take from it which ids are special.
     lengths (list of int): tokens of S, ascending. Default: 16 up to half of the context that the model claims.
     further options of hf_longctx.metrics.forgetting_curve: repeats, seed, data_type, bos_token_id, ...
         A journal is kept in the file of that name with .forgetting_curve appended. BOS and EOS default to the tokenizer's.
@@ -27,9 +27,10 @@ Or predictions and references, one of each per target S of n tokens:
         [bos] S [bos] S [eos] (copy) and in [bos] I [bos] S [eos] (lm), each by the logits one position before.
     references (list of list of int): the n ids of S. Targets of one length are the repeats of one point.
 Returns:
-    fine_length, coarse_length (int): in tokens, 0 if no length passes.
+    summary (str): the result in one line, beginning with what is 95 % sure.
+    intervals_95 (dict): where the "fine" and the "coarse" length lie: low, high, repeats_needed.
+    fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
-    summary (str): the same in one line.
     settings (dict): how it was measured.
     memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
     points (list of dict): counts, means, standard deviations and p-values for each length.
@@ -67,15 +68,11 @@ class ForgettingCurve(evaluate.Metric):
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or score predictions: those given here and those added before."""
         options = evaluate_modules.options_for("forgetting_curve", options)
-        if model is not None:
-            if predictions is not None or references is not None or len(self):
-                raise ValueError("compute() takes a model, or predictions and references, not both.")
+        scored = {"predictions": predictions, "references": references}
+        if evaluate_modules.measures(self, model, corpus, options, **scored):
             curve = evaluate_modules.measure_curve(model, corpus, tokenizer, **options)
             return evaluate_modules.curve_result(curve)
-        if corpus is not None or options:
-            names = ["corpus"] * (corpus is not None) + list(options)
-            raise ValueError(f"{', '.join(names)} came without a model: these are for measuring one, model=...")
-        return super().compute(predictions=predictions, references=references)
+        return super().compute(**scored)
 
     def _compute(self, predictions, references):
         return evaluate_modules.curve_result(evaluate_modules.score_predictions(predictions, references))

@@ -4,12 +4,17 @@ from pathlib import Path
 
 import gradio
 
+from hf_longctx.corpus import stdlib_text
 from hf_longctx.metrics import PositionLoss
 from hf_longctx.metrics.space import space
 
 
+LONGEST = 4096  # tokens; more takes too long on the CPU of a free Space
+TEXT = stdlib_text("held_out")[:20_000]
+
+
 def measure(compute, model, text, context_length):
-    return compute(model=model, corpus=text, context_length=int(context_length) or None)
+    return compute(model=model, corpus=text, context_length=int(context_length), progress=True)
 
 
 demo = space(
@@ -17,11 +22,12 @@ demo = space(
     measure,
     [
         gradio.Textbox(label="Model (a name on the Hub)"),
-        gradio.Textbox(label="Text", lines=8),
-        gradio.Number(0, label="Tokens per sequence (0: as many as the model claims to read)", precision=0),
+        gradio.Textbox(label="Text", lines=8, max_length=10**6),
+        gradio.Number(512, label=f"Tokens per sequence (up to {LONGEST})", precision=0, minimum=1, maximum=LONGEST),
     ],
     title="Per-token loss",
     result_class=PositionLoss,
+    examples=[("HuggingFaceTB/SmolLM2-135M", TEXT, 512), ("state-spaces/mamba-130m-hf", TEXT, 512)],
 )
 
 if __name__ == "__main__":

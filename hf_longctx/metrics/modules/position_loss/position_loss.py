@@ -62,14 +62,9 @@ class PositionLoss(evaluate.Metric):
         options = evaluate_modules.options_for("position_loss", options)
         if references is not None:
             raise ValueError("position_loss takes no references: predictions are the log-probabilities of the tokens.")
-        if model is not None:
-            if predictions is not None or len(self):
-                raise ValueError("compute() takes a model, or predictions, not both.")
+        if evaluate_modules.measures(self, model, corpus, options, predictions=predictions):
             loss = evaluate_modules.measure_loss(model, corpus, tokenizer, **options)
             return evaluate_modules.loss_result(loss)
-        if corpus is not None or options:
-            names = ["corpus"] * (corpus is not None) + list(options)
-            raise ValueError(f"{', '.join(names)} came without a model: these are for measuring one, model=...")
         return super().compute(predictions=predictions)
 
     def _compute(self, predictions):

@@ -23,10 +23,12 @@ Or predictions and references:
     references (list of int): the contexts they should support, in tokens.
     head_dim (int): dimensions of a query or key head, all of them rotating.
 Returns:
-    for a model, the report of hf_longctx.metrics.rope_report: holds (bool), claimed_context, claimed_by, groups (list
-    of dict: one per kind of layers, with its base, scaling, verdict, context_bound and minimum_base), notes, caveat.
-    Of a model without RoPE, holds is None, and notes says why.
-    For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases.
+    for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds", "violated", "inconclusive" where half of
+    the head or more does not rotate, so that no base violates the bound, or "no RoPE"), holds (bool; None for the last
+    two), claimed_context, claimed_by, groups (list of dict: one per kind of layers, with its base, scaling, verdict,
+    context_bound, negative_distances, minimum_base and settled_base), notes (what is assumed), caveat.
+    For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases,
+    settled_bases.
 Examples:
     >>> check = evaluate.load("rope_base_check")
     >>> result = check.compute(predictions=[10000.0, 500000.0], references=[8192, 8192], head_dim=128)
@@ -61,13 +63,13 @@ class RopeBaseCheck(evaluate.Metric):
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Check a model, or pairs of a base and a context: those given here and those added before."""
         options = evaluate_modules.options_for("rope_base_check", options)
-        if model is None:
-            if options.keys() != {"head_dim"}:
-                raise ValueError("bases and contexts need head_dim=..., and nothing else; a model, model=...")
-            return super().compute(predictions=predictions, references=references, **options)
-        if predictions is not None or references is not None or len(self):
-            raise ValueError("compute() takes a model, or predictions and references, not both.")
-        return evaluate_modules.check_model(model, **options)
+        scored = {"predictions": predictions, "references": references}
+        head_dim = options.pop("head_dim", None) if model is None else None
+        if evaluate_modules.measures(self, model, None, options, **scored):
+            return evaluate_modules.check_model(model, **options)
+        if head_dim is None:
+            raise ValueError("bases and contexts need head_dim=...: dimensions of a query or key head.")
+        return super().compute(**scored, head_dim=head_dim)
 
     def _compute(self, predictions, references, head_dim):
         return evaluate_modules.check_bases(predictions, references, head_dim)

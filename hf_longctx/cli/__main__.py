@@ -1,0 +1,8 @@
+"""`python -m hf_longctx.cli` is the command line, `hf-longctx`."""
+
+import sys
+
+from . import main
+
+
+sys.exit(main())

@@ -1,0 +1,51 @@
+"""Train a Forgetting Transformer from scratch; the same command goes on with a run that was stopped.
+
+Examples:
+  hf-longctx train --data text.jsonl --tokenizer model_cards/fox-demo --steps 1000 --output run
+  hf-longctx train --config run/config.yaml --output run
+  torchrun --nproc-per-node 8 -m hf_longctx train --preset 360M --pro --data tokens.npy --tokenizer gpt2 --output run
+"""
+
+from ..training.recipes import TrainSettings
+from ..training.settings import add_settings, read_settings, write_settings
+
+
+def add_arguments(parser):
+    add_run_arguments(parser, TrainSettings)
+
+
+def run(args):
+    run_training(args, TrainSettings)
+
+
+def add_run_arguments(parser, settings):
+    """Arguments of every training; see `run_training`."""
+    parser.add_argument("--config", metavar="FILE", help="YAML of settings; options go before it")
+    parser.add_argument("--print-config", action="store_true", help="print all settings and end")
+    parser.add_argument("--dry-run", action="store_true", help="three steps, to see speed and memory; writes nothing")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="go on after the last checkpoint (default), begin again, or go on after that checkpoint",
+    )
+    add_settings(parser.add_argument_group("settings"), settings)
+
+
+def run_training(args, kind):
+    """Train with the settings that the arguments name; the exit code of a stopped run is 128 + the signal."""
+    settings = read_settings(kind, args.config, vars(args))
+    if args.print_config:
+        print(write_settings(settings.resolve()), end="")
+        return
+    try:
+        from ..training.run import dry_run, train
+    except ImportError as error:
+        raise ImportError(f"training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # one for every saved checkpoint
+    if args.dry_run:
+        dry_run(settings)
+    elif number := train(settings, args.resume):
+        raise SystemExit(128 + number)

@@ -1,0 +1,74 @@
+"""The picture of a RoPE bound: B_m over the distance m, where it first is negative, and how far it is needed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from .. import style
+from .bounds import rope_decay
+
+
+BINS = 800  # across the picture; each shows the range of B_m within it
+REST = 8  # times the distance needed: the picture ends there, however far B_m >= 0 holds
+
+
+def plot_bound(report, path, *, train_length: int | None = None, title: str | None = None) -> None:
+    """Draw B_m (eq. 16) of every group of layers with RoPE, one below the other. See `Result.plot`.
+
+    A dashed line ends the distances that the claimed context needs, a dotted one those up to which B_m >= 0; dots mark
+    where B_m < 0. Where some dimensions do not rotate, a thin line marks 0 of those that do.
+    """
+    groups = [group for group in report.groups if group.rope_type is not None]
+    figure = style.figure(9, 1.2 + 3.6 * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups):
+        draw_decay(axes, group, train_length)
+        layers = f"{group.layer_type} " if len(report.groups) > 1 else ""
+        axes.set_title(f"{layers}{group.verdict}: {group.detail}", loc="left", pad=22, fontsize=9, color=style.INK)
+        above = dict(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.4)
+        axes.legend(**above, ncols=5, columnspacing=1.5, fontsize=8.5, frameon=False, labelcolor=style.INK)
+    axes.set_xlabel("distance m (tokens)")
+    style.draw_title(figure, title or style.heading(report))
+    style.small_print(figure, f"claimed context: {report.claimed_context:,} tokens ({report.claimed_by})")
+    figure.savefig(path)
+
+
+def draw_decay(axes, group, train_length: int | None) -> None:
+    """B_m of one `RopeLayers`, with the distances that matter."""
+    needed, bound = group.max_distance, group.context_bound
+    right = needed if bound is None else min(max(needed, bound), REST * needed)
+    # a bound far below the claim would vanish at the left edge of a linear axis
+    logarithmic = bound is not None and bound < needed / 50
+    edges = np.geomspace(1, right * 1.1 + 2, BINS + 1) if logarithmic else np.linspace(0, right * 1.1 + 2, BINS + 1)
+    at, lowest, highest = decay_range(group, np.unique(edges.astype(int)))
+
+    axes.fill_between(at, lowest, highest, color=style.LM, linewidth=1.2, label="$B_m$")
+    axes.axhline(0, color=style.INK, linewidth=0.8)
+    negative = lowest < 0
+    if negative.any():
+        axes.plot(at[negative], lowest[negative], ".", color=style.COPY, markersize=5, label="$B_m < 0$")
+    still = (group.head_dim - group.rotary_dim) // 2
+    if still:
+        label = f"0 without the {2 * still} dimensions that do not rotate"
+        axes.axhline(still, color=style.QUIET, linewidth=0.8, linestyle=(0, (6, 2, 1, 2)), label=label)
+    if bound is not None and bound <= right:
+        label = f"first $B_m < 0$: {bound + 1:,}"
+        axes.axvline(bound + 1, color=style.COPY, linewidth=1.4, linestyle=":", label=label)
+    axes.axvline(needed, color=style.INK, linewidth=1.4, linestyle="--", label=f"needed up to {needed:,}")
+    if train_length is not None and train_length <= at[-1]:
+        axes.axvline(train_length, color=style.PROBABILITY, linewidth=1.2, label=f"training: {train_length:,}")
+    if logarithmic:
+        axes.set_xscale("log", base=2)
+    axes.set_xlim(at[0], at[-1])
+    axes.xaxis.set_major_formatter(style.TOKENS)
+    style.grid(axes)
+    axes.set_axisbelow(True)
+    style.bare(axes, up=f"$B_m$ ($B_0$ = {group.head_dim // 2})", labelsize=8.5)
+
+
+def decay_range(group, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where each range from an edge to the next begins, and the smallest and the largest B_m in it."""
+    theta = np.append(group.inv_freq, np.zeros((group.head_dim - group.rotary_dim) // 2))
+    ranges = [rope_decay(range(first, end), inv_freq=theta) for first, end in pairwise(edges)]
+    return edges[:-1], np.array([part.min() for part in ranges]), np.array([part.max() for part in ranges])

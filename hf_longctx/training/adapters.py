@@ -1,0 +1,141 @@
+"""LoRA adapters through PEFT: what they adapt in which architecture, and what would silently go wrong."""
+
+import difflib
+import hashlib
+import json
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+
+from .recipes import FinetuneSettings
+
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Linear layers of attention and MLP. Of other architectures PEFT adapts every linear layer but the head.
+TARGETS = {
+    **dict.fromkeys(["fox", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "smollm3"], PROJECTIONS),
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
+    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+    "mamba": ["in_proj", "x_proj", "out_proj"],
+}
+BASE = "base.json"  # beside an adapter: which weights it was trained on
+
+
+def add_lora(model, settings: FinetuneSettings) -> PeftModel:
+    """The model with an adapter, and with what the recipe trains in full.
+
+    Raises:
+        ValueError: a name is none of the model's, or the adapter would corrupt tied embeddings when it is merged.
+    """
+    targets = _names(settings.lora_targets) or TARGETS.get(model.config.model_type, "all-linear")
+    in_full = _names(settings.train_in_full)
+    if in_full is None:
+        in_full = trained_in_full(model, settings.recipe)
+    linear = {name for name, module in _leaves(model) if hasattr(module, "weight") and module.weight.ndim == 2}
+    if targets != "all-linear":
+        _check_names("--lora-targets", targets, linear)
+    _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})
+    embeddings = embedding_names(model)
+    if model.config.tie_word_embeddings and embeddings & set(targets if targets != "all-linear" else ()):
+        raise ValueError(
+            f"input and output embeddings of this model are one tensor, and merging an adapter of "
+            f"{' or '.join(sorted(embeddings))} would change both. Leave them out of --lora-targets; to train them, "
+            "name them in --train-in-full."
+        )
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets,
+        modules_to_save=in_full or None,
+        ensure_weight_tying=bool(model.config.tie_word_embeddings and embeddings & set(in_full)),
+    )
+    with _quiet_peft():
+        return get_peft_model(model, config)
+
+
+def trained_in_full(model, recipe: str) -> list[str]:
+    """What a recipe trains beside the adapter: new gates; for a new context norms and embeddings (LongLoRA)."""
+    if recipe == "fox-from-llama":
+        return ["f_proj"]
+    if recipe == "rope-extend":
+        norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
+        return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})
+    return []
+
+
+def embedding_names(model) -> set[str]:
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {_leaf_name(model, module) for module in modules if module is not None}
+
+
+def identity(model) -> dict[str, str]:
+    """What tells a base from another one: its architecture and a hash of some weights."""
+    config = model.config
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters())[:: max(1, len(list(model.parameters())) // 8)]:
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    shape = {n: getattr(config, n, None) for n in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    return {**{name: str(value) for name, value in shape.items()}, "weights": digest.hexdigest()}
+
+
+def save_identity(base: dict[str, str], folder: Path) -> None:
+    (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
+
+
+def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftModel:
+    """An adapter of `finetune` on its base.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one that was trained on another base.
+    """
+    folder = Path(folder)
+    if not (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds no adapter (no adapter_config.json); give a folder that finetune wrote.")
+    if (folder / BASE).exists():
+        wanted, base = json.loads((folder / BASE).read_text()), identity(model)
+        differing = [f"{name} {wanted[name]}, not {base[name]}" for name in wanted if wanted[name] != base[name]]
+        if differing:
+            raise ValueError(
+                f"the adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "
+                "its adapter_config.json names."
+            )
+    with _quiet_peft():
+        return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+
+
+@contextmanager
+def _quiet_peft():
+    """PEFT 0.21 asks for a property that transformers 5.23 has renamed, once for each model."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
+
+
+def _names(text):
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _leaves(model):
+    return [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules() if name]
+
+
+def _leaf_name(model, module):
+    return next(name for name, other in _leaves(model) if other is module)
+
+
+def _check_names(option, names, valid):
+    for name in names:
+        if name not in valid:
+            close = difflib.get_close_matches(name, valid, 1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(valid - {'0'}))}."
+            raise ValueError(f"{option} names {name}, which is no such module of this model; {hint}")
+
+
+__all__ = ["TARGETS", "add_lora", "identity", "load_adapter", "save_identity"]

@@ -1,0 +1,173 @@
+"""Texts as rows of tokens: packed once into a file, with the borders of the documents, or packed as they come.
+
+A document ends with the tokenizer's EOS, so a file of tokens alone holds its borders, also one that somebody else has
+made (`.npy`, one or two dimensions of integers). No label crosses a border, and positions start again behind one.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..corpus import open_source
+
+
+DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of `length` tokens from a file of tokens; what is left at the end is not used.
+
+    Args:
+        path: `.npy` file of integers, read through a memory map.
+        length: tokens of a row, T.
+        eos_token_id: ends a document. None: the file holds one document.
+        vocab_size: tokens are below it.
+
+    A row is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_row`.
+
+    Raises:
+        ValueError: the file holds no integers, less than one row, or a token beyond the vocabulary.
+    """
+
+    def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
+        tokens = np.load(path, mmap_mode="r")
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"{path} holds {tokens.dtype}; a file of tokens holds integers, such as uint16.")
+        self.path, self.tokens = Path(path), tokens.reshape(-1)
+        self.length, self.eos_token_id = length, eos_token_id
+        if not len(self):
+            raise ValueError(
+                f"{path} holds {self.tokens.size} tokens; one row needs {length}. Give more text, or lower "
+                "--sequence-length."
+            )
+        if (highest := int(self.tokens.max())) >= vocab_size:
+            raise ValueError(
+                f"{path} holds token {highest}; the tokenizer has {vocab_size}. Name the tokenizer that made the file."
+            )
+
+    def __len__(self):
+        return self.tokens.size // self.length
+
+    def __getitem__(self, row):
+        return make_row(self.tokens[row * self.length : (row + 1) * self.length], self.eos_token_id)
+
+
+class StreamedRows(torch.utils.data.IterableDataset):
+    """The same rows without a file: documents are read, encoded and packed again and again, in their order.
+
+    A resumed training replays the stream up to its step.
+    """
+
+    def __init__(self, source: str, tokenizer, length: int):
+        self.source, self.tokenizer, self.length = source, tokenizer, length
+
+    def __iter__(self):
+        rest = np.zeros(0, np.int64)
+        while True:
+            for ids in encode(open_source(self.source)[1], self.tokenizer):
+                rest = np.concatenate([rest, ids])
+                whole = len(rest) // self.length * self.length
+                for row in rest[:whole].reshape(-1, self.length):
+                    yield make_row(row, self.tokenizer.eos_token_id)
+                rest = rest[whole:]
+
+
+def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Tensor]:
+    """One row for a causal language model.
+
+    Args:
+        tokens: (T,), any integer dtype.
+        eos_token_id: ends a document; None: the row is one document.
+
+    Returns:
+        input_ids; position_ids, which start at 0 in every document and in every row; labels, equal to input_ids, but
+        -100 at the first token of a document, which nothing before it predicts. Each (T,), int64.
+    """
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    index = torch.arange(len(ids))
+    first = torch.zeros(len(ids), dtype=torch.bool)
+    first[0] = True
+    if eos_token_id is not None:
+        first[1:] = ids[:-1] == eos_token_id
+    positions = index - torch.where(first, index, 0).cummax(0).values
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(first, -100)}
+
+
+def encode(documents: Iterator[str], tokenizer) -> Iterator[np.ndarray]:
+    """Token ids, several documents at once: of each a BOS where the tokenizer has one, the text, and an EOS.
+
+    Raises:
+        ValueError: the tokenizer has no EOS.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no EOS, which ends a document in a row. Give it one: tokenizer.eos_token = '</s>'."
+        )
+    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    batch = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == DOCUMENTS_AT_ONCE:
+            yield _encode(batch, before, tokenizer)
+            batch = []
+    if batch:
+        yield _encode(batch, before, tokenizer)
+
+
+def _encode(texts, before, tokenizer):
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
+
+
+def pack(source: str, tokenizer, path: Path) -> None:
+    """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
+
+    Args:
+        source: as for `hf_longctx.corpus.load_text`.
+        tokenizer: of transformers, with an EOS.
+        path: `.npy` file to write.
+    """
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    _, documents = open_source(source)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with open(unfinished, "wb") as file:
+        _write_header(file, dtype, count)
+        for ids in encode(documents, tokenizer):
+            ids.astype(dtype).tofile(file)
+            count += len(ids)
+        file.seek(0)
+        _write_header(file, dtype, count)  # numpy leaves room for the number of tokens to grow
+    unfinished.rename(path)
+
+
+def _write_header(file, dtype, count):
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    )
+
+
+def digest(path: Path) -> str:
+    """Hash of the tokens in a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def state_of_files(source: str) -> str:
+    """What changes when a local source does: the sizes and times of its files. Empty for a dataset's name."""
+    path = Path(source)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
+    return json.dumps([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
+def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of rows, each entry (B, T)."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+__all__ = ["Rows", "StreamedRows", "digest", "encode", "make_row", "pack", "stack", "state_of_files"]

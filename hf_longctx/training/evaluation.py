@@ -1,0 +1,34 @@
+"""What a longer context is worth: perplexity alone does not show it (arXiv 2405.14591, section 4), retrieval does."""
+
+import warnings
+from pathlib import Path
+
+from ..metrics import line_retrieval, position_loss
+from ..metrics.report.defaults import line_counts
+
+
+ROWS = 4  # of the training or evaluation data
+REPEATS = 5  # records of each number of lines
+
+
+def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
+    """Loss by position and retrieval from `length` tokens, saved in a folder; and what they say in one line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = [token for row in first_rows(rows, ROWS) for token in row["input_ids"].tolist()]
+    counts = line_counts(length, tokenizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*more than the .* claims to support")  # which is what is measured
+        loss = position_loss(model.eval(), tokens, context_length=length, sequences=ROWS, tokenizer=tokenizer)
+        lines = line_retrieval(model, tokenizer, lines=counts, repeats=REPEATS, generate=False)
+    loss.save(folder / "loss.json")
+    lines.save(folder / "lines.json")
+    return f"{loss.summary()}; {lines.summary()}"
+
+
+def first_rows(rows, count: int):
+    if hasattr(rows, "__getitem__"):
+        return [rows[i] for i in range(min(count, len(rows)))]
+    return [row for row, _ in zip(rows, range(count))]
+
+
+__all__ = ["measure"]

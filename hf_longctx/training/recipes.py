@@ -1,0 +1,244 @@
+"""What trainings are made of: their settings, the defaults, and where the defaults come from.
+
+"FoX" as a source is arXiv 2503.02130, "Men" 2405.14591 (RoPE base), "LongLoRA" 2309.12307. This file imports no torch,
+so that a command line is read at once.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .settings import check_choices, option, setting
+
+
+SCHEDULES = ("cosine", "constant", "warmup_stable_decay")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass
+class RunSettings:
+    """What every training has. None: the preset or the recipe decides."""
+
+    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset name, or tokens as .npy")
+    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS")
+    output: str | None = setting(None, "folder of the run", free=True)
+    eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", free=True)
+    sequence_length: int | None = setting(None, "tokens of a row")
+    batch_tokens: int | None = setting(None, "tokens of an optimizer step, over all processes")
+    rows_at_once: int | None = setting(None, "rows of a forward pass in each process", free=True)
+    steps: int | None = setting(None, "optimizer steps")
+    learning_rate: float | None = setting(None, "peak of the schedule")
+    schedule: str | None = setting(None, "after the warmup", SCHEDULES)
+    warmup_steps: int | None = setting(None, "of a linear warmup")
+    weight_decay: float | None = setting(None, "of matrices, not of norms, biases and gates' biases")
+    adam_beta1: float = setting(0.9, "of AdamW (FoX, B.1)")
+    adam_beta2: float = setting(0.95, "of AdamW (FoX, B.1)")
+    max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)")
+    dtype: str = setting("auto", "of the forward pass; auto is bfloat16 on an accelerator", DTYPES)
+    activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", free=True)
+    streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
+    seed: int = setting(0, "of new weights, dropout and the order of rows")
+    save_steps: int = setting(100, "steps between checkpoints", free=True)
+    keep_checkpoints: int = setting(2, "older ones are removed", free=True)
+    eval_steps: int = setting(500, "steps between evaluations", free=True)
+
+    def resolve(self):
+        """The settings with what the preset or the recipe decides.
+
+        Raises:
+            ValueError: a setting is missing, none of its choices, or out of its range.
+        """
+        run = dataclasses.replace(self)
+        check_choices(run)
+        run.complete()
+        for name in ("data", "tokenizer", "output"):
+            if not getattr(run, name):
+                raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
+        if run.warmup_steps is None:
+            run.warmup_steps = 0
+        if run.activation_checkpointing is None:
+            run.activation_checkpointing = run.sequence_length > 4096
+        for name in (
+            "sequence_length",
+            "batch_tokens",
+            "rows_at_once",
+            "steps",
+            "learning_rate",
+            "max_grad_norm",
+            "save_steps",
+            "keep_checkpoints",
+            "eval_steps",
+        ):
+            if not (value := getattr(run, name)) > 0:
+                raise ValueError(f"{option(name)} is {value}; it must be above 0.")
+        if not 0 <= run.warmup_steps <= run.steps:
+            raise ValueError(f"--warmup-steps is {run.warmup_steps}; it must lie between 0 and the {run.steps} steps.")
+        return run
+
+    def complete(self):
+        """Fill in what is None; for a copy that nobody else has."""
+        raise NotImplementedError
+
+    def fill(self, **values):
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def accumulation(self, processes: int) -> int:
+        """Forward passes of each process in an optimizer step.
+
+        Raises:
+            ValueError: the processes do not make whole passes of `batch_tokens`.
+        """
+        at_once = self.sequence_length * self.rows_at_once * processes
+        passes, rest = divmod(self.batch_tokens, at_once)
+        if rest:
+            raise ValueError(
+                f"--batch-tokens {self.batch_tokens} is no multiple of the {at_once} tokens that are read at once "
+                f"({processes} processes, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
+                "--batch-tokens, --sequence-length or --rows-at-once."
+            )
+        return passes
+
+
+class Preset(NamedTuple):
+    """Sizes of a new model, and how it is trained."""
+
+    layers: int
+    width: int
+    heads: int
+    pro_mlp: int  # width of the MLP of FoX (Pro), smaller to make up for the output gate
+    learning_rate: float
+    tokens: int
+    sequence_length: int = 16384  # FoX, section 4.1
+    batch_tokens: int = 2**19
+    warmup_tokens: int = 2**28
+    rows_at_once: int = 1
+
+
+PRESETS = {
+    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, 512, 2**12, 2**18, 8),  # ours: the demo's size, minutes on a CPU
+    "125M": Preset(12, 768, 12, 1792, 2e-3, 2_700_000_000),  # FoX, Tables 4 to 6
+    "360M": Preset(24, 1024, 16, 2560, 2e-3, 7_500_000_000),
+    "760M": Preset(24, 1536, 24, 3584, 1e-3, 16_000_000_000),
+}
+
+
+@dataclass
+class TrainSettings(RunSettings):
+    """Settings of a pretraining."""
+
+    preset: str = setting("tiny", "size and recipe", tuple(PRESETS))
+    pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
+    dropout: float = setting(0.0, "of attention weights")
+
+    def complete(self):
+        preset = PRESETS[self.preset]
+        self.fill(
+            sequence_length=preset.sequence_length,
+            batch_tokens=preset.batch_tokens,
+            rows_at_once=preset.rows_at_once,
+            learning_rate=preset.learning_rate,
+            schedule="cosine",  # FoX, B.1
+            weight_decay=0.1,
+        )
+        self.fill(steps=max(1, preset.tokens // max(1, self.batch_tokens)))
+        self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1.")
+
+    def model_sizes(self) -> dict[str, Any]:
+        """What the settings decide of a `FoxConfig`."""
+        preset = PRESETS[self.preset]
+        sizes = dict(
+            hidden_size=preset.width,
+            num_hidden_layers=preset.layers,
+            num_attention_heads=preset.heads,
+            max_position_embeddings=self.sequence_length,
+            attention_dropout=self.dropout,
+        )
+        return sizes | {"intermediate_size": preset.pro_mlp, "qk_norm_shared": True} if self.pro else sizes
+
+
+class Recipe(NamedTuple):
+    """How a pretrained model is changed and trained."""
+
+    learning_rate: float  # with LoRA
+    full_learning_rate: float  # of all parameters
+    rows: int  # of an optimizer step
+    steps: int
+    schedule: str
+    weight_decay: float
+    merge: bool  # the converted model is what the adapter is for, so it is kept in one piece
+
+
+RECIPES = {
+    "lora": Recipe(2e-4, 2e-5, 8, 500, "cosine", 0.0, merge=False),  # ours
+    # ours; gates: see `gate_learning_rate`
+    "fox-from-llama": Recipe(2e-4, 2e-5, 8, 500, "cosine", 0.0, merge=True),
+    "rope-extend": Recipe(2e-5, 2e-5, 128, 1000, "constant", 0.0, merge=True),  # Men, section 5 and appendix B
+}
+# Of decay times in tokens. Of 1e5 contexts, where a converted Llama changes no logit, the gradient is lost in Adam's
+# epsilon.
+GATES_LEARN_FASTER = 100
+
+
+@dataclass
+class FinetuneSettings(RunSettings):
+    """Settings of a fine-tuning."""
+
+    model: str | None = setting(None, "folder or Hub name of a causal language model")
+    recipe: str = setting("lora", "what is done to the model", tuple(RECIPES))
+    full: bool = setting(False, "train all parameters, without LoRA")
+    lora_rank: int = setting(8, "r of LoRA (LongLoRA)")
+    lora_alpha: int = setting(32, "the adapter is scaled by alpha / r")
+    lora_dropout: float = setting(0.0, "of the adapter's input")
+    lora_targets: str | None = setting(None, "names of linear layers, with commas; default: attention and MLP")
+    train_in_full: str | None = setting(None, "names of modules that are trained beside LoRA; default: the recipe's")
+    merge: bool | None = setting(None, "save the model with the adapter in its weights")
+    decay_time: float | None = setting(None, "fox-from-llama: tokens in which a gate forgets by e; default: a context")
+    gate_learning_rate: float | None = setting(None, "of forget gates; fox-from-llama: 100 times the other (ours)")
+    rope_base: float | None = setting(None, "rope-extend: default: the first above which no length violates the bound")
+    allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
+
+    def complete(self):
+        if not self.model:
+            raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
+        recipe = RECIPES[self.recipe]
+        if self.sequence_length is None:
+            raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
+        self.fill(
+            tokenizer=self.model,
+            rows_at_once=1,
+            learning_rate=recipe.full_learning_rate if self.full else recipe.learning_rate,
+            batch_tokens=recipe.rows * self.sequence_length,
+            steps=recipe.steps,
+            schedule=recipe.schedule,
+            weight_decay=recipe.weight_decay,
+            merge=recipe.merge,
+        )
+        self.fill(warmup_steps=self.steps // 20)
+        for name in ("lora_rank", "lora_alpha"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{option(name)} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be at least 0 and below 1.")
+        if self.recipe == "fox-from-llama":
+            self.fill(
+                decay_time=float(self.sequence_length), gate_learning_rate=GATES_LEARN_FASTER * self.learning_rate
+            )
+            if not self.decay_time > 0:
+                raise ValueError(f"--decay-time is {self.decay_time}; it must be a number of tokens above 0.")
+        self.refuse_settings_of_others()
+
+    def refuse_settings_of_others(self):
+        """A setting that the recipe would ignore is a mistake."""
+        of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
+        for name, recipe in of_recipe.items():
+            if getattr(self, name) and recipe != self.recipe:
+                raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
+        if self.full and (self.lora_targets or self.train_in_full):
+            raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
+
+
+__all__ = ["PRESETS", "RECIPES", "FinetuneSettings", "Preset", "Recipe", "RunSettings", "TrainSettings"]

@@ -1,0 +1,331 @@
+"""A training run in its folder: it begins, goes on where it was stopped, and ends with a model.
+
+config.yaml      all settings
+lock.json        what must not change when the run goes on: settings, hash of the tokens, tokenizer
+data/            the packed tokens
+checkpoints/     complete ones only
+metrics.jsonl    a line a step
+model/           model and tokenizer, once all steps are done
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from .data import Rows, StreamedRows, digest, pack, stack, state_of_files
+from .recipes import RunSettings, TrainSettings
+from .settings import locked, option, write_settings
+from .starts import changed_model, extend_rope, new_fox
+from .trainer import ResumableTrainer, StopAtSignal, check_checkpoint, cut_metrics, last_checkpoint
+
+
+SECONDS_BETWEEN_LINES = 10
+
+
+def train(settings: RunSettings, resume: str = "auto") -> int:
+    """Pretrain or fine-tune a model, or go on with a run that was stopped.
+
+    Args:
+        settings: `TrainSettings` or `FinetuneSettings`, resolved or not.
+        resume: "auto" goes on from the last checkpoint in the run's folder; "never" begins again; or the path of a
+            checkpoint.
+
+    Returns:
+        0 when the model is complete, else the number of the signal that stopped the run.
+
+    Raises:
+        ValueError: a setting is out of its range, the folder holds something else, a run with other settings or a
+            damaged checkpoint, or the data are too short.
+        FloatingPointError: the gradients are not finite.
+    """
+    settings = settings.resolve()
+    folder = Path(settings.output)
+    arguments = training_arguments(settings, folder)
+    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+    with arguments.main_process_first():
+        prepare_folder(folder, resume)
+        rows = prepare_rows(settings.data, folder / "data" / "tokens.npy", settings, tokenizer)
+        check_lock(folder, settings, rows, tokenizer)
+    if (folder / "model").exists():
+        say(f"{folder} is finished: the model is in {folder / 'model'}.")
+        return 0
+    evaluation_rows = None
+    if settings.eval_data is not None:
+        with arguments.main_process_first():
+            evaluation_rows = prepare_rows(
+                settings.eval_data, folder / "data" / "eval_tokens.npy", settings, tokenizer
+            )
+
+    model, base = start(settings, tokenizer)
+    stops = StopAtSignal()
+    trainer = ResumableTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=evaluation_rows,
+        data_collator=stack,
+        metrics=folder / "metrics.jsonl",
+        stops=stops,
+        gate_learning_rate=getattr(settings, "gate_learning_rate", None),
+        callbacks=[Progress(settings.batch_tokens)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = last_checkpoint(folder / "checkpoints") if resume in ("auto", "never") else Path(resume)
+    step = 0 if checkpoint is None else check_checkpoint(checkpoint)
+    if trainer.is_world_process_zero():
+        cut_metrics(trainer.metrics, step)
+    say(describe(settings, trainer, step))
+    if step == 0:
+        evaluate(settings, tokenizer, rows, "before")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if trainer.state.global_step < settings.steps:
+        say(f"stopped after step {trainer.state.global_step} of {settings.steps}; the same command goes on.")
+        return stops.signal
+    save_model(trainer, tokenizer, settings, base)
+    evaluate(settings, tokenizer, rows, "after")
+    say(f"wrote the model to {folder / 'model'}")
+    return 0
+
+
+def start(settings: RunSettings, tokenizer):
+    """The model to train, and the identity of the base of its adapter, or None where all parameters are trained."""
+    if isinstance(settings, TrainSettings):
+        return new_fox(settings, tokenizer), None
+    if settings.recipe == "rope-extend":
+        say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
+    model = changed_model(settings, tokenizer)
+    if settings.full:
+        return model, None
+    from .adapters import add_lora, identity
+
+    base = identity(model)
+    return add_lora(model, settings), base
+
+
+def dry_run(settings: RunSettings) -> None:
+    """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
+    settings = settings.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        trial = dataclasses.replace(settings, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
+        train(trial)
+    if torch.accelerator.is_available():
+        peak = torch.accelerator.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    say(f"peak memory {peak / 2**20:.0f} MiB; the run itself has {settings.steps} steps. Nothing was written.")
+
+
+def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments:
+    """The settings in Trainer's words. Making them joins the other processes."""
+    accelerator = torch.accelerator.is_available()
+    checkpointing = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
+    schedule = {}
+    if settings.schedule == "warmup_stable_decay":
+        schedule = {"num_decay_steps": settings.steps // 10, "decay_type": "1-sqrt"}
+    arguments = TrainingArguments(
+        output_dir=str(folder / "checkpoints"),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.rows_at_once,
+        per_device_eval_batch_size=settings.rows_at_once,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(settings.schedule, settings.schedule),
+        lr_scheduler_kwargs=schedule,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.dtype == "bfloat16" or (settings.dtype == "auto" and accelerator),
+        use_cpu=not accelerator,
+        seed=settings.seed,
+        save_steps=settings.save_steps,
+        save_total_limit=settings.keep_checkpoints,
+        eval_strategy="no" if settings.eval_data is None else "steps",
+        eval_steps=settings.eval_steps,
+        prediction_loss_only=True,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=accelerator,
+        dataloader_drop_last=True,
+        ddp_find_unused_parameters=False,
+        **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
+    )
+    arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
+    return arguments
+
+
+def prepare_folder(folder: Path, resume: str) -> None:
+    """Make the run's folder, or empty it for a new beginning."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; --output is the folder of the run.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "lock.json").exists():
+        raise ValueError(f"{folder} holds something else than a run; give --output a new folder.")
+    if resume == "never" and folder.is_dir():
+        if (folder / "model").exists():
+            raise ValueError(f"{folder} holds a finished model, which --resume never would lose; give a new folder.")
+        for name in ("checkpoints", "data"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("metrics.jsonl", "lock.json"):
+            (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / ".model", ignore_errors=True)  # of a run that was killed while it wrote the model
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
+    """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
+    if source.endswith(".npy"):
+        return Rows(source, settings.sequence_length, tokenizer.eos_token_id, len(tokenizer))
+    if settings.streaming:
+        return StreamedRows(source, tokenizer, settings.sequence_length)
+    state, packed_from = state_of_files(source), path.with_suffix(".source")
+    if not path.exists() or packed_from.read_text() != state:
+        pack(source, tokenizer, path)
+        packed_from.write_text(state)
+    return Rows(path, settings.sequence_length, tokenizer.eos_token_id, len(tokenizer))
+
+
+def check_lock(folder: Path, settings: RunSettings, rows, tokenizer) -> None:
+    """Write what the run depends on, or compare it with what the folder's run depends on."""
+    lock = locked(settings)
+    lock["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
+    if isinstance(rows, Rows):
+        lock["data"] = digest(rows.path)
+    file = folder / "lock.json"
+    if file.exists():
+        before = json.loads(file.read_text())
+        changed = [
+            f"{option(name)}: {before.get(name)} -> {lock[name]}" for name in lock if before.get(name) != lock[name]
+        ]
+        if changed:
+            raise ValueError(
+                f"{folder} holds a run with other settings ({'; '.join(changed)}). Go on with the old ones, take a "
+                "new folder, or begin again with --resume never."
+            )
+    (folder / "config.yaml").write_text(write_settings(settings))
+    file.write_text(json.dumps(lock, indent=1) + "\n")
+
+
+def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
+    """Where a recipe changes the context: perplexity and retrieval at the new one, in RUN/evaluation.
+
+    "before" is the pretrained model as it is, "after" the one in RUN/model.
+    """
+    if getattr(settings, "recipe", None) != "rope-extend" or not is_first_process():
+        return
+    from .evaluation import measure
+
+    folder = Path(settings.output)
+    model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
+    say(f"{when}: {measure(model, tokenizer, rows, settings.sequence_length, folder / 'evaluation' / when)}")
+
+
+def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] | None) -> None:
+    """Save the model and its tokenizer in RUN/model, which appears when it is complete.
+
+    An adapter is RUN/model itself, or with `merge` RUN/adapter; it is then read again and merged into its base.
+    """
+    folder = Path(settings.output)
+    unfinished = folder / ".model"
+    if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(unfinished))
+    if not trainer.is_world_process_zero():
+        return
+    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
+    if base is not None:
+        from .adapters import load_adapter, save_identity
+
+        save_identity(base, unfinished)
+        if settings.merge:
+            shutil.rmtree(folder / "adapter", ignore_errors=True)
+            unfinished.rename(folder / "adapter")
+            merged = load_adapter(changed_model(settings, tokenizer), folder / "adapter").merge_and_unload()
+            merged.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder / "model")
+
+
+def describe(settings: RunSettings, trainer, step: int) -> str:
+    """What is trained, and how, in a few lines."""
+    model, arguments = trainer.model, trainer.args
+    lines = [f"{model.config.model_type}, {model.config._attn_implementation} attention; trained parameters:"]
+    lines.append(describe_trainable(model))
+    lines.append(
+        f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
+        f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
+        f"{arguments.world_size} processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
+    )
+    return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
+
+
+def describe_trainable(model) -> str:
+    """A table of what is trained: parameters by the name of their module, and their share."""
+    groups: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = " (LoRA)" if ".lora_" in name else ""
+            module = re.sub(r"\.(weight|bias|default|modules_to_save|lora_\w+)(?=\.|$)", "", name).rsplit(".", 1)[-1]
+            groups[module + kind] = groups.get(module + kind, 0) + parameter.numel()
+    trained, total = sum(groups.values()), sum(parameter.numel() for parameter in model.parameters())
+    lines = [f"  {name:28} {count:>13,}" for name, count in sorted(groups.items())]
+    return "\n".join([*lines, f"  {'in all':28} {trained:>13,}, {trained / total:.2%} of {total:,}"])
+
+
+def say(text: str) -> None:
+    """Print on stderr, in one process only where several run."""
+    if is_first_process():
+        print(text, file=sys.stderr)
+
+
+def is_first_process() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+class Progress(TrainerCallback):
+    """A line every few seconds: step, loss, learning rate, speed, and the time that is left."""
+
+    def __init__(self, batch_tokens: int):
+        self.batch_tokens = batch_tokens
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin, self.first, self.printed = time.monotonic(), state.global_step, 0.0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        now = time.monotonic()
+        last = state.global_step == state.max_steps
+        if (
+            not state.is_world_process_zero
+            or "loss" not in logs
+            or not (last or now - self.printed > SECONDS_BETWEEN_LINES)
+        ):
+            return
+        self.printed = now
+        seconds = (now - self.begin) / (state.global_step - self.first)
+        print(
+            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
+            f"grad {logs['grad_norm']:.2f}  {self.batch_tokens / seconds:.0f} tokens/s  "
+            f"{(state.max_steps - state.global_step) * seconds / 60:.1f} min left",
+            file=sys.stderr,
+        )
+
+
+__all__ = ["dry_run", "train"]

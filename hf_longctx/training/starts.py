@@ -1,0 +1,104 @@
+"""The model that a training starts from: a new one, a pretrained one, or a pretrained one that is changed."""
+
+import math
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..fox import FoxConfig, FoxForCausalLM
+from ..fox.convert import from_llama
+from ..metrics.rope.bounds import rope_base_bound, rope_context_bound
+from .recipes import FinetuneSettings, TrainSettings
+
+
+def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
+    """A FoX with initial weights, for the tokenizer, in float32."""
+    config = (FoxConfig.pro if settings.pro else FoxConfig)(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **settings.model_sizes(),
+    )
+    torch.manual_seed(settings.seed)
+    return FoxForCausalLM(config)
+
+
+def changed_model(settings: FinetuneSettings, tokenizer):
+    """The pretrained model as the recipe wants it, in float32.
+
+    Raises:
+        ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
+    """
+    config = AutoConfig.from_pretrained(settings.model)
+    if settings.recipe == "rope-extend":
+        extend_rope(config, settings)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, config=config, dtype=torch.float32)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}; name the model's own."
+        )
+    check_length(model.config, settings.sequence_length)
+    if settings.recipe == "fox-from-llama":
+        model = from_llama(model, decay_time=settings.decay_time)
+    return model
+
+
+def extend_rope(config, settings: FinetuneSettings) -> str:
+    """Give a configuration the context and the RoPE base of the settings (arXiv 2405.14591, eq. 18).
+
+    Returns:
+        What was changed, and what the old base could reach.
+
+    Raises:
+        ValueError: the model has no plain RoPE of one base, the context does not grow, or the base is below the bound.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    if not rope or "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"--recipe rope-extend needs a model with one RoPE base and no scaling; {settings.model} has {rope}."
+        )
+    head_dim = int(
+        (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        * rope.get("partial_rotary_factor", 1.0)
+    )
+    length, old = settings.sequence_length, rope["rope_theta"]
+    if length <= config.max_position_embeddings:
+        raise ValueError(
+            f"--sequence-length {length} does not extend the context of {config.max_position_embeddings} tokens."
+        )
+    bound = rope_base_bound(length - 1, head_dim)
+    if settings.rope_base is None:
+        base = round_up(bound.settled_base or bound.base, 2)
+    elif settings.rope_base < bound.base and not settings.allow_below_bound:
+        raise ValueError(
+            f"--rope-base {settings.rope_base:g} is below the bound of {bound.base:.0f} for {length} tokens and heads "
+            f"of {head_dim}. Take a larger one, or --allow-below-bound."
+        )
+    else:
+        base = settings.rope_base
+    rope["rope_theta"], config.max_position_embeddings = float(base), length
+    reach = rope_context_bound(base=old, head_dim=head_dim)
+    return f"RoPE base {old:g}, which reaches {reach} tokens, becomes {base:g}; {length} tokens need {bound.base:.0f}"
+
+
+def round_up(value: float, digits: int) -> float:
+    """
+    >>> round_up(1915857.1, 2)
+    2000000.0
+    """
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return math.ceil(value / unit) * unit
+
+
+def check_length(config, length: int) -> None:
+    """Raise ValueError if a model with positions is trained beyond them."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit and getattr(config, "rope_parameters", None):
+        raise ValueError(
+            f"--sequence-length {length} is more than the {limit} tokens of this model; extend its context first, by "
+            "--recipe rope-extend."
+        )
+
+
+__all__ = ["changed_model", "extend_rope", "new_fox"]

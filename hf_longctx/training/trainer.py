@@ -1,0 +1,189 @@
+"""transformers' Trainer for runs that are stopped, killed and continued, and lose at most the step they are in.
+
+What Trainer lacks: its checkpoints appear before they are complete, a signal ends it in the middle of a step, and a
+loss that is not a number is trained on.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+
+UNFINISHED = ".saving"
+GATE = re.compile(r"\bf_proj\b")
+# What a complete checkpoint holds; a file, or a folder where the model is sharded.
+PARTS = {
+    "weights": ("*model*", "pytorch_model_fsdp*"),
+    "optimizer": ("optimizer*",),
+    "schedule": ("scheduler.pt",),
+    "random state": ("rng_state*",),
+    "trainer state": ("trainer_state.json",),
+}
+
+
+class ResumableTrainer(Trainer):
+    """Trainer whose checkpoints are complete or absent, which ends cleanly at a signal, and stops at a NaN.
+
+    It writes one line a step to `metrics`: {"step", "loss", "grad_norm", "learning_rate"}, and {"step", "eval_loss"}
+    for evaluations. A resumed run drops the lines after its checkpoint, so the file of a run that was killed equals
+    that of one that was not.
+
+    Args:
+        metrics: the JSONL file.
+        stops: the `StopAtSignal` of this training.
+        gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
+        kwargs: as for `Trainer`.
+    """
+
+    def __init__(self, *args, metrics: Path, stops: "StopAtSignal", gate_learning_rate=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.metrics, self.gate_learning_rate, self.saving_in = metrics, gate_learning_rate, None
+        self.add_callback(stops)
+
+    def create_optimizer(self, model=None):
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.gate_learning_rate is not None:
+            parameters = (self.model if model is None else model).named_parameters()
+            gates = [p for name, p in parameters if GATE.search(name) and p.requires_grad]
+            identities = {id(gate) for gate in gates}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in identities]
+            optimizer.add_param_group({"params": gates, "lr": self.gate_learning_rate, "weight_decay": 0.0})
+        return optimizer
+
+    def _get_output_dir(self, trial):
+        return self.saving_in or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial):
+        checkpoints = super()._get_output_dir(trial)
+        name = f"checkpoint-{self.state.global_step}"
+        self.saving_in = os.path.join(checkpoints, UNFINISHED)
+        try:
+            if self.args.should_save:
+                shutil.rmtree(self.saving_in, ignore_errors=True)
+                os.makedirs(self.saving_in)
+            _wait_for_all()
+            super()._save_checkpoint(model, trial)
+        finally:
+            unfinished, self.saving_in = self.saving_in, None
+        _wait_for_all()
+        if self.args.should_save:
+            complete = os.path.join(checkpoints, name)
+            _flush(os.path.join(unfinished, name))
+            shutil.rmtree(complete, ignore_errors=True)
+            os.rename(os.path.join(unfinished, name), complete)
+            shutil.rmtree(unfinished)
+            rotate_checkpoints(checkpoints, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the norm of the gradients of step {self.state.global_step + 1} is {float(norm)}. The weights are "
+                f"those of step {self.state.global_step}; the last checkpoint is unharmed. Lower --learning-rate, or "
+                "look at the data of this step."
+            )
+        return norm
+
+    def log(self, logs, start_time=None):
+        super().log(logs, start_time)
+        self.state.log_history.pop()  # the metrics file holds it; a checkpoint need not
+        line = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs}
+        if line and self.is_world_process_zero():
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps({"step": self.state.global_step, **line}) + "\n")
+
+
+class StopAtSignal(TrainerCallback):
+    """SIGTERM or Ctrl-C ends the training after the step it is in, with a checkpoint; a second one at once.
+
+    Attributes:
+        signal: number of the signal that came, or 0. Of several processes, the highest.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self):
+        self.signal, self.before = 0, {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.before = {number: signal.signal(number, self.receive) for number in self.SIGNALS}
+
+    def receive(self, number, frame):
+        self.signal = number
+        self.restore()
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if dist.is_initialized():
+            highest = torch.tensor(self.signal, device=args.device)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            self.signal = int(highest)
+        if self.signal:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.restore()
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint in a folder, or None. Removes one that was being saved when the run was killed."""
+    if not folder.is_dir():
+        return None
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    last = get_last_checkpoint(str(folder))
+    return None if last is None else Path(last)
+
+
+def check_checkpoint(folder: Path) -> int:
+    """The step of a checkpoint.
+
+    Raises:
+        ValueError: files are missing.
+    """
+    missing = [part for part, patterns in PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
+    if missing:
+        raise ValueError(
+            f"{folder} is no complete checkpoint: {', '.join(missing)} missing. Resume from another one of the run."
+        )
+    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
+def cut_metrics(metrics: Path, step: int) -> None:
+    """Drop the lines after a step, and one that was being written when the run was killed."""
+    if not metrics.exists():
+        return
+    lines = metrics.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    unfinished = metrics.with_suffix(".unfinished")
+    unfinished.write_text("".join(kept))
+    unfinished.rename(metrics)
+
+
+def _wait_for_all():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _flush(folder):
+    """Write all files of a folder to the disk, so that a power cut cannot leave a renamed folder of empty files."""
+    for path in [*Path(folder).rglob("*"), Path(folder)]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+__all__ = ["ResumableTrainer", "StopAtSignal", "check_checkpoint", "cut_metrics", "last_checkpoint"]

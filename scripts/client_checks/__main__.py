@@ -1,0 +1,86 @@
+"""Run unmodified clients on a small FoX (LLaMA), FoX (Pro) and Llama, each check in a process of its own.
+
+    scripts/clients [WORD ...]
+
+With words, only checks whose name or package contains one of them; their JSON goes to build/clients.json. What the
+clients print goes to build/clients.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.bench import common
+from scripts.client_checks import exporting, inference, measuring, quantizing, training  # noqa: F401 (enter checks)
+from scripts.client_checks.checks import CHECKS, MODELS, make_model
+
+
+BUILD = common.ROOT / "build"
+TABLE = """
+| client | package | FoX (LLaMA) | FoX (Pro) | Llama | figure | at most |
+| {name} | {package} {version} | {fox_llama} | {fox_pro} | {llama} | {figure} | {limit:g} |
+"""
+
+
+def run_check(check, folders, log):
+    """{model: figure, or a line that says what failed}. A process that dies or hangs costs one cell."""
+    cells, output = {}, log.with_suffix(".jsonl")
+    while rest := [folder for folder in folders if folder.name not in cells]:
+        output.write_text("")
+        command = [sys.executable, "-m", "scripts.client_checks.child", check.name, output, *rest]
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=common.ROOT, start_new_session=True
+            )
+            try:
+                end = f"the process ended with {process.wait(60 * check.minutes)}"
+            except subprocess.TimeoutExpired:
+                end = f"not finished after {check.minutes:g} minutes"
+            with contextlib.suppress(ProcessLookupError):  # what the check left behind: servers, workers
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        cells |= dict(map(json.loads, output.read_text().splitlines()))
+        missing = [folder.name for folder in rest if folder.name not in cells]
+        cells |= dict.fromkeys(missing[:1], end)
+    return cells
+
+
+def measure(args):
+    words = [word.lower() for word in args.words]
+    logs = BUILD / "clients"
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(temporary, name) for name in MODELS]
+        for folder in folders:
+            make_model(folder.name, folder)
+        for check in CHECKS.values():
+            if not words or any(word in f"{check.name} {check.package}".lower() for word in words):
+                log = logs / f"{check.name.replace(' ', '_')}.log"
+                log.unlink(missing_ok=True)
+                yield check.row() | run_check(check, folders, log)
+
+
+def table(result):
+    def text(cell):
+        return f"{cell:.1e}" if isinstance(cell, float) else cell
+
+    rows = [row | {name: text(row[name]) for name in MODELS} for row in result["rows"]]
+    return common.markdown(rows, TABLE)
+
+
+def main(arguments=None):
+    parser = common.make_parser("scripts.client_checks", __doc__, name="clients")
+    parser.prog = "scripts/clients"
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    if parser.parse_args(arguments).words:
+        parser.set_defaults(output=BUILD / "clients.json")
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()

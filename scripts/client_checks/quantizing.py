@@ -1,0 +1,59 @@
+"""Quantizers, on a CPU. They round on purpose: what is compared is the size of the change with that of a Llama."""
+
+import torch
+
+from scripts.client_checks.checks import check, load, logits
+
+
+ROUNDING = "change of the logits, as a share of their norm"
+
+
+def change(model, folder, **options):
+    """How far the logits of a quantized model are from those of the model in a folder."""
+    exact, rounded = logits(load(folder, **options)).float(), logits(model).float()
+    return ((rounded - exact).norm() / exact.norm()).item()
+
+
+@check("torchao, int8 weights", "torchao", ROUNDING, 0.1)
+def torchao(folder):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return change(load(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())), folder)
+
+
+@check("torchao, int8 weights, saved and reloaded", "torchao", ROUNDING, 0.1)
+def torchao_saved(folder):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    load(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())).save_pretrained(folder / "torchao")
+    return change(load(folder / "torchao"), folder)
+
+
+@check("bitsandbytes, 8 bit", "bitsandbytes", ROUNDING, 0.1)
+def bitsandbytes_8bit(folder):
+    from transformers import BitsAndBytesConfig
+
+    return change(load(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True)), folder)
+
+
+@check("bitsandbytes, 4 bit", "bitsandbytes", ROUNDING, 0.5)
+def bitsandbytes_4bit(folder):
+    from transformers import BitsAndBytesConfig
+
+    return change(
+        load(folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")), folder
+    )
+
+
+@check("quanto, int8 weights", "optimum-quanto", ROUNDING, 0.1)
+def quanto(folder):
+    from transformers import QuantoConfig
+
+    return change(load(folder, quantization_config=QuantoConfig(weights="int8")), folder)
+
+
+@check("torch.ao, quantize_dynamic", "torch", ROUNDING, 0.1)
+def quantize_dynamic(folder):
+    return change(torch.ao.quantization.quantize_dynamic(load(folder), {torch.nn.Linear}), folder)

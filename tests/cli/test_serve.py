@@ -1,0 +1,90 @@
+"""hf-longctx serve, with the `openai` client: what is served is what `generate` gives."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx import cli
+
+
+DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
+PROMPTS = ["The import statement", "If a class", "An exception", "Coroutines are"]
+BATCHING = "--continuous-batching --cb-block-size 32 --cb-num-blocks 64 --cb-max-batch-tokens 128"
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    assert cli.main(["serve", str(DEMO)]) == 1
+    assert "pip install 'hf-longctx[serve]'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module", params=["", BATCHING], ids=["one at a time", "continuous batching"])
+def client(request, tmp_path_factory):
+    openai = pytest.importorskip("openai", reason="serving needs more packages: pip install 'hf-longctx[serve]'")
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hf_longctx", "serve", str(DEMO), "--port", str(port), "--dtype", "float32"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen([*command, *request.param.split()], stdout=file, stderr=file)
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"http://localhost:{port}/health")
+                break
+            except OSError:
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.1)
+        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+    finally:
+        server.kill()  # an interruption does not end a server of transformers 5.23 that batches
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy continuations of the prompts."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32"), AutoTokenizer.from_pretrained(DEMO)
+    texts = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        texts.append(tokenizer.decode(ids, skip_special_tokens=True))
+    return texts
+
+
+def chat(client, prompt, **options):
+    messages = [{"role": "user", "content": prompt}]
+    options = {"model": str(DEMO), "max_tokens": 12, "temperature": 0} | options
+    return client.chat.completions.create(messages=messages, **options)
+
+
+@pytest.mark.slow
+def test_the_openai_client_gets_what_generate_gives(client, expected):
+    first = chat(client, PROMPTS[0]).choices[0]
+    assert (first.message.content, first.finish_reason) == (expected[0], "length")
+    assert (
+        "".join(part.choices[0].delta.content or "" for part in chat(client, PROMPTS[0], stream=True)) == expected[0]
+    )
+    options = {"model": str(DEMO), "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    assert client.completions.create(**options).choices[0].text == expected[0]
+    parts = client.completions.create(**options, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == expected[0]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda prompt: chat(client, prompt), PROMPTS))
+    assert [reply.choices[0].message.content for reply in replies] == expected
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    reply = client.chat.completions.create(model=str(DEMO), messages=turns, max_tokens=5, seed=1)
+    assert reply.usage.prompt_tokens == 6  # BOS, a, newline, b, newline, c

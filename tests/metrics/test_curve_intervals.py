@@ -1,0 +1,200 @@
+"""Confidence intervals of the memory lengths, on made-up counts."""
+
+import doctest
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from hf_longctx.metrics.curve import intervals
+from hf_longctx.metrics.curve.intervals import (
+    length_interval,
+    mean_margin,
+    p_values,
+    rejected,
+    repeats_needed,
+    verdict,
+)
+from hf_longctx.metrics.curve.lengths import margins
+from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(intervals) == (0, 5)
+
+
+def test_verdict_is_a_paired_t_test():
+    point = CurvePoint(2000, [990, 985, 995, 980, 992], [950, 960, 955, 940, 955])
+    values = margins(point.copy_correct, point.lm_correct, 1000, "coarse")
+    assert np.allclose(values, [0.03, 0.015, 0.03, 0.03, 0.027])
+    p = scipy.stats.ttest_1samp(values, 0, alternative="greater").pvalue
+    assert verdict(values, 1000, 1.1 * p) == point.verdict("coarse", 1.1 * p) == 1
+    assert verdict(values, 1000, 0.9 * p) == 0
+    assert CurvePoint(2000, point.lm_correct, point.copy_correct).verdict("coarse", 0.001) == -1
+
+
+@pytest.mark.parametrize(
+    "point, expected",
+    [
+        (CurvePoint(8, [4] * 3, [0] * 3), 0),  # 12 tokens, all right, may come from an accuracy of 95 %
+        (CurvePoint(2000, [1000] * 3, [0] * 3), 1),  # 3000 do not
+        (CurvePoint(2000, [500] * 3, [0] * 3), -1),
+        (CurvePoint(2000, [1000], [0]), 0),  # one repeat tells nothing
+        (CurvePoint(2000, [990] * 10, [0] * 10), 0),  # exactly 99 %
+    ],
+    ids=["few-tokens", "many", "fails", "one-repeat", "at-the-threshold"],
+)
+def test_verdict_without_spread(point, expected):
+    assert point.verdict("fine", 0.01) == expected
+
+
+def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
+    points = [CurvePoint(n, [n // 2 if n <= fine else n // 4] * repeats, [0] * repeats) for n in lengths]
+    return ForgettingCurve(points, settings)
+
+
+@pytest.mark.parametrize("protocol", ["reference", "nested", "adaptive"])
+@pytest.mark.parametrize(
+    "fine, expected", [(0, "<100"), (100, "[100, 200)"), (400, "[400, 600)"), (800, ">=800")], ids=str
+)
+def test_a_step_is_located(fine, expected, protocol):
+    curve = step_curve(fine, protocol=protocol)
+    assert str(curve.interval("fine")) == expected
+    assert curve.interval("coarse") == (800, None, None)
+
+
+@pytest.mark.parametrize("risk, expected", [(1.1, (1000, None)), (0.9, (0, None))], ids=["enough risk", "too little"])
+def test_the_two_ends_share_the_risk(risk, expected):
+    """One length has one window, so each one-sided test has half of the risk."""
+    values = np.array([0.03, 0.015, 0.03, 0.03, 0.027])
+    p = scipy.stats.ttest_1samp(values, 0, alternative="greater").pvalue
+    assert length_interval([1000], [values], [1000], confidence=1 - risk * 2 * p)[:2] == expected
+
+
+@pytest.mark.parametrize("risk, low", [(1.1, 2000), (0.9, 0)], ids=["enough risk", "too little"])
+def test_the_lengths_of_an_adaptive_curve_share_the_risk(risk, low):
+    values = np.array([0.03, 0.015, 0.03, 0.03, 0.027])
+    p = scipy.stats.ttest_1samp(values, 0, alternative="greater").pvalue
+    options = dict(confidence=1 - risk * 4 * p, protocol="adaptive")
+    assert length_interval([1000, 2000], [values, values], [1000, 1000], **options)[:2] == (low, None)
+
+
+def test_a_window_is_tested_by_its_targets():
+    """The p value is that of a t test with a standard error robust against clusters (CR1), here written in full."""
+    rng = np.random.default_rng(0)
+    scored, values = [50, 100], [rng.normal(0.05, 0.04, 5), rng.normal(0.02, 0.03, 7)]
+    surplus, tokens = np.concatenate([values[0] * 50, values[1] * 100]), np.repeat([50, 100], [5, 7])
+    mean = surplus.sum() / tokens.sum()
+    error = np.sqrt(12 / 11 * ((surplus - mean * tokens) ** 2).sum() + 1) / tokens.sum()
+    together = scipy.stats.t.sf(mean / error, 11)
+    alone = [scipy.stats.t.sf(m.value / m.error, m.samples - 1) for m in map(mean_margin, zip(values), zip(scored))]
+    assert p_values(values, scored, 1) == pytest.approx([2 * min(alone[0], together), 2 * alone[1]])
+
+
+def test_noise_widens_the_interval():
+    points = list(step_curve(200).points)
+    points[1] = CurvePoint(200, [100, 100, 95, 100, 98] * 2, [0] * 10)
+    assert ForgettingCurve(points).interval("fine")[:2] == (100, 400)
+
+
+def test_targets_that_begin_alike_are_one_sample():
+    """Nested lengths repeat the luck of a target, so that more of them say no more."""
+    rng = np.random.default_rng(1)
+    luck = rng.normal(0.005, 0.01, 6)
+    values, scored = [luck] * 8, [500] * 8
+    one, eight = mean_margin(values[:1], scored[:1]), mean_margin(values, scored, nested=True)
+    assert eight.samples == one.samples == 6
+    assert eight.value == pytest.approx(one.value) and eight.error == pytest.approx(one.error, rel=0.05)
+    assert mean_margin(values, scored).error < 0.5 * one.error
+
+
+def test_a_length_that_fails_ends_what_is_sure_below():
+    """200 tokens fail: longer ones that pass do not show that memory reaches 200, as it would have to fade first."""
+    accuracies = {100: 1, 200: 0.5, 400: 1, 600: 1, 800: 0}
+    points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
+    curve = ForgettingCurve(points)
+    assert curve.interval("fine").low == 100
+    assert curve.first_failures() == {"fine": 200, "coarse": 800}
+    assert "fine 600 (fails first at 200), coarse 600;" in curve.summary()
+
+
+# Simulations: what the interval promises, and what it is good for ----------------------------------------------------
+
+GRID = np.linspace(100, 1600, 16).astype(int)
+SCORED = GRID // 2
+SHAPES = {
+    "no memory": np.full(16, 0.3),
+    "sharp": np.where(GRID <= 963, 0.998, 0.3),
+    "gradual": 0.3 + 0.69 / (1 + np.exp((GRID - 500) / 80)),
+}
+
+
+def simulate(accuracy, spread, repeats, curves, seed=0):
+    """Counts of right tokens, (curves, lengths, repeats): binomial, or beta-binomial with the correlation `spread`."""
+    rng, size = np.random.default_rng(seed), (curves, 16, repeats)
+    p = np.broadcast_to(accuracy[:, None], size)
+    if spread:
+        p = rng.beta(p * (1 / spread - 1), (1 - p) * (1 / spread - 1))
+    return rng.binomial(SCORED[:, None], p)
+
+
+def intervals_of(shape, reading, spread, repeats, curves=200):
+    """Indices of the ends, (curves,) each, and how many lengths truly pass."""
+    copy = simulate(SHAPES[shape], spread, repeats, curves)
+    lm = simulate(SHAPES["no memory"], spread, repeats, curves, seed=1)
+    values = [margins(copy[:, i], lm[:, i], n, reading) for i, n in enumerate(SCORED)]
+    low = rejected(p_values(values, SCORED, 1), 0.025)
+    high = 16 - rejected(p_values(values, SCORED, -1)[..., ::-1], 0.025)
+    truth = SHAPES[shape] - (0.99 if reading == "fine" else 0.31)
+    return low, high, int((truth >= 0).sum())
+
+
+@pytest.mark.parametrize("repeats", [3, 10, 30])
+@pytest.mark.parametrize("spread", [0, 0.03])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_interval_covers_the_truth(shape, spread, repeats):
+    """Each end errs in at most 2.5 % of the curves (here 5 of 200, and 4 for the luck of the draw)."""
+    for reading in ("fine", "coarse"):
+        if (shape, reading) == ("no memory", "fine"):
+            continue
+        low, high, passing = intervals_of(shape, reading, spread, repeats)
+        assert (low > passing).sum() <= 9 and (high < passing).sum() <= 9
+
+
+def test_the_longest_length_that_passes_is_no_memory():
+    """The paper's reading of the same curves without memory, beside it."""
+    copy, lm = (simulate(SHAPES["no memory"], 0, 10, 200, seed).sum(-1) for seed in (0, 1))
+    assert ((100 * (copy - lm) >= 10 * SCORED).any(-1)).mean() > 0.9
+    low, _, _ = intervals_of("no memory", "coarse", 0, 10)
+    assert (low > 0).mean() <= 0.02
+
+
+@pytest.mark.parametrize(
+    "shape, repeats, least, closed",
+    [("no memory", 10, 0, 0.9), ("sharp", 30, 9, 0.9), ("gradual", 10, 6, 0.6)],
+)
+def test_windows_find_the_end_of_a_coarse_memory(shape, repeats, least, closed):
+    """Single lengths, each with its share of the risk, close a quarter of the first and of the third."""
+    low, high, _ = intervals_of(shape, "coarse", 0, repeats)
+    assert np.median(low) >= least
+    assert (high < 16).mean() >= closed
+
+
+@pytest.mark.parametrize("spread, repeats", [(0, 3), (0.03, 10)])
+def test_the_repeats_that_are_asked_for_suffice(spread, repeats):
+    copy, lm = (simulate(SHAPES["no memory"], spread, repeats, 20, seed) for seed in (0, 1))
+    values = [margins(copy[:, i], lm[:, i], n, "coarse") for i, n in enumerate(SCORED)]
+    needed = np.median([repeats_needed([v[c] for v in values], SCORED, 0.025 / 5) for c in range(20)])
+    assert repeats < needed < 200
+    closed = {n: (intervals_of("no memory", "coarse", spread, n, 50)[1] < 16).mean() for n in (repeats, int(needed))}
+    assert closed[int(needed)] >= 0.6 > closed[repeats]
+
+
+def test_an_open_end_says_how_many_repeats_would_close_it():
+    rng = np.random.default_rng(0)
+    points = [CurvePoint(int(n), *rng.binomial(n // 2, 0.3, (2, 3)).tolist()) for n in GRID[:4]]
+    curve = ForgettingCurve(points)
+    interval = curve.interval("coarse")
+    assert interval[:2] == (0, None) and interval.repeats_needed > 3
+    assert f"coarse length unknown (about {interval.repeats_needed} repeats needed);" in curve.summary()
+    assert str(ForgettingCurve([points[0].first(1)]).interval("coarse")) == "unknown (more repeats needed)"

@@ -1,0 +1,252 @@
+"""What users get wrong with measured and saved results: each row is refused with one clear error, or is harmless."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from mistakes import harmless, refused
+
+from hf_longctx.metrics import (
+    CurvePoint,
+    ForgettingCurve,
+    LineRetrieval,
+    NeedleGrid,
+    PositionLoss,
+    comparison_table,
+    irrelevant_source_test,
+    read_result,
+)
+from hf_longctx.metrics.curve.intervals import length_interval
+from hf_longctx.metrics.curve.lengths import margins, memory_lengths
+from hf_longctx.metrics.loss.averages import moving_average
+from hf_longctx.metrics.loss.result import window_starts
+from hf_longctx.metrics.retrieval.answers import Answer, Answers
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint, draw_record
+
+
+POINTS = [CurvePoint(100, [50] * 3, [1] * 3), CurvePoint(200, [100] * 3, [1] * 3)]
+CURVE = ForgettingCurve(POINTS, {"model": "fox"})
+LOSS = PositionLoss([3.0, 2.0], 4)
+ANSWER = Answer(-1.0, 2, exact=True, reply=None, matched=True)
+CELL, LINES = NeedleCell([ANSWER], 100, 0.5, [4]), LinesPoint([ANSWER], 3, [10], [0])
+
+
+def counts(copy, lm=(0, 0), length=8, begins=None):
+    return lambda: CurvePoint(length, copy, lm, begins)
+
+
+def curve_text(**change):
+    """The JSON of a curve with changes in its first point."""
+    document = json.loads(CURVE.to_json())
+    document["points"][0] |= change
+    return json.dumps(document)
+
+
+MEASURED = [
+    refused("length 0", counts([0], [0], length=0), "the length is 0; it must be an integer of at least 1"),
+    refused("negative length", counts([0], [0], length=-5), r"the length is -5"),
+    refused("half a token", counts([0], [0], length=8.5), r"the length is 8\.5"),
+    refused("length as text", counts([0], [0], length="8"), r"the length is '8'"),
+    refused("no length", counts([0], [0], length=None), r"the length is None"),
+    refused("length NaN", counts([0], [0], length=math.nan), r"the length is nan"),
+    refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must hold integers from 0 to 4"),
+    refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
+    refused("accuracies for counts", counts([0.5, 1.0]), r"copy_correct .*\[0\.5, 1\.0\]"),
+    refused("per cent for counts", counts([97, 98]), "copy_correct .* from 0 to 4"),
+    refused("NaN counts", counts([math.nan, 4]), "copy_correct .*nan"),
+    refused("floats of NumPy", counts(np.array([4.0, 4.0])), "copy_correct"),
+    refused("counts as text", counts("44"), "copy_correct .*'44'"),
+    refused("one count, not a list", counts(4), "copy_correct .* got 4"),
+    refused("no counts", counts([], []), "copy_correct"),
+    refused("counts None", counts(None), "copy_correct .*None"),
+    refused("counts by length and repeat", counts(np.array([[4, 4]])), "copy_correct"),
+    refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts and 1 LM counts"),
+    refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
+    refused("negative begin", counts([4, 4], begins=[3, -1]), "begin_locs at length 8"),
+    refused("no repeats of a point", lambda: POINTS[0].first(0), "repeats is .*; it must be an integer"),
+    refused("negative repeats of a point", lambda: POINTS[0].first(-1), "repeats is .*; it must be an integer"),
+    refused(
+        "a length twice", lambda: ForgettingCurve([POINTS[0], POINTS[0]]), "two of the CurvePoint are of length 100"
+    ),
+    refused("tuples for points", lambda: ForgettingCurve([(8, [4], [1])]), r"list of CurvePoint, got \(8, "),
+    refused("a curve for its points", lambda: ForgettingCurve(CURVE), "list of CurvePoint, got ForgettingCurve"),
+    refused("loss of no position", lambda: PositionLoss([], 1), "loss must be one finite number"),
+    refused("NaN loss", lambda: PositionLoss([1.0, math.nan], 1), "loss must be one finite number"),
+    refused("infinite loss", lambda: PositionLoss([math.inf], 1), "loss must be one finite number"),
+    refused("loss as text", lambda: PositionLoss("3.0", 1), "loss must be one finite number"),
+    refused("one loss, not a list", lambda: PositionLoss(3.0, 1), "loss must be one finite number"),
+    refused("losses of all sequences", lambda: PositionLoss([[3.0, 2.0]], 1), "loss must be one finite number"),
+    refused("no sequences", lambda: PositionLoss([3.0], 0), "sequences is 0"),
+    refused("negative sequences", lambda: PositionLoss([3.0], -1), "sequences"),
+    refused("half a sequence", lambda: PositionLoss([3.0], 1.5), "sequences"),
+    refused("sequences as text", lambda: PositionLoss([3.0], "4"), "sequences"),
+    refused("error of fewer positions", lambda: PositionLoss([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"),
+    refused("negative error", lambda: PositionLoss([3.0], 2, {}, [-0.1]), "none below 0"),
+    refused("NaN error", lambda: PositionLoss([3.0], 2, {}, [math.nan]), "error must be one finite number"),
+    refused("one error for all", lambda: PositionLoss([3.0, 2.0], 2, {}, 0.1), "error must be one finite number"),
+    refused(
+        "sequences of unequal length", lambda: PositionLoss.of_sequences([[1.0, 2.0], [1.0]], {}), r"lengths \[1, 2\]"
+    ),
+    refused("one sequence, not a list", lambda: PositionLoss.of_sequences([1.0, 2.0], {}), "one or more sequences"),
+    refused("no sequence", lambda: PositionLoss.of_sequences([], {}), "one or more sequences"),
+    refused("NaN in a sequence", lambda: PositionLoss.of_sequences([[1.0], [math.nan]], {}), "one finite number"),
+    refused("no answers", lambda: Answers([]), "there is no answer to score"),
+    refused("rates for answers", lambda: Answers([1.0, 0.0]), "list of Answer, got 1.0"),
+    refused("answer of no tokens", lambda: Answer(-1.0, 0, True, None, True), "tokens of an answer is 0"),
+    refused("probability above 1", lambda: Answer(3.0, 2, True, None, True), "none above 0, got 3.0"),
+    refused("NaN for an answer", lambda: Answer(math.nan, 2, True, None, True), "got nan"),
+    refused("depth in per cent", lambda: NeedleCell([ANSWER], 100, 50, [4]), "between 0 and 1, got 50"),
+    refused("negative depth", lambda: NeedleCell([ANSWER], 100, -0.5, [4]), "between 0 and 1"),
+    refused("NaN depth", lambda: NeedleCell([ANSWER], 100, math.nan, [4]), "between 0 and 1"),
+    refused("cell of length 0", lambda: NeedleCell([ANSWER], 0, 0.5, [4]), "the length of a cell"),
+    refused("more needles than answers", lambda: NeedleCell([ANSWER], 100, 0.5, [4, 5]), "2 numbers for 1 answers"),
+    refused("needle before the text", lambda: NeedleCell([ANSWER], 100, 0.5, [-4]), "positions must hold"),
+    refused("a cell twice", lambda: NeedleGrid([CELL, CELL]), "two of the NeedleCell are of length 100 and depth 0.5"),
+    refused("rates for cells", lambda: NeedleGrid([0.5]), "list of NeedleCell"),
+    refused("record of no lines", lambda: LinesPoint([ANSWER], 0, [10], [0]), "the number of lines"),
+    refused(
+        "line after the last", lambda: LinesPoint([ANSWER], 3, [10], [3]), "asked_lines must hold integers from 0 to 2"
+    ),
+    refused("tokens of other records", lambda: LinesPoint([ANSWER], 3, [10, 9], [0]), "tokens has 2 numbers for 1"),
+    refused("a number of lines twice", lambda: LineRetrieval([LINES, LINES]), "two of the LinesPoint are of 3 lines"),
+    harmless("counts of NumPy", lambda: (CurvePoint(8, np.array([4]), np.array([1])).copy_correct, (4,))),
+    harmless("one point, not a list", lambda: (ForgettingCurve(POINTS[0]).points[0].length, 100)),
+    harmless("points out of order", lambda: ([p.length for p in ForgettingCurve(POINTS[::-1]).points], [100, 200])),
+]
+
+ARGUMENTS = [
+    refused("misspelt reading", lambda: CURVE.interval("Fine"), "one of .*'fine', 'coarse'.*'Fine'"),
+    refused("misspelt reading of a point", lambda: POINTS[0].passes("medium"), "one of .*'medium'"),
+    refused("margins of no reading", lambda: POINTS[0].margins(None), "one of .*None"),
+    refused("confidence in per cent", lambda: CURVE.interval("fine", 95), "between 0 and 1, got 95"),
+    refused("confidence 1", lambda: CURVE.interval("fine", 1), "between 0 and 1, got 1"),
+    refused("confidence 0", lambda: CURVE.interval("fine", 0), "between 0 and 1, got 0"),
+    refused("NaN confidence", lambda: CURVE.interval("fine", math.nan), "between 0 and 1, got nan"),
+    refused("confidence as text", lambda: CURVE.interval("fine", "95%"), "between 0 and 1, got '95%'"),
+    refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
+    refused(
+        "margins for other lengths", lambda: length_interval([8, 9], [np.zeros(3)], [4, 5]), "1 margins and 2 scored"
+    ),
+    refused("unpaired counts", lambda: margins([1, 2], [1], 4, "coarse"), r"\(2,\) and lm_correct \(1,\)"),
+    refused(
+        "counts for other lengths", lambda: memory_lengths([8, 9], [4], [1, 1], [4, 5], [1, 1]), r"\[2, 1, 2, 2, 2\]"
+    ),
+    refused("even window", lambda: moving_average([1.0], 2), "window is 2; it must be odd"),
+    refused("window of no tokens", lambda: moving_average([1.0], 0), "window is 0"),
+    refused("window as a float", lambda: moving_average([1.0], 3.0), "window is 3.0"),
+    refused("context of no tokens", lambda: window_starts(100, 0, 1), "context_length is 0"),
+    refused("half a window", lambda: window_starts(100, 10, 1.5), "sequences is .*; it must be"),
+    refused("no windows", lambda: window_starts(100, 10, 0), "sequences is .*; it must be"),
+    refused("corpus too short", lambda: window_starts(9, 10, None), "9 tokens, fewer than context_length=10"),
+    refused("misspelt score", lambda: NeedleGrid([CELL]).grid("accuracy"), "score must be one of"),
+    refused("record of 0 lines", lambda: draw_record(0, 0, 0), "from 1 to 15872 lines, got 0"),
+    refused("more lines than names", lambda: draw_record(10**6, 0, 0), "from 1 to 15872 lines"),
+    refused("one curve to compare sources", lambda: irrelevant_source_test([CURVE]), "two or more curves"),
+    refused("no curve to compare sources", lambda: irrelevant_source_test([]), "two or more curves"),
+    refused("table of nothing", lambda: comparison_table({}), "there is no curve"),
+    refused("table of an empty curve", lambda: comparison_table({"fox": ForgettingCurve([])}), "measured: fox"),
+]
+
+
+def saved(name, text, says):
+    """A row for `read_result` of a file with this text."""
+
+    def read(folder):
+        (folder / "result.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_result(folder / "result.json")
+
+    return refused(name, read, f"result.json is no saved result of ours: .*({says})")
+
+
+KINDS = "expected a result of forgetting_curve, line_retrieval, needle"
+NEEDLE = '{"metric": "needle", "format": 1, "settings": {}, "cells": [%s]}'
+FILES = [
+    saved("empty file", "", "Expecting value"),
+    saved("half a file", CURVE.to_json()[:100], "delimiter|Unterminated"),
+    saved("two results in a file", CURVE.to_json() * 2, "Extra data"),
+    saved("picture", b"\x89PNG\xff\xfe", "can't decode byte 0x89"),
+    saved("list", "[]", KINDS),
+    saved("null", "null", KINDS),
+    saved("result of lm-eval", '{"results": {"arc": {"acc": 1}}}', KINDS),
+    saved("unknown metric", '{"metric": "bleu", "format": 1}', KINDS),
+    saved("newer format", CURVE.to_json().replace('"format": 1', '"format": 9'), "Upgrade"),
+    saved("format as text", CURVE.to_json().replace('"format": 1', '"format": "x"'), "wrong type"),
+    saved("point without counts", '{"format": 1, "settings": {}, "points": [{"length": 8}]}', "lacks 'copy_correct'"),
+    saved("points None", '{"format": 1, "settings": {}, "points": null}', "wrong type"),
+    saved("count above the scored tokens", curve_text(copy_correct=[999] * 3), "copy_correct at length 100"),
+    saved("unpaired repeats", curve_text(copy_correct=[1]), "1 copy counts and 3 LM counts"),
+    saved("NaN count", curve_text(lm_correct=[math.nan] * 3), "lm_correct at length 100"),
+    saved("negative length in a file", curve_text(length=-8), "the length is -8"),
+    saved("a length twice in a file", curve_text(length=200, copy_correct=[9] * 3), "two of the CurvePoint"),
+    saved("loss without sequences", '{"metric": "position_loss", "loss": [1.0], "settings": {}}', "lacks 'sequences'"),
+    saved(
+        "loss with NaN", '{"metric": "position_loss", "loss": [NaN], "sequences": 1, "settings": {}}', "finite number"
+    ),
+    saved("cell without answers", NEEDLE % '{"length": 100}', "lacks 'answers'"),
+    saved(
+        "answer without a score",
+        NEEDLE % '{"length": 100, "depth": 0.5, "positions": [1], "answers": [{"log_prob": -1}]}',
+        "wrong type",
+    ),
+    refused("folder", read_result, "Is a directory|Permission denied"),
+    refused("missing file", lambda folder: read_result(folder / "no.json"), "No such file"),
+    refused("curve for a loss", lambda _: PositionLoss.from_json(CURVE.to_json()), "no result of position_loss"),
+    refused("loss for a curve", lambda _: ForgettingCurve.from_json(LOSS.to_json()), "not a forgetting curve"),
+    refused("needle for lines", lambda _: LineRetrieval.from_json(NEEDLE % ""), "no result of line_retrieval"),
+]
+
+
+def plotted(result, name="x.png", **options):
+    return lambda folder: result.plot(folder / name, **options)
+
+
+def compared(results, name="x.png"):
+    from hf_longctx.metrics.report.comparison import compare
+
+    return lambda folder: compare(results, folder / name)
+
+
+def pictures():
+    grid, lines = NeedleGrid([CELL]), LineRetrieval([LINES])
+    return [
+        refused("picture of no curve", plotted(ForgettingCurve([])), "no length was measured"),
+        refused("picture of no needle", plotted(NeedleGrid([])), "nothing was measured"),
+        refused("picture of no lines", plotted(LineRetrieval([])), "nothing was measured"),
+        refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
+        refused("unknown ending of a loss", plotted(LOSS, "x.doc"), "Format 'doc' is not supported"),
+        refused("unknown ending of lines", plotted(lines, "x.xyz"), "Format 'xyz' is not supported"),
+        refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
+        refused("training context as text", plotted(CURVE, train_length="512"), "train_length .*'512'"),
+        refused("negative training context", plotted(CURVE, train_length=-4), "train_length .*-4"),
+        refused("training context 0", plotted(LOSS, train_length=0), "train_length .* 0"),
+        refused("training context NaN", plotted(LOSS, train_length=math.nan), "train_length .*nan"),
+        refused("training context of a needle", plotted(grid, train_length="8k"), "train_length .*'8k'"),
+        refused("score without replies", plotted(grid, score="match_rate"), "draw exact_rate or probability"),
+        refused("misspelt score of a picture", plotted(grid, score="exact"), "score must be one of"),
+        refused("comparison of nothing", compared({}), "these results are none"),
+        refused("comparison of metrics", compared({"a": CURVE, "b": LOSS}), "ForgettingCurve, PositionLoss; give"),
+        refused("comparison of needles", compared({"a": grid}), "these results are NeedleGrid"),
+        refused("comparison of files", compared({"a": "a.json"}), "these results are str"),
+        refused("comparison without names", compared([CURVE]), "by the name of the model"),
+        refused("comparison of an empty curve", compared({"fox": ForgettingCurve([])}), "measured: fox"),
+        refused("table of an empty curve, in a file", compared({"fox": ForgettingCurve([])}, "x.md"), "measured: fox"),
+        refused("unknown ending of a comparison", compared({"fox": CURVE}, "x.xyz"), "'xyz' is not supported"),
+    ]
+
+
+@pytest.mark.parametrize("mistake", MEASURED + ARGUMENTS, ids=str)
+def test_results(mistake, record_property):
+    record_property("mistake", mistake.check())
+
+
+@pytest.mark.parametrize("mistake", FILES, ids=str)
+def test_files(mistake, tmp_path, record_property):
+    record_property("mistake", mistake.check(tmp_path))
+
+
+@pytest.mark.parametrize("mistake", pictures(), ids=str)
+def test_pictures(mistake, tmp_path, record_property):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+    record_property("mistake", mistake.check(tmp_path))

@@ -1,0 +1,86 @@
+"""Pictures of the RoPE bound."""
+
+import numpy as np
+import pytest
+from transformers import Gemma3TextConfig, LlamaConfig
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+import matplotlib
+
+from hf_longctx.metrics import read_result
+from hf_longctx.metrics.rope.bounds import rope_decay
+from hf_longctx.metrics.rope.plot import decay_range, plot_bound
+from hf_longctx.metrics.rope.verdict import rope_report
+
+
+def report(base=300.0, context=512, **parameters):
+    rope = {"rope_type": "default", "rope_theta": base, **parameters}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=context, rope_parameters=rope)
+    return rope_report(config, minimum_base=False)
+
+
+@pytest.fixture
+def draw(tmp_path):
+    """Draws a report; returns an SVG whose words are text, without the font of mathematics."""
+
+    def draw(result, **options):
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            result.plot(tmp_path / "picture.svg", **options)
+        return (tmp_path / "picture.svg").read_text()
+
+    return draw
+
+
+def test_bound_and_claim_are_marked(draw):
+    violated = report()
+    words = draw(violated, train_length=256)
+    bound = violated.groups[0].context_bound
+    for text in (
+        f"{bound + 1:,}",
+        "needed up to 511",
+        "training: 256",
+        "violated: B_m",
+        "claimed context: 512 tokens",
+    ):
+        assert text in words
+    assert "My bound" in draw(violated, title="My bound")
+
+
+def test_dimensions_at_rest_have_a_zero_of_their_own(draw):
+    words = draw(report(partial_rotary_factor=0.5))
+    assert "inconclusive: half of the head" in words and "0 without the 8 dimensions that do not rotate" in words
+    assert "dimensions that do not rotate" not in draw(report(base=1e9))
+
+
+def test_every_group_has_its_axes(draw):
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 4.0},
+    }
+    config = Gemma3TextConfig(head_dim=16, sliding_window=32, max_position_embeddings=512, rope_parameters=ropes)
+    words = draw(rope_report(config, minimum_base=False))
+    assert "sliding_attention violated" in words and "needed up to 31" in words
+    assert "full_attention violated" in words and "needed up to 511" in words
+
+
+def test_a_bound_far_below_the_claim_is_seen(draw):
+    """On a linear axis it would lie in the first pixels."""
+    assert "1,024" in draw(report(base=50.0, context=5000)) and "1,024" not in draw(report(base=1e9, context=5000))
+
+
+def test_every_distance_is_in_the_picture():
+    """A single negative distance between two drawn points is seen."""
+    group = report(base=1e4, context=4096).groups[0]
+    decay = rope_decay(range(4000), base=1e4, head_dim=16)
+    at, lowest, highest = decay_range(group, np.array([0, 7, 100, 4000]))
+    assert at.tolist() == [0, 7, 100]
+    np.testing.assert_allclose(lowest, [decay[:7].min(), decay[7:100].min(), decay[100:].min()], atol=1e-9)
+    np.testing.assert_allclose(highest, [decay[:7].max(), decay[7:100].max(), decay[100:].max()], atol=1e-9)
+
+
+def test_a_saved_report_is_drawn(tmp_path):
+    report().save(tmp_path / "rope.json")
+    plot_bound(read_result(tmp_path / "rope.json"), tmp_path / "rope.png")
+    assert (tmp_path / "rope.png").read_bytes().startswith(b"\x89PNG")

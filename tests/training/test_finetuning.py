@@ -1,0 +1,101 @@
+"""A pretrained model is changed and trained, and what is saved is what was trained."""
+
+import json
+
+import pytest
+import torch
+
+
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.metrics import read_result, rope_base_bound
+from hf_longctx.training.adapters import load_adapter
+from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.run import train
+from hf_longctx.training.starts import changed_model
+
+
+# PEFT asks transformers for a property that has another name now.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+DEMO = "model_cards/fox-demo"
+IDS = torch.randint(3, 1024, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def llama(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    (folder / "text.txt").write_text("The fox forgets what it no longer needs. " * 60)
+    return folder
+
+
+def settings(llama, output, **changes):
+    sizes = dict(sequence_length=32, batch_tokens=64, steps=3, learning_rate=1e-2)
+    return FinetuneSettings(model=str(llama), data=str(llama / "text.txt"), output=str(output), **sizes | changes)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("recipe", ["lora", "fox-from-llama", "rope-extend"])
+def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(recipe, llama, tmp_path):
+    longer = {"sequence_length": 128, "batch_tokens": 128} if recipe == "rope-extend" else {}
+    run = settings(llama, tmp_path, recipe=recipe, merge=True, **longer)
+    assert train(run) == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses[2] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama))
+    start = logits(base)
+    adapted = load_adapter(base, tmp_path / "adapter")
+    assert (logits(model) - start).abs().max() > 0.01
+    torch.testing.assert_close(logits(adapted), logits(model), atol=1e-5, rtol=1e-5)
+    assert model.config.tie_word_embeddings == (model.get_input_embeddings().weight is model.lm_head.weight)
+
+
+def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
+    assert train(settings(llama, tmp_path)) == 0
+    merged = load_adapter(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "model").merge_and_unload()
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(merged))
+
+
+def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):
+    assert train(settings(llama, tmp_path, full=True)) == 0
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (llama, tmp_path / "model"))
+    same = [n for (n, p), q in zip(before.named_parameters(), after.parameters()) if torch.equal(p, q)]
+    assert not same
+
+
+def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path):
+    run = settings(llama, tmp_path, recipe="fox-from-llama", decay_time=1e7)
+    assert train(run) == 0
+    assert train(settings(llama, tmp_path / "llama")) == 0
+    first = [json.loads((path / "metrics.jsonl").open().readline())["loss"] for path in (tmp_path, tmp_path / "llama")]
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    before = changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama)).model.layers[0].self_attn.f_proj
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
+    assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
+
+
+def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path):
+    run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=512, batch_tokens=512, steps=1)
+    assert train(run) == 0
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
+    assert config.max_position_embeddings == 512
+    assert config.rope_parameters["rope_theta"] >= rope_base_bound(511, 8).base
+    for when in ("before", "after"):
+        assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 512
+        assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()

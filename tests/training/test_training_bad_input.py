@@ -1,0 +1,222 @@
+"""What users of `hf-longctx train` get wrong."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mistakes import refused
+
+
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.training.adapters import load_adapter
+from hf_longctx.training.data import encode
+from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
+from hf_longctx.training.run import train
+from hf_longctx.training.settings import read_settings
+from hf_longctx.training.trainer import check_checkpoint
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+NEEDED = dict(data="text.txt", tokenizer="gpt2", output="run")
+
+
+def resolve(**changes):
+    return lambda kit: TrainSettings(**NEEDED | changes).resolve()
+
+
+def yaml(text):
+    def read(kit):
+        (kit.path / "config.yaml").write_text(text)
+        read_settings(TrainSettings, kit.path / "config.yaml", {})
+
+    return read
+
+
+def run(resume="auto", **changes):
+    def begin(kit):
+        sizes = dict(sequence_length=64, batch_tokens=64, rows_at_once=1, steps=2, save_steps=1)
+        here = dict(data=str(kit.path / "text.txt"), tokenizer=kit.tokenizer, output=str(kit.path / "run"))
+        paths = {name: str(kit.path / value[2:]) for name, value in changes.items() if str(value)[:2] == "./"}
+        train(TrainSettings(**here | sizes | changes | paths), resume)
+
+    return begin
+
+
+def after(prepare, mistake):
+    def both(kit):
+        prepare(kit)
+        mistake(kit)
+
+    return both
+
+
+def write(name, content="something"):
+    def prepare(kit):
+        (kit.path / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            (kit.path / name).write_text(content)
+        else:
+            np.save(kit.path / name, content)
+
+    return prepare
+
+
+def without_eos(kit):
+    tokenizer = AutoTokenizer.from_pretrained(kit.tokenizer)
+    tokenizer.eos_token = None
+    next(encode(iter(["text"]), tokenizer))
+
+
+SETTINGS = [
+    refused("no data", resolve(data=None), "--data is missing: text file, JSONL"),
+    refused("no tokenizer", resolve(tokenizer=None), "--tokenizer is missing"),
+    refused("no output", resolve(output=""), "--output is missing"),
+    refused("unknown preset", resolve(preset="1B"), "'1B'; it must be one of tiny, 125M"),
+    refused("unknown schedule", resolve(schedule="linear"), "'linear'; it must be one of cosine"),
+    refused("unknown dtype", resolve(dtype="fp8"), "'fp8'; it must be one of auto"),
+    refused("rows of no tokens", resolve(sequence_length=0), "--sequence-length is 0; it must be above 0"),
+    refused("negative learning rate", resolve(learning_rate=-1.0), "--learning-rate is -1.0; it must be above 0"),
+    refused("learning rate that is no number", resolve(learning_rate=float("nan")), "--learning-rate is nan"),
+    refused("no steps", resolve(steps=0), "--steps is 0"),
+    refused("no clipping", resolve(max_grad_norm=0), "--max-grad-norm is 0"),
+    refused("never saving", resolve(save_steps=0), "--save-steps is 0"),
+    refused("dropout of one", resolve(dropout=1.0), "--dropout is 1.0; it must be at least 0 and below 1"),
+    refused("warmup beyond the end", resolve(steps=5, warmup_steps=6), "between 0 and the 5 steps"),
+    refused(
+        "a batch of no whole passes",
+        lambda kit: TrainSettings(**NEEDED, batch_tokens=5000).resolve().accumulation(2),
+        "5000 is no multiple of the 8192 tokens.*Change --batch-tokens",
+    ),
+    refused("misspelt key", yaml("learning_rat: 1"), "learning_rat, which is no setting. Did you mean learning_rate?"),
+    refused("unknown key", yaml("zzz: 1"), "zzz, which is no setting. The settings are data, tokenizer"),
+    refused("word for a number", yaml("steps: many"), "steps to 'many'; it must be int"),
+    refused("number for a switch", yaml("pro: 3"), "pro to 3; it must be bool"),
+    refused("list for a number", yaml("steps: [1]"), r"steps to \[1\]; it must be int"),
+    refused("no mapping", yaml("- steps"), "holds no settings; it must have lines such as"),
+    refused("no YAML", yaml("a: [1"), "is no YAML"),
+    refused("no such file", lambda kit: read_settings(TrainSettings, kit.path / "no.yaml", {}), "no.yaml"),
+]
+
+
+def finetune(**changes):
+    sizes = dict(sequence_length=32, batch_tokens=32, steps=1)
+
+    def begin(kit):
+        model = kit.llama() if "model" not in changes else changes["model"]
+        here = dict(model=model, data=str(kit.path / "text.txt"), output=str(kit.path / "run"))
+        train(FinetuneSettings(**here | sizes | changes))
+
+    return begin
+
+
+def adapter_of(changed):
+    """Train an adapter and load it on another base."""
+
+    def load(kit):
+        finetune()(kit)
+        load_adapter(AutoModelForCausalLM.from_pretrained(kit.llama(**changed)), kit.path / "run" / "model")
+
+    return load
+
+
+def larger_tokenizer(kit):
+    tokenizer = AutoTokenizer.from_pretrained(kit.tokenizer)
+    tokenizer.add_tokens("<new>")
+    tokenizer.save_pretrained(kit.path / "tokenizer")
+    finetune(tokenizer=str(kit.path / "tokenizer"))(kit)
+
+
+FINETUNING = [
+    refused("no model", finetune(model=None), "MODEL is missing"),
+    refused("no such model", finetune(model="/no/such/folder"), "/no/such/folder"),
+    refused("no sequence length", finetune(sequence_length=None), "--sequence-length is missing"),
+    refused("unknown recipe", finetune(recipe="longlora"), "'longlora'; it must be one of lora"),
+    refused("rank of 0", finetune(lora_rank=0), "--lora-rank is 0; it must be at least 1"),
+    refused("alpha of 0", finetune(lora_alpha=0), "--lora-alpha is 0; it must be at least 1"),
+    refused("dropout of LoRA above 1", finetune(lora_dropout=2.0), "--lora-dropout is 2.0"),
+    refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is no such module.*did you mean q_proj?"),
+    refused("misspelt module", finetune(train_in_full="nrom"), "--train-in-full names nrom.*did you mean norm?"),
+    refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is no such module"),
+    refused("LoRA on tied embeddings", finetune(lora_targets="embed_tokens"), "one tensor, and merging an adapter"),
+    refused(
+        "rows beyond the context", finetune(sequence_length=128, batch_tokens=128), "128 is more than the 64 tokens"
+    ),
+    refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
+    refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
+    refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
+    refused("negative decay time", finetune(recipe="fox-from-llama", decay_time=-1.0), "--decay-time is -1.0"),
+    refused("no longer context", finetune(recipe="rope-extend"), "32 does not extend the context of 64"),
+    refused(
+        "base below the bound",
+        finetune(recipe="rope-extend", sequence_length=256, batch_tokens=256, rope_base=100.0),
+        "--rope-base 100 is below the bound of .*--allow-below-bound",
+    ),
+    refused("a FoX for a Llama", finetune(model="model_cards/fox-demo", recipe="fox-from-llama"), "(?i)llama"),
+    refused("RoPE of a FoX", finetune(model="model_cards/fox-demo", recipe="rope-extend"), "one RoPE base"),
+    refused("tokenizer of another model", larger_tokenizer, "has 1025 tokens, the model 1024"),
+    refused("adapter of a deeper base", adapter_of({"num_hidden_layers": 2}), "num_hidden_layers 1, not 2"),
+    refused("adapter of other weights", adapter_of({"initializer_range": 0.5}), "trained on another model"),
+    refused("no adapter", lambda kit: load_adapter(None, kit.path), "holds no adapter"),
+]
+RUNS = [
+    refused("text of less than a row", run(sequence_length=4096, batch_tokens=4096), "tokens; one row needs 4096"),
+    refused("no such text", run(data="/no/such/text"), "/no/such/text is no file or folder"),
+    refused("empty text", after(write("empty.txt", " \n"), run(data="./empty.txt")), "holds no text"),
+    refused(
+        "tokens that are no integers",
+        after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
+        "holds float64; a file of tokens holds integers",
+    ),
+    refused(
+        "tokens of another tokenizer",
+        after(write("far.npy", np.full(999, 70000)), run(data="./far.npy")),
+        "holds token 70000; the tokenizer has 1024",
+    ),
+    refused("output is a file", run(output="./text.txt"), "is a file; --output is the folder"),
+    refused("folder of something else", after(write("run/thesis.tex"), run()), "holds something else than a run"),
+    refused("tokenizer without an EOS", without_eos, "no EOS, which ends a document"),
+    refused(
+        "checkpoint that misses files",
+        after(write("checkpoint-3/trainer_state.json", "{}"), lambda kit: check_checkpoint(kit.path / "checkpoint-3")),
+        "no complete checkpoint: weights, optimizer, schedule, random state missing",
+    ),
+]
+
+
+@pytest.fixture
+def kit(tmp_path):
+    (tmp_path / "text.txt").write_text("The fox forgets what it no longer needs. " * 40)
+
+    def llama(**changes):
+        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
+        config = LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+        AutoTokenizer.from_pretrained("model_cards/fox-demo").save_pretrained(tmp_path / "llama")
+        return str(tmp_path / "llama")
+
+    return SimpleNamespace(path=tmp_path, tokenizer="model_cards/fox-demo", llama=llama)
+
+
+@pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS, *FINETUNING], ids=str)
+def test_mistakes(mistake, kit, record_property):
+    record_property("mistake", mistake.check(kit))
+
+
+def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
+    run()(kit)
+    run()(kit)  # finished
+    with pytest.raises(ValueError, match=r"other settings \(--learning-rate: 0.003 -> 0.1; --seed: 0 -> 1\).*never"):
+        run(learning_rate=0.1, seed=1)(kit)
+    (kit.path / "text.txt").write_text("Another text about a fox that forgets. " * 40)
+    with pytest.raises(ValueError, match=r"other settings \(--data: "):
+        run()(kit)
+    with pytest.raises(ValueError, match="a finished model, which --resume never would lose"):
+        run("never")(kit)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(kit):
+    with pytest.raises(FloatingPointError, match=r"gradients of step \d+ is (nan|inf). The weights are those of step"):
+        run(learning_rate=1e38, max_grad_norm=1e30, weight_decay=0.0, steps=5, schedule="constant")(kit)

@@ -1,0 +1,81 @@
+"""Texts become rows whose documents do not see one another."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_longctx import FoxConfig, FoxForCausalLM
+from hf_longctx.training.data import Rows, StreamedRows, make_row, pack
+
+
+EOS = 2
+DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
+PACKED = np.array([token for document in DOCUMENTS for token in (1, *document, EOS)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained("model_cards/fox-demo")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number, document in enumerate(["The first.", "The second is longer.", "A third one follows here. " * 20]):
+        (tmp_path / f"{number}.txt").write_text(document)
+    return str(tmp_path)
+
+
+def test_positions_restart_and_no_label_crosses_a_border():
+    row = make_row(PACKED[1:13], EOS)
+    assert row["input_ids"].tolist() == [5, 6, 7, 2, 1, 8, 2, 1, 9, 10, 11, 12]
+    assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert row["labels"].tolist() == [-100, 6, 7, 2, -100, 8, 2, -100, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("pro", [False, True], ids=["llama", "pro"])
+def test_a_packed_document_has_the_logits_and_loss_that_it_has_alone(pro):
+    torch.manual_seed(0)
+    make = FoxConfig.pro if pro else FoxConfig
+    fox = FoxForCausalLM(make(vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)).eval()
+    row = {name: value[None] for name, value in make_row(PACKED, EOS).items()}
+    with torch.no_grad():
+        packed = fox(**row)
+        losses, logits = [], []
+        for document in DOCUMENTS:
+            ids = torch.tensor([[1, *document, EOS]])
+            alone = fox(ids, labels=ids)
+            losses.append(alone.loss * (ids.shape[1] - 1))
+            logits.append(alone.logits[0])
+    torch.testing.assert_close(packed.logits[0], torch.cat(logits), atol=1e-5, rtol=1e-5)
+    labels = (row["labels"] != -100).sum()
+    torch.testing.assert_close(packed.loss * labels, sum(losses), atol=1e-4, rtol=1e-5)
+
+
+def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenizer, folder, tmp_path):
+    pack(folder, tokenizer, tmp_path / "tokens.npy")
+    tokens = np.load(tmp_path / "tokens.npy")
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode(tokens[: len(tokens) // 2]).startswith("<s>The first.</s><s>The second is longer.</s><s>A")
+    assert (tokens == tokenizer.eos_token_id).sum() == (tokens == tokenizer.bos_token_id).sum() == 3
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_stream_has_the_rows_of_the_file_and_begins_again(tokenizer, folder, tmp_path):
+    pack(folder, tokenizer, tmp_path / "tokens.npy")
+    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, 1024)
+    stream = iter(StreamedRows(folder, tokenizer, 16))
+    for row in (rows[i] for i in range(len(rows))):
+        assert {name: value.tolist() for name, value in next(stream).items()} == {
+            name: value.tolist() for name, value in row.items()
+        }
+    tail = rows.tokens[len(rows) * 16 :].tolist()
+    assert next(stream)["input_ids"].tolist()[: len(tail) + 1] == [*tail, tokenizer.bos_token_id]
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 16)])
+def test_a_file_of_tokens_of_any_integers_is_read(shape, tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(64, dtype=np.int32).reshape(shape))
+    rows = Rows(tmp_path / "tokens.npy", 20, None, 64)
+    assert len(rows) == 3
+    assert rows[2]["input_ids"].tolist() == list(range(40, 60))

@@ -1,0 +1,184 @@
+"""Runs that are killed, stopped and continued end as if nothing had happened."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+
+import pytest
+import torch
+
+
+pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+
+from hf_longctx import FoxForCausalLM
+from hf_longctx.corpus import stdlib_text
+from hf_longctx.training.recipes import TrainSettings
+from hf_longctx.training.run import train
+from hf_longctx.training.trainer import ResumableTrainer
+
+
+STEPS, SAVE_STEPS = 9, 3
+TOKENIZER = os.path.join(os.path.dirname(__file__), "..", "..", "model_cards", "fox-demo")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts")
+    documents = stdlib_text("held_out")[:12000].split("\n\n")
+    for number, document in enumerate(documents):
+        (path / f"{number:03}.txt").write_text(document)
+    return str(path)
+
+
+def settings(text, output, **changes):
+    sizes = dict(sequence_length=32, batch_tokens=128, rows_at_once=2, steps=STEPS, save_steps=SAVE_STEPS, dropout=0.1)
+    return TrainSettings(data=text, tokenizer=TOKENIZER, output=str(output), pro=True, **sizes | changes)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def die_at(step, inside_save=False):
+    """Make this process kill itself after a step, or while it saves the optimizer of one."""
+    name = "_save_optimizer_and_scheduler" if inside_save else "log"
+    method = getattr(ResumableTrainer, name)
+
+    def dying(self, *args, **kwargs):
+        if self.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **kwargs)
+
+    setattr(ResumableTrainer, name, dying)
+
+
+def terminate_at(step):
+    """Make this process receive SIGTERM in the middle of a step."""
+    method = ResumableTrainer.training_step
+    sent = []
+
+    def terminated(self, *args, **kwargs):
+        if self.state.global_step == step and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(self, *args, **kwargs)
+
+    ResumableTrainer.training_step = terminated
+
+
+def shard():
+    """Make Trainer divide the model by FSDP2, as scripts/accelerate/fsdp2.yaml does on accelerators."""
+    initialise = Accelerator.__init__
+
+    def initialise_and_shard(self, *args, **kwargs):
+        initialise(self, *args, **kwargs)
+        self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT"
+        )
+
+    Accelerator.__init__ = initialise_and_shard
+
+
+def train_in_process(run, fault, arguments, environment, sharded):
+    os.environ |= environment
+    torch.set_num_threads(1)
+    if sharded:
+        shard()
+    if fault is not None:
+        fault(*arguments)
+    if number := train(run):
+        raise SystemExit(128 + number)
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """Trains in processes of their own, and returns their exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hf_longctx.training.run"])
+
+    def run(settings, fault=None, *arguments, processes=1, sharded=False):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        members = []
+        for rank in range(processes):
+            environment = {}
+            if processes > 1:
+                environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            what = (settings, fault, arguments, environment, sharded)
+            members.append(context.Process(target=train_in_process, args=what))
+        for member in members:
+            member.start()
+        for member in members:
+            member.join(240)
+        codes = {member.exitcode for member in members}
+        assert len(codes) == 1, codes
+        return codes.pop()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(apart, text, tmp_path_factory):
+    """Metrics of runs that nothing interrupts, by their settings."""
+    runs = {}
+
+    def run(processes=1, sharded=False, **changes):
+        key = (processes, sharded, *changes.items())
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("uninterrupted")
+            assert apart(settings(text, folder, **changes), processes=processes, sharded=sharded) == 0
+            assert FoxForCausalLM.from_pretrained(folder / "model").num_parameters() > 2e6
+            runs[key] = metrics(folder)
+        return runs[key]
+
+    return run
+
+
+FAULTS = {
+    "killed before the first checkpoint": (die_at, 2),
+    "killed after a checkpoint": (die_at, 5),
+    "killed in the last step": (die_at, STEPS),
+    "killed inside a save": (die_at, 6, True),
+    "stopped by SIGTERM": (terminate_at, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, streaming",
+    [*((fault, False) for fault in FAULTS), ("killed after a checkpoint", True), ("stopped by SIGTERM", True)],
+)
+def test_a_run_goes_on_as_if_nothing_had_happened(fault, streaming, apart, uninterrupted, text, tmp_path):
+    run = settings(text, tmp_path, streaming=streaming)
+    code = apart(run, *FAULTS[fault])
+    assert code == (143 if "SIGTERM" in fault else -signal.SIGKILL)
+    assert not (tmp_path / "model").exists()
+    assert apart(run) == 0
+    assert metrics(tmp_path) == uninterrupted(streaming=streaming)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, sharded",
+    [("killed inside a save", False), ("stopped by SIGTERM", False), ("killed after a checkpoint", True)],
+)
+def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp_path):
+    run = settings(text, tmp_path)
+    assert apart(run, *FAULTS[fault], processes=2, sharded=sharded) != 0
+    assert apart(run, processes=2, sharded=sharded) == 0
+    assert metrics(tmp_path) == uninterrupted(processes=2, sharded=sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
+def test_processes_divide_a_step(sharded, uninterrupted):
+    one, two = (uninterrupted(n, sharded=sharded and n == 2, dropout=0.0) for n in (1, 2))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-5)

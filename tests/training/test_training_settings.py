@@ -1,0 +1,52 @@
+"""Settings come from the preset, a file over it, and the command line over both."""
+
+import pytest
+
+from hf_longctx.cli import main, parser
+from hf_longctx.training.recipes import PRESETS, TrainSettings
+from hf_longctx.training.settings import read_settings, write_settings
+
+
+NEEDED = dict(data="text.txt", tokenizer="gpt2", output="run")
+
+
+def test_the_command_line_goes_before_the_file_and_the_file_before_the_preset(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("learning_rate: 1e-4\nweight_decay: 0\nsteps: 7\npro: true\n")
+    options = vars(parser().parse_args(["train", "--steps", "9", "--no-pro", "--data", "x.txt"]))
+    settings = read_settings(TrainSettings, file, options | NEEDED).resolve()
+    assert (settings.learning_rate, settings.weight_decay, settings.steps, settings.pro) == (1e-4, 0, 9, False)
+    assert settings.batch_tokens == PRESETS["tiny"].batch_tokens
+
+
+def test_settings_are_read_as_they_were_written(tmp_path):
+    settings = TrainSettings(**NEEDED, preset="360M", pro=True).resolve()
+    (tmp_path / "config.yaml").write_text(write_settings(settings))
+    assert read_settings(TrainSettings, tmp_path / "config.yaml", {}) == settings == settings.resolve()
+
+
+@pytest.mark.parametrize("preset, steps, warmup", [("125M", 5149, 512), ("360M", 14305, 512), ("760M", 30517, 512)])
+def test_the_presets_are_the_papers(preset, steps, warmup):
+    settings = TrainSettings(**NEEDED, preset=preset).resolve()
+    assert (settings.steps, settings.warmup_steps) == (steps, warmup)
+    assert settings.accumulation(processes=8) == 4
+
+
+# Table 6 counts the head, but not the input embedding.
+@pytest.mark.parametrize("preset, pro, millions", [("125M", False, 124), ("360M", False, 360), ("760M", False, 757.6)])
+def test_the_presets_have_the_papers_sizes(preset, pro, millions):
+    import torch
+
+    from hf_longctx import FoxConfig, FoxForCausalLM
+
+    settings = TrainSettings(**NEEDED, preset=preset, pro=pro).resolve()
+    make = FoxConfig.pro if pro else FoxConfig
+    with torch.device("meta"):
+        model = FoxForCausalLM(make(vocab_size=50257, **settings.model_sizes()))
+    size = model.num_parameters() - model.get_input_embeddings().weight.numel()
+    assert size / 1e6 == pytest.approx(millions, rel=3e-3)
+
+
+def test_print_config_prints_all_settings(capsys):
+    assert main(["train", *["--data", "t", "--tokenizer", "gpt2", "--output", "run", "--print-config"]]) == 0
+    assert "learning_rate: 0.003\n" in capsys.readouterr().out
