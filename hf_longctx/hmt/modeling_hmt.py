@@ -52,6 +52,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
@@ -237,19 +238,22 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         rows = Rows.of(state, input_ids, mask, targets, length)
         chunks = rows.chunks(length, first)
 
-        late, first_halves = [], []
+        late, early, first_halves = [], [], []
+        group_size = max(1, self.config.summary_batch // len(input_ids))
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
             for chunk, query in zip(chunks, self._recall_queries(state, chunks)):
                 state, reading, first_half = self._read_segment(state, chunk, query, use_cache)
                 late.append(reading)
                 first_halves += first_half
-            early = list(self._read_first_halves(first_halves))
+                if len(first_halves) == group_size or chunk is chunks[-1]:
+                    early += self._read_first_halves(first_halves)
+                    first_halves = []
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
         pieces = [
             [x.logits[row] for x in readings if x.logits and len(x.logits[row])] for row in range(len(input_ids))
         ]
-        del early, first_halves
+        del early
         logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
         if isinstance(logits_to_keep, torch.Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
@@ -441,10 +445,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     def _read_first_halves(self, passes):
         """Run neighbouring passes of one shape together, and yield their `Reading`s."""
         for _, alike in groupby(passes, key=lambda one: one.shape):
-            alike = list(alike)
-            group_size = max(1, self.config.summary_batch // len(alike[0].embeds))
-            for start in range(0, len(alike), group_size):
-                yield from self._run_passes(alike[start : start + group_size])[0]
+            yield from self._run_passes(list(alike))[0]
 
     def _run_passes(self, passes, mask=None, kv_cache=None):
         """Run passes of one shape together: their `Reading`s, and the last hidden states (R, P, d)."""
@@ -749,10 +750,11 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         """As in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
         It has read everything but the last token of the sequences, with which the next call begins. Rows that end
-        before others read padding until all have ended: generate such rows one by one to go on from their states.
+        before others read padding until all have ended: generate such rows one by one to go on from their states. A
+        beam search has no `state`: its rows are beams, not the sequences.
         """
         output = super().generate(*args, **kwargs)
-        if isinstance(output, ModelOutput):
+        if isinstance(output, GenerateDecoderOnlyOutput):
             output["state"] = output.past_key_values
         return output
 
