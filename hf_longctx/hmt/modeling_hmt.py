@@ -52,9 +52,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, cached_file
+from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
+from .checks_hmt import check_generation, check_ids
 from .configuration_hmt import HMTConfig
 from .memory_hmt import SIMILARITY_GAIN, HMTMemory, HMTState, pad_front, pick, recall_distance
 from .pages_hmt import MemoryPages, PageFile
@@ -151,6 +154,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim)
+        # every change in place raises a parameter's version
+        self._versions = {name: parameter._version for name, parameter in lm.model.named_parameters()}
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
@@ -179,6 +184,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     # ------------------------------------------------------------------------------------------------ one forward
 
+    @can_return_tuple
     def forward(
         self,
         input_ids=None,
@@ -202,9 +208,12 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             labels: (B, T), usually the input_ids, -100 where not scored; shifted here. The first token of a row in a
                 call has no prediction.
             state: `HMTState` of an earlier call. In the causal mode any chunking gives the result of one piece; in the
-                paper mode a chunk may not end within the first j tokens of a segment.
+                paper mode a chunk may not end within the first j tokens of a segment. If a backward pass has gone
+                through the earlier call, give `state.detach()`: its graph is used up.
             use_cache: return the state. Default: True with a state, else False.
             logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions, a long tensor (n,).
+                The loss is summed segment by segment, whatever is kept: with 1, memory does not grow with T times the
+                vocabulary under `torch.no_grad()`, nor in training with gradient checkpointing.
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
@@ -217,9 +226,10 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 an argument that is not used.
         """
         for name, value in kwargs.items():
-            if value is not None and value is not False and name != "return_dict":
+            if value is not None and value is not False:
                 raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
         use_cache = state is not None if use_cache is None else use_cache
+        self._check_settings()
         self._check_loss_arguments(labels, logits_to_keep, score_from)
         state, mask = self._check_inputs(input_ids, attention_mask, labels, state, use_cache)
         tokens, length = input_ids.shape[1], self.config.segment_length
@@ -228,19 +238,22 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         rows = Rows.of(state, input_ids, mask, targets, length)
         chunks = rows.chunks(length, first)
 
-        late, first_halves = [], []
+        late, early, first_halves = [], [], []
+        group_size = max(1, self.config.summary_batch // len(input_ids))
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
             for chunk, query in zip(chunks, self._recall_queries(state, chunks)):
                 state, reading, first_half = self._read_segment(state, chunk, query, use_cache)
                 late.append(reading)
                 first_halves += first_half
-            early = list(self._read_first_halves(first_halves))
+                if len(first_halves) == group_size or chunk is chunks[-1]:
+                    early += self._read_first_halves(first_halves)
+                    first_halves = []
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
         pieces = [
             [x.logits[row] for x in readings if x.logits and len(x.logits[row])] for row in range(len(input_ids))
         ]
-        del early, first_halves
+        del early
         logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
         if isinstance(logits_to_keep, torch.Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
@@ -432,10 +445,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
     def _read_first_halves(self, passes):
         """Run neighbouring passes of one shape together, and yield their `Reading`s."""
         for _, alike in groupby(passes, key=lambda one: one.shape):
-            alike = list(alike)
-            group_size = max(1, self.config.summary_batch // len(alike[0].embeds))
-            for start in range(0, len(alike), group_size):
-                yield from self._run_passes(alike[start : start + group_size])[0]
+            yield from self._run_passes(list(alike))[0]
 
     def _run_passes(self, passes, mask=None, kv_cache=None):
         """Run passes of one shape together: their `Reading`s, and the last hidden states (R, P, d)."""
@@ -555,6 +565,10 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     def _check_inputs(self, input_ids, attention_mask, labels, state, use_cache):
         """The state to start from, and the mask as (B, T) bool or None if nothing is padding; or ValueError."""
+        if input_ids is not None and not isinstance(input_ids, torch.Tensor):
+            raise ValueError(
+                f"input_ids is a {type(input_ids).__name__}; it must be a tensor: torch.tensor(input_ids)."
+            )
         if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
             shape = None if input_ids is None else tuple(input_ids.shape)
             raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
@@ -564,19 +578,41 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                     f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
                     "the tokens of this call only."
                 )
+        vocab_size = len(self.get_input_embeddings().weight)
+        if labels is not None:
+            check_ids("labels", labels, vocab_size, ignored=-100)
         if state is None:
             state = self.new_state(len(input_ids), device=input_ids.device)
         else:
             self._check_state(state, len(input_ids))
         if attention_mask is None or attention_mask.all():
+            check_ids("input_ids", input_ids, vocab_size)
             return state, None
+        if not ((attention_mask == 0) | (attention_mask == 1)).all():
+            raise ValueError(
+                f"attention_mask holds {attention_mask.min()} to {attention_mask.max()}; it must be 1 on tokens and 0 "
+                "on padding."
+            )
         mask = attention_mask.bool()
         self._check_padding(mask, state, use_cache)
+        check_ids("input_ids", input_ids[mask], vocab_size)
         return replace(state, padded=self.config.recall_mode == "paper"), mask
 
+    def _check_settings(self):
+        """Settings may have changed since the parameters were made."""
+        self.config.check()
+        if self.config.recall and not hasattr(self.memory, "wq"):
+            raise ValueError(
+                "config.recall is True, and this model was built without recall: it has no projections. Save it, and "
+                "load it with HMTWrapper.from_pretrained(folder, recall=True)."
+            )
+        if self.config.memory_tokens != len(self.memory.initial):
+            raise ValueError(
+                f"config.memory_tokens is {self.config.memory_tokens}, and this model was built with "
+                f"{len(self.memory.initial)}. Build a new model: HMTWrapper.from_backbone(model.backbone, config)."
+            )
+
     def _check_loss_arguments(self, labels, logits_to_keep, score_from):
-        if labels is not None and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep):
-            raise ValueError("labels need all logits; leave logits_to_keep at 0.")
         if not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep is {logits_to_keep}; it counts the last positions, 0 is all of them.")
         if labels is None and score_from is not None:
@@ -706,6 +742,22 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         options = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        check_generation(generation_config)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        """As in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
+
+        It has read everything but the last token of the sequences, with which the next call begins. Rows that end
+        before others read padding until all have ended: generate such rows one by one to go on from their states. A
+        beam search has no `state`: its rows are beams, not the sequences.
+        """
+        output = super().generate(*args, **kwargs)
+        if isinstance(output, GenerateDecoderOnlyOutput):
+            output["state"] = output.past_key_values
+        return output
+
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
         """As in transformers, and also repeat the rows of a `state`."""
         state = model_kwargs.get("state")
@@ -759,8 +811,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             if kwargs or revision is not None:
                 raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")
         else:
-            config.backbone_name_or_path, config.backbone_revision = str(backbone), revision
+            config.backbone_name_or_path = str(backbone)
             backbone = AutoModelForCausalLM.from_pretrained(backbone, revision=revision, **kwargs)
+            config.backbone_revision = revision or getattr(backbone.config, "_commit_hash", None)
         model = cls(config, backbone=backbone)
         model.memory.to(model.get_input_embeddings().weight.device, model.lm.model.dtype)
         return model.train(backbone.training)
@@ -769,7 +822,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         """Save configuration and weights; with `config.backbone_in_checkpoint=False` the memory's weights only.
 
         Raises:
-            ValueError: `config.backbone_name_or_path` is not set, and the checkpoint would have to point to it.
+            ValueError: the checkpoint would have to point to the backbone, and `config.backbone_name_or_path` is not
+                set, or the backbone's weights have changed.
             NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or quantized.
         """
         weights = self.state_dict() if state_dict is None else state_dict
@@ -778,6 +832,13 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 raise ValueError(
                     "backbone_in_checkpoint is False, and config.backbone_name_or_path does not say where the "
                     "backbone is. Set it, or set backbone_in_checkpoint=True."
+                )
+            changed = [n for n, p in self.lm.model.named_parameters() if p._version > self._versions.get(n, 0)]
+            if changed and self.lm.model is self.backbone:  # adapters of PEFT are saved apart
+                raise ValueError(
+                    f"backbone_in_checkpoint is False, and {len(changed)} parameters of the backbone, such as "
+                    f"{changed[0]}, have changed since it was wrapped: the checkpoint would lose that. Set "
+                    "config.backbone_in_checkpoint=True, or freeze the backbone: model.backbone.requires_grad_(False)."
                 )
             weights = {name: value for name, value in weights.items() if name.startswith("memory.")}
         elif self.lm.model is not self.backbone:
@@ -795,14 +856,17 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, config=None, backbone_trust_remote_code=False, **kwargs
+    ):
         """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers.
 
         With `output_loading_info=True`, the loading info of a pointer is that of the backbone, under the backbone's
-        own parameter names; the memory's weights must be complete.
+        own parameter names; the memory's weights must be complete. `trust_remote_code` holds for this checkpoint; code
+        in the repository of the backbone runs only with `backbone_trust_remote_code=True`.
 
         Raises:
-            ValueError: settings beside a configuration object.
+            ValueError: settings beside a configuration object; not an HMT checkpoint; a backbone with code of its own.
         """
         path, hmt_config = pretrained_model_name_or_path, config
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -817,13 +881,22 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             )
         if hmt_config.backbone_in_checkpoint:
             return super().from_pretrained(path, *args, config=config, **kwargs)
-        hmt_names = {"revision", "subfolder", *settings}
+        # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
+        hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
+        hmt_names |= {"adapter_kwargs", "_commit_hash"}
         backbone_kwargs = {name: value for name, value in kwargs.items() if name not in hmt_names}
         # AutoModel keeps its argument attn_implementation in the config
         backbone_kwargs.setdefault("attn_implementation", hmt_config._attn_implementation)
-        backbone = AutoModelForCausalLM.from_pretrained(
-            hmt_config.backbone_name_or_path, revision=hmt_config.backbone_revision, **backbone_kwargs
-        )
+        backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
+        try:
+            backbone = AutoModelForCausalLM.from_pretrained(hmt_config.backbone_name_or_path, **backbone_kwargs)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"The backbone {hmt_config.backbone_name_or_path!r} has code of its own, and trust_remote_code holds "
+                "for this checkpoint only. Read that code, then pass backbone_trust_remote_code=True."
+            ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         model = cls.from_backbone(backbone, hmt_config)
         weights = load_file(cached_file(path, "model.safetensors", **hub))
