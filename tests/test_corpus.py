@@ -114,28 +114,6 @@ def test_compressed_text_and_byte_order_marks(tmp_path):
     assert load_text(str(tmp_path / "b.tex")) == "third"
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.jsonl", b'{"content": "x", "n": 1}\n', r"a.jsonl has columns \['content', 'n'\]; .* rename"),
-        ("a.jsonl", b'{"text": 3}\n', 'the column "text" of .*a.jsonl holds int'),
-        ("a.jsonl", b'{"text": "x"}\n{"text":\n', "a.jsonl cannot be read as json: "),
-        ("a.json", b"plain text", "a.json cannot be read as json: "),
-        ("a.jsonl", b"", "a.jsonl holds no text"),
-        ("a.parquet", b"PAR1", "a.parquet cannot be read as parquet: "),
-        ("a.txt", b"ab\0cd", "a.txt is a binary file"),
-        ("a.txt", b"\xff\xfea\0", "a.txt is not text in UTF-8 .* iconv"),
-        ("a.txt.gz", b"plain", "a.txt.gz is no whole gzip file"),
-        ("a.txt.gz", gzip.compress(b"plain")[:-9], "a.txt.gz is no whole gzip file"),
-    ],
-)
-def test_files_that_hold_no_text(tmp_path, name, content, message):
-    pytest.importorskip("datasets")
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_text(str(tmp_path / name))
-
-
 def test_tables_need_the_datasets_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')

@@ -8,6 +8,8 @@ Examples:
 
 from pathlib import Path
 
+from . import shared
+
 
 def add_arguments(parser):
     parser.add_argument("files", nargs="+", metavar="FILE.json", help="in the order of the picture")
@@ -19,10 +21,16 @@ def add_arguments(parser):
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each file (default: the models' names)")
     parser.add_argument("--title", help="heading of the picture")
+    parser.add_argument(
+        "--test-sources",
+        action="store_true",
+        help="test whether the LM accuracies of curves differ that differ in --irrelevant-text only (Liu et al., "
+        "appendix A)",
+    )
 
 
 def run(args):
-    from ..metrics import read_result
+    from ..metrics import irrelevant_source_test, read_result
     from ..metrics.report.comparison import compare, named
 
     files = [Path(file) for file in args.files]
@@ -32,7 +40,22 @@ def run(args):
         )
     results = [read_result(file) for file in files]
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    if args.test_sources:
+        check_sources(results.values())
+    output = shared.picture_path(args.output)
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
+    if args.test_sources:
+        for test in irrelevant_source_test(results):
+            print(f"length {test.length}: p = {test.anova_p:.3g} (ANOVA), {test.kruskal_p:.3g} (Kruskal-Wallis)")
+
+
+def check_sources(results):
+    """ValueError if the results are no forgetting curves that differ in their irrelevant text only."""
+    for name in ("kind", "model", "protocol", "data_type", "seed", "corpus_sha256"):
+        values = {result.kind if name == "kind" else result.settings.get(name) for result in results}
+        if len(values) > 1 or (name == "kind" and values != {"forgetting_curve"}):
+            raise ValueError(
+                f"--test-sources compares forgetting curves that differ in their irrelevant text only; their {name} is "
+                f"{' and '.join(map(str, values))}."
+            )

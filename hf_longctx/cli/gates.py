@@ -8,8 +8,6 @@ Examples:
   hf-longctx gates model_cards/fox-demo --layers 0 --heads 0 1
 """
 
-from pathlib import Path
-
 from . import shared
 
 
@@ -28,9 +26,11 @@ def add_arguments(parser):
 def run(args):
     from ..fox.pictures import plot_forget_gates
 
-    model, tokenizer = shared.load_model(args)
-    tokens = shared.load_corpus(args, tokenizer, longest=args.tokens).tokens[: args.tokens]
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    plot_forget_gates(model, tokens, output, layers=args.layers, heads=args.heads)
+    if args.tokens < 1:
+        raise ValueError(f"--tokens is {args.tokens}; it must be at least 1.")
+    shared.check(args)
+    tokenizer = shared.load_tokenizer(args)
+    tokens = shared.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens]
+    output = shared.picture_path(args.output)
+    plot_forget_gates(shared.load_weights(args), tokens, output, layers=args.layers, heads=args.heads)
     print(f"wrote {output}, of {len(tokens)} tokens")

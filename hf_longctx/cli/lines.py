@@ -17,7 +17,7 @@ def add_arguments(parser):
     group = parser.add_argument_group("lines")
     group.add_argument(
         "--lines",
-        type=int,
+        action=shared.Numbers,
         nargs="+",
         metavar="N",
         help="lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
@@ -30,13 +30,18 @@ def add_arguments(parser):
 def run(args):
     from ..metrics import Run, line_retrieval
     from ..metrics.report.defaults import NO_CLAIM, line_counts
+    from ..metrics.retrieval.lines import draw_record
 
-    reader, tokenizer = shared.load_reader(args)
+    shared.check(args)
+    for n in args.lines or ():
+        draw_record(n, args.seed, 0)
+    tokenizer, claimed, open_reader = shared.open_model(args)
+    lines = args.lines or line_counts(claimed or NO_CLAIM, tokenizer)
     measure = partial(
         line_retrieval,
-        reader,
+        open_reader(),
         tokenizer,
-        lines=args.lines or line_counts(reader.claimed_context or NO_CLAIM, tokenizer),
+        lines=lines,
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,

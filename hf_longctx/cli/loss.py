@@ -28,16 +28,20 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import Run, position_loss
+    from ..metrics.loss.measure import check_starts
     from ..metrics.report.defaults import NO_CLAIM
 
-    reader, tokenizer = shared.load_reader(args)
-    claimed = reader.claimed_context or NO_CLAIM
-    tokens, corpus_name = shared.load_corpus(args, tokenizer, shared.coalesce(args.context_length, claimed))
+    shared.check(args)
+    tokenizer, claimed, open_reader = shared.open_model(args)
+    claimed = claimed or NO_CLAIM
+    tokens, corpus_name = shared.load_corpus(args.text, tokenizer, shared.coalesce(args.context_length, claimed))
+    context_length = shared.coalesce(args.context_length, min(claimed, len(tokens)))
+    check_starts(None, args.sequences, len(tokens), context_length)
     measure = partial(
         position_loss,
-        reader,
+        open_reader(),
         tokens,
-        context_length=shared.coalesce(args.context_length, min(claimed, len(tokens))),
+        context_length=context_length,
         sequences=args.sequences,
         bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
         tokenizer=tokenizer,

@@ -25,7 +25,7 @@ def add_arguments(parser):
     )
     group.add_argument(
         "--lengths",
-        type=int,
+        action=shared.Numbers,
         nargs="+",
         metavar="TOKENS",
         help="of prompt and answer (default: 8, evenly spaced up to the claimed context, but those too short for it)",
@@ -45,18 +45,23 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import Run, needle_in_a_haystack
+    from ..metrics.curve.protocol import check_lengths
     from ..metrics.report.defaults import NO_CLAIM, needle_lengths
+    from ..metrics.retrieval.haystack import draw_begins, haystack_length, needle_pieces
+    from ..metrics.retrieval.measure import encoder
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
-    if args.depths < 2:
-        raise ValueError(f"--depths is {args.depths}; it must be at least 2, the beginning and the end.")
-    reader, tokenizer = shared.load_reader(args)
-    lengths = args.lengths or needle_lengths(reader.claimed_context or NO_CLAIM, tokenizer, args.mode)
-    tokens, corpus_name = shared.load_corpus(args, tokenizer, max(lengths))
+    shared.check(args)
+    tokenizer, claimed, open_reader = shared.open_model(args)
+    lengths = args.lengths or needle_lengths(claimed or NO_CLAIM, tokenizer, args.mode)
+    pieces = needle_pieces(encoder(tokenizer), 0, args.mode)
+    rooms = [haystack_length(length, pieces) for length in check_lengths(lengths)]
+    tokens, corpus_name = shared.load_corpus(args.text, tokenizer, lengths[-1])
+    draw_begins(len(tokens), rooms[-1], args.repeats, args.seed)
     measure = partial(
         needle_in_a_haystack,
-        reader,
+        open_reader(),
         tokenizer,
         tokens,
         lengths=lengths,

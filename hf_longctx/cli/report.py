@@ -35,11 +35,11 @@ def run(args):
     from ..metrics import measure_all
     from ..metrics.report.defaults import NO_CLAIM
 
-    reader, tokenizer = shared.load_reader(args)
-    longest = shared.coalesce(args.context_length, reader.claimed_context, NO_CLAIM)
-    corpus = shared.load_corpus(args, tokenizer, longest)
+    shared.check(args, folder=True)
+    tokenizer, claimed, open_reader = shared.open_model(args)
+    corpus = shared.load_corpus(args.text, tokenizer, shared.coalesce(args.context_length, claimed, NO_CLAIM))
     report = measure_all(
-        reader,
+        open_reader(),
         tokenizer,
         corpus.tokens,
         args.output,

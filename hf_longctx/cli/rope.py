@@ -8,8 +8,6 @@ Examples:
   hf-longctx rope MODEL --context-length 65536 --output rope.svg
 """
 
-from pathlib import Path
-
 from . import shared
 
 
@@ -28,11 +26,12 @@ def run(args):
 
     from ..metrics import rope_report
 
+    if args.output is not None:
+        shared.check_writable("--output", args.output)
     config = AutoConfig.from_pretrained(args.model, **shared.source(args))
     report = rope_report(config, context_length=args.context_length)
     print(report.to_json(indent=1) if args.json else report)
     if args.output is not None:
-        output = Path(args.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
+        output = shared.picture_path(args.output)
         report.plot(output)
         shared.say(f"wrote {output}")

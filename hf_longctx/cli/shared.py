@@ -6,6 +6,12 @@ import sys
 from pathlib import Path
 
 
+PICTURES = (".png", ".svg", ".pdf")
+# the least that an option may be, by its name in the namespace
+LEAST = {
+    **dict.fromkeys(("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens"), 1),
+    **dict.fromkeys(("points", "depths"), 2),
+}
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # the last: no such device, out of memory
 
 
@@ -81,9 +87,19 @@ def add_text(parser, default="pg19 where a hub can be reached, else stdlib"):
     parser.add_argument(
         "--text",
         metavar="SOURCE",
-        help="text file, folder of *.txt, dataset name, pg19, or stdlib for English from CPython "
-        f"(default: {default})",
+        help="text file, .jsonl, .json or .parquet with a column text (each also .gz), folder of such files, dataset "
+        f"name, pg19, or stdlib for English from CPython (default: {default})",
     )
+
+
+class Numbers(argparse.Action):
+    """Whole numbers, apart by spaces or commas."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            setattr(namespace, self.dest, [int(word) for value in values for word in value.split(",") if word])
+        except ValueError as error:
+            raise argparse.ArgumentError(self, f"{error}; give whole numbers, such as 500,1000") from None
 
 
 def add_repeats(parser, of, default=10):
@@ -109,21 +125,80 @@ def add_run(parser, output):
     group.add_argument(
         "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
     )
-    group.add_argument("--output", default=output, metavar="PATH", help="without ending (default: %(default)s)")
+    group.add_argument(
+        "--output",
+        default=output,
+        metavar="PATH",
+        help="of JSON and picture, which is a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
+    )
     return group
 
 
-def load_reader(args):
-    """A reader of the model, or with --endpoint of a served model, and the tokenizer; joins other processes first."""
+def check(args, folder=False):
+    """What can be known before anything is loaded; `folder` says whether --output names one.
+
+    Raises:
+        ValueError: a number is too small, or a file cannot be written.
+    """
+    for name, least in LEAST.items():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    check_writable("--output", args.output, folder)
+    if getattr(args, "journal", None) is not None:
+        check_writable("--journal", args.journal)
+
+
+def check_writable(option, name, folder=False):
+    """ValueError if no file, or folder, of that name can be written."""
+    path = Path(name).absolute()
+    if not folder and (path.is_dir() or name.endswith("/")):
+        raise ValueError(f"{option} {name} is a folder; name a file in it.")
+    if not folder and path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{option} {name} is a file that you may not write.")
+    parent = next(parent for parent in (*[path] * folder, *path.parents) if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{option} {name} cannot be written: {parent} is no folder that you may write into.")
+
+
+def picture_path(name):
+    """The file of a picture, whose ending may be left out; its folder is made.
+
+    >>> picture_path("a/b").name, picture_path("a/b.svg").name
+    ('b.png', 'b.svg')
+    """
+    path = Path(name)
+    path = path if path.suffix in PICTURES else path.with_name(f"{path.name}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def open_model(args):
+    """What is known of a model before its weights are loaded; joins other processes first.
+
+    Returns:
+        the tokenizer, the context that the model claims, in tokens, or None, and a function that makes the reader.
+    """
+    from transformers import AutoConfig
+
     from ..metrics import LocalReader, ServedModel
+    from ..metrics.run.model import check_decoder
 
     options = served_options(args)
     join_processes()
-    if args.endpoint is None:
-        model, tokenizer = load_model(args)
-        return LocalReader(model), tokenizer
-    tokenizer = load_tokenizer(args)
-    return ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options), tokenizer
+    if args.endpoint is not None:
+        tokenizer = load_tokenizer(args)
+        reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
+        return tokenizer, reader.claimed_context, lambda: reader
+    choose_device(args.device)
+    try:
+        config = AutoConfig.from_pretrained(args.model, **source(args)).get_text_config()
+    except Exception:  # an adapter has none, and loading the model says best what is wrong with another
+        reader = LocalReader(load_weights(args))
+        return load_tokenizer(args), reader.claimed_context, lambda: reader
+    check_decoder(config)
+    claimed = getattr(config, "max_position_embeddings", None)
+    return load_tokenizer(args), claimed, lambda: LocalReader(load_weights(args))
 
 
 def source(args):
@@ -167,6 +242,11 @@ def choose_device(name):
 
 def load_model(args):
     """The model, on its device, in eval mode, and its tokenizer."""
+    return load_weights(args), load_tokenizer(args)
+
+
+def load_weights(args):
+    """The model, on its device, in eval mode."""
     from ..metrics.run.model import load_language_model
 
     options, device = source(args), choose_device(args.device)
@@ -179,7 +259,7 @@ def load_model(args):
             f"{args.model} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
             "has a value that transformers does not know."
         ) from error
-    return model.to(device).eval(), load_tokenizer(args)
+    return model.to(device).eval()
 
 
 def load_tokenizer(args):
@@ -196,14 +276,14 @@ def load_tokenizer(args):
         ) from error
 
 
-def load_corpus(args, tokenizer, longest=None):
-    """The text that `add_text` names, as a `corpus.Corpus`; says on stderr which text it is.
+def load_corpus(source, tokenizer, longest=None):
+    """The text of that name (see `add_text`) as a `corpus.Corpus`; says on stderr which text it is.
 
     From a dataset no more documents are read than make a million tokens, or ten times the `longest` stretch needed.
     """
     from ..corpus import load_tokens
 
-    corpus = load_tokens(tokenizer, args.text, at_least=max(1_000_000, 10 * (longest or 0)))
+    corpus = load_tokens(tokenizer, source, at_least=max(1_000_000, 10 * (longest or 0)))
     say(f"text: {corpus.name}, {len(corpus.tokens)} tokens")
     return corpus
 
@@ -232,13 +312,19 @@ def join_processes():
 
 
 def write_measured(args, measure, **picture):
-    """`measure_into` OUTPUT.json and OUTPUT.png; `picture` are options of the result's `plot`."""
+    """`measure_into` --output; `picture` are options of the result's `plot`."""
     from ..metrics.report.measure_all import measure_into
 
-    output = Path(args.output)
+    output, ending = Path(args.output), ".png"
+    if output.suffix in (".json", *PICTURES):
+        ending = ".png" if output.suffix == ".json" else output.suffix
+        output = output.with_suffix("")
 
-    def tell(result):
-        print(result.summary())
-        print(f"wrote {output}.png and {output}.json")
-
-    measure_into(output, measure, tell=tell, **picture)
+    measure_into(
+        output,
+        measure,
+        tell=lambda result: print(result.summary(), flush=True),
+        wrote=lambda path: print(f"wrote {path}"),
+        ending=ending,
+        **picture,
+    )

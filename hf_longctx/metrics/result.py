@@ -14,7 +14,8 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -269,7 +270,8 @@ class Result:
         path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with writing(partial):
+            partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
@@ -296,6 +298,17 @@ def read_result(path) -> Result:
 def rounded(value: int | float) -> str:
     """A number to show: four digits, or all of an integer."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Where the disk is full, the error names the file, which is removed, as only a part of it is there."""
+    try:
+        yield
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
+        raise
 
 
 def commit(folder: Path) -> str | None:

@@ -175,6 +175,23 @@ def test_a_model_that_looks_ahead_is_refused(model, tokens):
         Engine(model, np.full(tokens, 5))
 
 
+def test_rounding_is_not_taken_for_looking_ahead():
+    """Experts group tokens differently where later ones change."""
+
+    class Rounding(Shift):
+        def forward(self, input_ids):
+            (logits,) = super().forward(input_ids)
+            return (logits + self.size * torch.randn_like(logits),)
+
+    torch.manual_seed(0)
+    model, trial = Rounding(0), np.random.default_rng(0).integers(0, V, 32)
+    model.size = 1e-6
+    Engine(model, trial)
+    model.size = 1e-4
+    with pytest.raises(ValueError, match="not causal"):
+        Engine(model, trial)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["bert", "xlnet"])
 def test_encoders_are_refused_and_decoders_are_not(kind, dtype):

@@ -99,3 +99,20 @@ def test_a_model_is_its_weights_and_its_configuration(tmp_path):
     for wrapper in wrapped[1:]:
         wrapper.load_state_dict(wrapped[0].state_dict())
     assert len(set(map(weights_hash, wrapped))) == 2
+
+
+def hash_while_spread():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = tiny_llama()
+    hashed, mesh = weights_hash(model), init_device_mesh("cpu", (2,))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)])))
+    assert weights_hash(model) == hashed
+
+
+@pytest.mark.slow
+def test_a_model_spread_over_processes_is_the_same_model(two_processes):
+    two_processes(hash_while_spread)

@@ -124,7 +124,7 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     assert found.points == expected.points
     assert sum(p.copy_mean + p.lm_mean for p in found.points) > 0
     served = {"model": "tiny", "dtype": None, "attention": None, "served_with": FORMS[form]}
-    served |= {"endpoint": server.url, "device": None}
+    served |= {"endpoint": server.url, "device": None, "tokens_per_pass": None}
     assert {name: found.settings.get(name) for name in served} == served
     same = expected.settings.keys() - served.keys() - {"weights_sha256"}
     assert {name: found.settings[name] for name in same} == {name: expected.settings[name] for name in same}

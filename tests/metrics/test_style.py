@@ -18,15 +18,37 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.delattr("hf_longctx.metrics.style", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    answers = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
     for result in (
         ForgettingCurve([CurvePoint(8, [4], [1])]),
         PositionLoss([3.0, 2.5], 1),
-        NeedleGrid([NeedleCell(answers, 100, 0.5, [40])]),
-        LineRetrieval([LinesPoint(answers, 10, [200], [3])]),
+        NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
+        LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
     ):
         with pytest.raises(ImportError, match=r"pip install 'hf-longctx\[plot\]'"):
             result.plot(tmp_path / "picture.png")
+
+
+ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        ForgettingCurve([CurvePoint(8, [4], [1])]),
+        PositionLoss([3.0, 2.5], 1),
+        NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
+        LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
+    ],
+    ids=lambda result: result.kind,
+)
+def test_an_interrupted_run_is_called_so(result):
+    """In its picture and in its summary."""
+    pytest.importorskip("matplotlib")
+    from hf_longctx.metrics import style
+
+    assert "interrupted" not in style.heading(result) + result.summary()
+    result = result.with_settings(interrupted="Ctrl-C")
+    assert style.heading(result).endswith(" (interrupted)") and result.summary().endswith("; interrupted: Ctrl-C")
 
 
 def test_pictures_leave_the_display_alone(tmp_path):

@@ -41,6 +41,10 @@ class Measurement:
         counted = ((key[0], sum(map(len, result.values()))) for key, result in self.journal.done.items() if key[1:])
         self.bar.update(sum(inputs * self.cost(length) for length, inputs in counted))
 
+    def show(self, length: int) -> None:
+        """Say on the bar what is being read."""
+        self.bar.set_postfix_str(f"length {length:,}, {input_tokens(length):,} tokens")
+
     def inputs(self, kind: str, length: int, repeats: Sequence[int]) -> np.ndarray:
         """(R, 2n + 3) int64"""
         samples = [self.samples[length][repeat] for repeat in repeats]
@@ -51,6 +55,7 @@ class Measurement:
         if {(length, first), (length,)} & self.journal.done.keys():
             return
         repeats = range(first, stop)
+        self.show(length)
         try:
             self.journal.append((length, first), {kind: self._predict(kind, length, repeats) for kind in KINDS})
         except Unreadable as error:
@@ -99,6 +104,7 @@ class Measurement:
         for length in lengths:
             if not self._remaining(length, repeats, kind):
                 continue
+            self.show(length)
             cache = engine.new_cache() if cache is None else cache
             inputs, scored = self.inputs(kind, length, repeats), scored_logits(length)
             engine.read(inputs[:texts, read : 1 + length], cache)

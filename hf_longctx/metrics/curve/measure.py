@@ -6,6 +6,7 @@ What is measured is in protocol.py, how a model predicts in run/reader.py; here 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,6 +17,7 @@ from ..run.reader import Reader, as_array, check_positions, reader_for, special_
 from .adaptive import BUDGET, locate
 from .counts import Measurement, sample_input, tally
 from .protocol import (
+    check_count,
     check_ids,
     check_lengths,
     input_tokens,
@@ -114,7 +116,8 @@ def forgetting_curve(
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)
-    check_choices(repeats, data_type, protocol, confidence)
+    repeats, seed = check_count("repeats", repeats), check_count("seed", seed, -math.inf)
+    check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
     draw_order, draw_random, measure = PROTOCOLS[protocol]
     settings = reader.settings() | {
@@ -234,14 +237,12 @@ PROTOCOLS = {
 # Arguments ----------------------------------------------------------------------------------------------------------
 
 
-def check_choices(repeats: int, data_type: str, protocol: str, confidence: float) -> None:
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}. The paper uses 10.")
+def check_choices(data_type: str, protocol: str, confidence: float) -> None:
     for name, value, choices in (("data_type", data_type, DATA_TYPES), ("protocol", protocol, tuple(PROTOCOLS))):
         if value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
+    if not isinstance(confidence, float) or not 0 < confidence < 1:
+        raise ValueError(f"confidence must be a number between 0 and 1, such as 0.95, got {confidence!r}.")
 
 
 def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
@@ -276,7 +277,10 @@ def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
         raise ValueError('data_type="random" draws irrelevant ids at random: drop irrelevant_tokens.')
     if id_range is None and reader.vocab_size == math.inf:
         raise ValueError(f"the size of the vocabulary of {reader!r} is unknown: give it vocab_size, or give id_range.")
-    low, high = id_range or (10, reader.vocab_size - 1)
+    try:
+        low, high = map(operator.index, id_range or (10, reader.vocab_size - 1))
+    except (TypeError, ValueError):
+        raise ValueError(f"id_range must be two ids, the lowest and the highest, got {id_range!r}.") from None
     if not 0 <= low <= high < reader.vocab_size:
         raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {reader.vocab_size - 1}.")
     skip = undrawn_ids(tokenizer, low, high) if hasattr(tokenizer, "get_vocab") else frozenset()

@@ -12,6 +12,7 @@ Models", section 3. This file knows no model.
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ def log_lengths(max_length: int, n: int) -> list[int]:
 
 
 def _grid(space, max_length, n):
+    n, max_length = check_count("n", n, -math.inf), check_count("max_length", max_length, -math.inf)
     if n < 2 or max_length <= SHORTEST:
         raise ValueError(
             f"a grid of {n} lengths up to {max_length} is too small: it starts at {SHORTEST} tokens and needs n >= 2 "
@@ -95,6 +97,21 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
             "Drop what is below 1 and pass sorted(set(lengths))."
         )
     return lengths
+
+
+def check_count(name: str, value, least: float = 1) -> int:
+    """A whole number as a plain integer.
+
+    Raises:
+        ValueError: it is none, or below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}.")
+    return number
 
 
 def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:

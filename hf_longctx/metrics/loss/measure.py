@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import nn
 
-from ..curve.protocol import check_ids
+from ..curve.protocol import check_count, check_ids
 from ..run.journal import content_hash
 from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
@@ -53,6 +53,8 @@ def position_loss(
     reader = reader_for(model)
     corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
+    context_length = check_count("context_length", context_length)
+    sequences = sequences if sequences is None else check_count("sequences", sequences)
     starts = check_starts(starts, sequences, len(corpus), context_length)
     check_positions(reader, context_length, "context_length")
     settings = reader.settings() | {
@@ -71,6 +73,9 @@ def position_loss(
     def measure(start):
         return token_losses(reader, *sequence(start), f"sequence from {start}").tolist()
 
+    def name(start):
+        return f"{context_length:,} tokens from {start:,}"
+
     def result(entries):
         if not entries:
             return None
@@ -80,7 +85,7 @@ def position_loss(
     return run_parts(
         reader,
         "position loss",
-        lambda worker: worker.measure(starts, lambda start: context_length, measure),
+        lambda worker: worker.measure(starts, lambda start: context_length, measure, name),
         result,
         depends_on={"metric": PositionLoss.kind, **settings},
         trial=sequence(starts[0])[0],

@@ -19,7 +19,7 @@ from ..curve.protocol import default_lengths, log_lengths, longest_length
 from ..curve.result import ForgettingCurve
 from ..loss.measure import position_loss
 from ..loss.result import PositionLoss
-from ..result import Result, read_result
+from ..result import Result, read_result, writing
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
@@ -217,19 +217,32 @@ def measure_all(
 
 
 def measure_into(
-    output: Path, measure: Callable[[], Result], *, tell: Callable[[Result], None], **picture: Any
+    output: Path,
+    measure: Callable[[], Result],
+    *,
+    tell: Callable[[Result], None],
+    ending: str = ".png",
+    wrote: Callable[[Path], None] = lambda path: None,
+    **picture: Any,
 ) -> None:
-    """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and `output`.png.
+    """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and a picture.
 
-    Then `tell` gets the result. `picture` are options of its `plot`. Only the first process writes and tells.
+    `tell` gets the result before the picture is drawn, and in any case; `wrote` gets each file. `picture` are options
+    of the result's `plot`, `ending` that of the picture's name. Only the first process writes and tells.
     """
 
     def write(result):
         if process_rank() > 0:
             return
-        result.save(output.with_name(f"{output.name}.json"))
-        result.plot(output.with_name(f"{output.name}.png"), **picture)
-        tell(result)
+        document, drawing = (output.with_name(f"{output.name}{suffix}") for suffix in (".json", ending))
+        try:
+            result.save(document)
+        finally:
+            tell(result)
+        wrote(document)
+        with writing(drawing):
+            result.plot(drawing, **picture)
+        wrote(drawing)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import numpy as np
 from torch import nn
 
-from ..curve.protocol import check_ids, check_lengths
+from ..curve.protocol import check_count, check_ids, check_lengths
 from ..run.journal import content_hash
 from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
@@ -78,7 +79,7 @@ def needle_in_a_haystack(
     depths = sorted({float(depth) for depth in depths})
     if not depths or depths[0] < 0 or depths[-1] > 1:
         raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
-    check_questions(reader, repeats, generate)
+    repeats, seed = check_questions(reader, repeats, seed, generate)
     corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     pieces = needle_pieces(encoder(tokenizer), bos, mode)
@@ -117,6 +118,9 @@ def needle_in_a_haystack(
             positions.append(position)
         return {"positions": positions, "answers": Answers(answers).to_list()}
 
+    def name(cell):
+        return f"{cell[0]:,} tokens, depth {cell[1]:.0%}"
+
     def result(entries):
         measured = [(cell, entries[cell]) for cell in grid if cell in entries]
         cells = [NeedleCell.from_list(entry["answers"], *cell, entry["positions"]) for cell, entry in measured]
@@ -127,7 +131,7 @@ def needle_in_a_haystack(
     return run_parts(
         reader,
         "needle",
-        lambda worker: worker.measure(grid, lambda cell: cell[0], measure),
+        lambda worker: worker.measure(grid, lambda cell: cell[0], measure, name),
         lambda entries: result(entries) if entries else None,
         depends_on={"metric": NeedleGrid.kind, **settings},
         trial=prompt_with_needle(lengths[0], 0, begins[lengths[0]][0])[0],
@@ -163,7 +167,7 @@ def line_retrieval(
     lines = sorted({operator.index(n) for n in lines})
     if not lines:
         raise ValueError("lines is empty; give one or more numbers of lines.")
-    check_questions(reader, repeats, generate)
+    repeats, seed = check_questions(reader, repeats, seed, generate)
     bos, _ = special_ids(reader, bos_token_id, None)
     encode = encoder(tokenizer)
 
@@ -212,7 +216,7 @@ def line_retrieval(
     return run_parts(
         reader,
         "line retrieval",
-        lambda worker: worker.measure(lines, lambda n: n, measure),
+        lambda worker: worker.measure(lines, lambda n: n, measure, lambda n: f"{n} lines"),
         lambda entries: result(entries) if entries else None,
         depends_on={"metric": LineRetrieval.kind, **settings},
         trial=trial,
@@ -225,13 +229,13 @@ def encoder(tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def check_questions(reader: Reader, repeats: int, generate: bool) -> None:
-    """
+def check_questions(reader: Reader, repeats: int, seed: int, generate: bool) -> tuple[int, int]:
+    """Repeats and seed as plain integers.
+
     Raises:
         ValueError: no repeats, or the model is to reply and cannot.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}.")
     if generate and not reader.can_reply:
         name = reader.settings()["model"]
-        raise ValueError(f"{name} has no generate method; measure without replies: generate=False.")
+        raise ValueError(f"{name} has no generate method; measure without replies: generate=False, or --no-replies.")
+    return check_count("repeats", repeats), check_count("seed", seed, -math.inf)

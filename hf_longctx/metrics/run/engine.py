@@ -70,7 +70,7 @@ class Engine:
     def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
         self.model = model
         self.device = input_device(model)
-        default, self.tile = ON_CPU if self.device.type == "cpu" else ON_ACCELERATOR
+        default, self.tile = pass_and_tile(self.device)
         self.tokens_per_pass = tokens_per_pass or default
         trial = trial[None, :TRIAL_TOKENS]
         self.head = None
@@ -384,6 +384,10 @@ def batches(items: list, size: int) -> Iterator[list]:
 
 
 def output_logits(output) -> torch.Tensor:
+    if not isinstance(output, tuple) and not hasattr(output, "logits"):
+        raise TypeError(
+            f"the model returns {type(output).__name__}, which has no logits. Load it with its head: AutoModelForCausalLM."
+        )
     return output[0] if isinstance(output, tuple) else output.logits
 
 
@@ -412,6 +416,11 @@ def evaluating(model: nn.Module):
     finally:
         for module in training:
             module.training = True
+
+
+def pass_and_tile(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Tokens per pass and tile of logits by default."""
+    return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
 
 
 def input_device(model: nn.Module) -> torch.device:

@@ -113,6 +113,6 @@ def check_decoder(config) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{getattr(config, 'model_type', 'this')} is an encoder-decoder: encoder-decoder models have no such curve, "
-            "nor a loss or an answer at each position of one text. Measure a causal language model."
+            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder, and a causal language model is needed: "
+            "encoder-decoder models have no such curve, nor a loss at each position of one text."
         )

@@ -21,7 +21,9 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
+from ..curve.protocol import check_count
 from ..result import Result
+from .engine import pass_and_tile
 from .journal import Journal
 from .reader import Reader
 
@@ -50,8 +52,8 @@ class Run:
     progress: bool = False
 
     def __post_init__(self):
-        if self.tokens_per_pass is not None and self.tokens_per_pass < 1:
-            raise ValueError(f"tokens_per_pass must be at least 1, got {self.tokens_per_pass}.")
+        if self.tokens_per_pass is not None:
+            check_count("tokens_per_pass", self.tokens_per_pass)
 
 
 class Worker(NamedTuple):
@@ -77,12 +79,24 @@ class Worker(NamedTuple):
             shares[least].add(i)
         return [parts[i] for i in sorted(shares[self.rank])]
 
-    def measure(self, parts: Sequence, cost: Callable[[Any], float], measure: Callable[[Any], Any]) -> None:
-        """Measure those of this process's parts that the journal does not have; `measure` returns JSON values."""
+    def measure(
+        self,
+        parts: Sequence,
+        cost: Callable[[Any], float],
+        measure: Callable[[Any], Any],
+        name: Callable[[Any], str] = str,
+    ) -> None:
+        """Measure those of this process's parts that the journal does not have.
+
+        Args:
+            measure: returns JSON values.
+            name: of a part, for the bar.
+        """
         parts = self.share(parts, cost)
         self.bar.reset(sum(map(cost, parts)))
         for part in parts:
             if part not in self.journal.done:
+                self.bar.set_postfix_str(name(part))
                 self.journal.append(part, measure(part))
             self.bar.update(cost(part))
 
@@ -103,13 +117,15 @@ def run_parts(
         name: of the progress bar.
         work: measures what the journal does not have, within `reader.reading`.
         result: of the journal's entries; None if they do not suffice for one. Its settings get what says how it was
-            run: which weights, device, tokens per pass (None: the device's default), versions; and `interrupted`, if
+            run: which weights, device, tokens per pass, versions; and `interrupted`, if
             an exception ended the run, by what.
         depends_on: settings that the entries depend on, as JSON values.
         trial: ids of a typical input.
         run: None is `Run()`.
     """
-    run = run or Run()
+    run = Run() if run is None else run
+    if not isinstance(run, Run):
+        raise TypeError(f"run is {run!r}; give Run(journal=..., tokens_per_pass=..., progress=...).")
     rank, processes = process_place(reader)
     journal = run.journal
     if journal is not None:
@@ -129,7 +145,10 @@ def run_parts(
         entries, failure = exchange(entries, failure, processes)
     outcome = result(entries)
     if outcome is not None:
-        facts = {"device": reader.device, "tokens_per_pass": run.tokens_per_pass, "versions": versions()}
+        tokens_per_pass = run.tokens_per_pass
+        if tokens_per_pass is None and reader.device is not None:
+            tokens_per_pass, _ = pass_and_tile(torch.device(reader.device))
+        facts = {"device": reader.device, "tokens_per_pass": tokens_per_pass, "versions": versions()}
         facts |= {} if failure is None else {"interrupted": describe(failure)}
         outcome = outcome.with_settings(**reader.identity(), **facts)
     if failure is None:
@@ -181,8 +200,15 @@ def exchange(entries: dict, failure: BaseException | None, processes: int) -> tu
 
 def progress_bar(name: str, show: bool) -> tqdm:
     """A bar of work, so that the time left is right although long inputs are slow; `reset(total)` says how much."""
-    form = "{l_bar}{bar}| {elapsed}<{remaining}"
-    return tqdm(desc=name, bar_format=form, total=0, smoothing=0, disable=not show)
+    form = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    return Bar(desc=name, bar_format=form, total=0, smoothing=0, disable=not show)
+
+
+class Bar(tqdm):
+    """A bar that never passes its end: costs are floats, and their sums are rounded."""
+
+    def update(self, n: float = 1) -> bool | None:
+        return super().update(min(n, self.total - self.n))
 
 
 def versions() -> dict[str, str]:

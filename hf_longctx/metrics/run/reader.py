@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .engine import Engine, evaluating
+from .engine import Engine, evaluating, input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
@@ -103,9 +104,9 @@ def reader_for(model: nn.Module | Reader) -> Reader:
     """
     if isinstance(model, nn.Module):
         return LocalReader(model)
-    if not hasattr(model, "reading"):
+    if not hasattr(model, "reading") or isinstance(model, type):
         raise TypeError(
-            f"model is {model!r:.80}; give a causal language model of transformers, such as "
+            f"model is {repr(model) if isinstance(model, str) else 'of ' + str(type(model))}; give a causal language model of transformers, such as "
             "AutoModelForCausalLM.from_pretrained(name), or a reader, such as ServedModel(url)."
         )
     return model
@@ -119,13 +120,15 @@ class LocalReader:
     """
 
     def __init__(self, model: nn.Module):
+        if not hasattr(model, "config"):
+            raise TypeError(f"{type(model).__name__} has no config; a model needs one, as those of transformers have.")
         self.model = model
         self.config = text_config(model)
         check_decoder(self.config)
         self.vocab_size = vocabulary_size(model)
         self.position_limit = position_limit(model)
         self.claimed_context = getattr(self.config, "max_position_embeddings", None)
-        self.device = str(first_parameter(model).device)
+        self.device = str(input_device(model))
         self.can_reply = hasattr(model, "generate")
 
     @property
@@ -219,7 +222,7 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     """BOS and EOS as the caller names them, or else as the model is configured, each standing in for the other.
 
     Raises:
-        ValueError: there is neither, or one is not in the vocabulary.
+        ValueError: there is neither, or one is no id of the vocabulary.
     """
     bos = reader.configured_id("bos_token_id") if bos is None else bos
     eos = reader.configured_id("eos_token_id") if eos is None else eos
@@ -230,14 +233,21 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
         )
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):
-        if not 0 <= value < reader.vocab_size:
-            raise ValueError(f"{name} is {value}, but the model's vocabulary has {reader.vocab_size} ids.")
-    return bos, eos
+        if not isinstance(value, Integral) or not 0 <= value < reader.vocab_size:
+            raise ValueError(f"{name} is {value!r}, but the model's vocabulary has {reader.vocab_size} ids.")
+    return int(bos), int(eos)
 
 
 def as_array(ids) -> np.ndarray:
-    """Token ids of any kind (a sequence, an array, a tensor on any device) as a numpy array."""
-    return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+    """Token ids of any kind (a sequence, an array, a tensor on any device) as a numpy array.
+
+    Raises:
+        ValueError: they are lists of different lengths.
+    """
+    try:
+        return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+    except ValueError:
+        raise ValueError("token ids must be a flat sequence, got lists of different lengths: join them.") from None
 
 
 def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:

@@ -1,0 +1,233 @@
+"""What users of the metrics get wrong: each row is refused with one clear error, or changes no number."""
+
+import gzip
+
+import pytest
+import transformers
+from mistakes import harmless, refused
+from tiny_models import CORPUS, TINY, tiny_llama
+from torch import nn
+
+from hf_longctx.corpus import load_text
+from hf_longctx.metrics import (
+    LocalReader,
+    Run,
+    forgetting_curve,
+    linear_lengths,
+    log_lengths,
+    module_path,
+    position_loss,
+    reader_for,
+)
+
+
+class NeverRun(nn.Module):
+    """Arguments are checked before a model runs."""
+
+    config = transformers.LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=2, max_position_embeddings=512)
+
+    def forward(self, input_ids):
+        raise AssertionError("the model ran before the arguments were checked")
+
+
+def curve(tokens=CORPUS, model=None, **options):
+    model = NeverRun() if model is None else model
+    return forgetting_curve(model, tokens, **{"lengths": [8], "repeats": 1, **options})
+
+
+def random_curve(**options):
+    return curve(None, data_type="random", **options)
+
+
+def loss(tokens=CORPUS, **options):
+    return position_loss(NeverRun(), tokens, **{"context_length": 8, **options})
+
+
+def counts(**options):
+    return [[*p.copy_correct, *p.lm_correct] for p in curve(model=tiny_llama(), **options).points]
+
+
+CURVE = [
+    refused("lengths: a number", lambda: curve(lengths=5), "lengths must be a list of integers .*got 5"),
+    refused("lengths: a string", lambda: curve(lengths="8"), "lengths must be a list of integers .*'8'"),
+    refused("lengths: fractions", lambda: curve(lengths=[8.5]), r"list of integers .*\[8.5\]"),
+    refused("lengths: None", lambda: curve(lengths=None), "list of integers .*None"),
+    refused("lengths: none", lambda: curve(lengths=[]), "one or more token counts"),
+    refused("lengths: zero", lambda: curve(lengths=[0, 8]), "token counts >= 1"),
+    refused("lengths: falling", lambda: curve(lengths=[9, 8]), "strictly ascending order"),
+    refused("lengths: twice", lambda: curve(lengths=[8, 8]), "strictly ascending order"),
+    refused("lengths: beyond the text", lambda: curve(lengths=[67]), "longest possible length is 66"),
+    refused("lengths: misspelt", lambda: curve(lenghts=[8]), "unexpected keyword argument 'lenghts'"),
+    refused(
+        "grid: one length", lambda: linear_lengths(100, 1), r"a grid of 1 lengths .*lengths=\[4, 6\], or --lengths"
+    ),
+    refused("grid: too short", lambda: log_lengths(8, 4), "max_length > 8"),
+    refused("grid: a string", lambda: linear_lengths("100", 4), "max_length must be a whole number, got '100'"),
+    refused("grid: a fraction", lambda: linear_lengths(100, 3.5), "n must be a whole number, got 3.5"),
+    refused("repeats: none", lambda: curve(repeats=0), "repeats must be at least 1, got 0"),
+    refused("repeats: a string", lambda: curve(repeats="3"), "repeats must be a whole number, got '3'"),
+    refused("repeats: a fraction", lambda: curve(repeats=1.5), "repeats must be a whole number, got 1.5"),
+    refused("repeats: None", lambda: curve(repeats=None), "repeats must be a whole number, got None"),
+    refused("seed: None", lambda: curve(seed=None), "seed must be a whole number, got None"),
+    refused("seed: a string", lambda: curve(seed="x"), "seed must be a whole number, got 'x'"),
+    refused("protocol: misspelt", lambda: curve(protocol="nestd"), "protocol must be one of .*'nestd'"),
+    refused("data_type: misspelt", lambda: curve(data_type="rand"), "data_type must be one of .*'rand'"),
+    refused("confidence: per cent", lambda: curve(confidence=95), "confidence must be a number between 0 and 1"),
+    refused("confidence: a string", lambda: curve(confidence="0.9"), "confidence must be .*'0.9'"),
+    refused("BOS: beyond the vocabulary", lambda: curve(bos_token_id=32), "bos_token_id is 32"),
+    refused("BOS: a string", lambda: curve(bos_token_id="<s>"), "bos_token_id is '<s>'"),
+    refused("BOS: a fraction", lambda: curve(bos_token_id=1.5), "bos_token_id is 1.5"),
+    refused("EOS: negative", lambda: curve(eos_token_id=-1), "eos_token_id is -1"),
+    refused("tokens: none", lambda: curve([]), "tokens is empty"),
+    refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
+    refused("tokens: words", lambda: curve(["a", "b"]), "flat sequence of token ids, got <U1"),
+    refused("tokens: None", lambda: curve(None), "tokens is None"),
+    refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
+    refused("tokens: documents", lambda: curve([[3], [4, 5]]), "lists of different lengths"),
+    refused("tokens: fractions", lambda: curve(CORPUS / 2), "flat sequence of token ids, got float64"),
+    refused("tokens: of another tokenizer", lambda: curve([5] * 99 + [32]), r"tokens\[99\] is 32"),
+    refused("irrelevant: none", lambda: curve(irrelevant_tokens=[]), "irrelevant_tokens is empty"),
+    refused("irrelevant: too short", lambda: curve(irrelevant_tokens=[5] * 7), "irrelevant_tokens has 7 ids"),
+    refused("irrelevant: of another tokenizer", lambda: curve(irrelevant_tokens=[40] * 9), r"\[0\] is 40"),
+    refused("id_range: for a text", lambda: curve(id_range=(10, 20)), 'id_range is for data_type="random"'),
+    refused(
+        "id_range: beyond the vocabulary", lambda: random_curve(id_range=(10, 32)), r"id_range=\(10, 32\) must lie"
+    ),
+    refused("id_range: falling", lambda: random_curve(id_range=(20, 11)), r"id_range=\(20, 11\) must lie"),
+    refused("id_range: special ids only", lambda: random_curve(id_range=(1, 2)), "no choice"),
+    refused("id_range: one id", lambda: random_curve(id_range=(5,)), "id_range must be two ids"),
+    refused("id_range: a number", lambda: random_curve(id_range=7), "id_range must be two ids"),
+    refused("irrelevant: of random data", lambda: random_curve(irrelevant_tokens=CORPUS), "drop irrelevant_tokens"),
+    harmless("tokens: a list", lambda: (counts(), counts(tokens=CORPUS.tolist()))),
+    harmless(
+        "tokens: of random data",
+        lambda: (counts(tokens=None, data_type="random"), counts(data_type="random")),
+    ),
+]
+
+LOSS = [
+    refused("loss: no text", lambda: loss(None), "flat sequence of token ids, got None"),
+    refused("loss: a string", lambda: loss(context_length="8"), "context_length must be a whole number, got '8'"),
+    refused("loss: no context", lambda: loss(context_length=0), "context_length must be at least 1, got 0"),
+    refused("loss: too long", lambda: loss(context_length=201), "200 tokens, fewer than context_length=201"),
+    refused("loss: no sequence", lambda: loss(sequences=0), "sequences must be at least 1, got 0"),
+    refused("loss: half a sequence", lambda: loss(sequences=0.5), "sequences must be a whole number, got 0.5"),
+    refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
+]
+
+
+def another_kind(kind, **options):
+    def measure():
+        config = transformers.AutoConfig.for_model(kind, **options)
+        curve(model=getattr(transformers, f"{type(config).__name__.removesuffix('Config')}Model")(config))
+
+    return measure
+
+
+def bert():
+    config = transformers.BertConfig(**TINY, intermediate_size=8)
+    return transformers.BertLMHeadModel(config)
+
+
+T5 = dict(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+MODELS = [
+    refused("model: a name", lambda: curve(model="gpt2"), "model is 'gpt2'; give a causal language model"),
+    refused("model: a number", lambda: reader_for(3), "model is of <class 'int'>"),
+    refused("model: a configuration", lambda: curve(model=NeverRun.config), "model is of .*LlamaConfig"),
+    refused("model: a class", lambda: curve(model=LocalReader), "model is of <class 'type"),
+    refused("model: a layer", lambda: curve(model=nn.Linear(3, 3)), "Linear has no config"),
+    refused("model: no head", lambda: curve(model=tiny_llama().model), "no logits. Load it with its head"),
+    refused("model: encoder-decoder", another_kind("t5", **T5), "encoder-decoder models have no such curve"),
+    refused(
+        "model: an encoder", lambda: curve(model=bert(), bos_token_id=1), "BertLMHeadModel is not causal.*is_decoder"
+    ),
+    refused(
+        "model: an encoder's loss",
+        lambda: position_loss(bert(), CORPUS, context_length=8, bos_token_id=1),
+        "BertLMHeadModel is not causal",
+    ),
+    refused("run: a path", lambda: curve(run="journal.jsonl"), r"run is 'journal.jsonl'; give Run\(journal="),
+    refused("run: no memory", lambda: Run(tokens_per_pass=0), "tokens_per_pass must be at least 1, got 0"),
+    refused("run: a string", lambda: Run(tokens_per_pass="8"), "tokens_per_pass must be a whole number, got '8'"),
+    refused("run: misspelt", lambda: Run(jornal="x"), "unexpected keyword argument 'jornal'"),
+    refused("journal: another file", lambda: curve(run=Run(__file__)), "is no journal: line 1 cannot be read"),
+    refused("journal: below a file", lambda: curve(run=Run(f"{__file__}/x")), "bad_input.py"),
+]
+
+
+def module(name, **options):
+    def compute():
+        evaluate = pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
+        return evaluate.load(module_path(name)).compute(**options)
+
+    return compute
+
+
+NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
+EVALUATE = [
+    *[refused(f"{name}: nothing", module(name), r"nothing to do: give model=\.\.\.") for name in NAMES],
+    *[
+        refused(
+            f"{name}: as perplexity",
+            module(name, model_id="gpt2", data=["x"]),
+            "no argument data, model_id; .* model, ",
+        )
+        for name in NAMES[:2]
+    ],
+    *[
+        refused(f"{name}: a number", module(name, model=3, corpus=[3]), "model is of <class 'int'>")
+        for name in NAMES[:2]
+    ],
+    refused("evaluate: no text", module(NAMES[0], model="gpt2"), "needs a text: corpus="),
+    refused("evaluate: no text for the loss", module(NAMES[1], model="gpt2"), "needs a text: corpus="),
+    refused("evaluate: misspelt", module(NAMES[0], model="gpt2", lenghts=[8]), "no argument lenghts; .* lengths, "),
+    refused("evaluate: text, no model", module(NAMES[0], corpus="x"), "corpus came without a model"),
+    refused("evaluate: both", module(NAMES[0], model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "not both"),
+    refused("evaluate: no head_dim", module(NAMES[2], predictions=[1e4], references=[64]), "need head_dim"),
+    refused("evaluate: an unknown module", lambda: module_path("perplexity"), "no evaluate module 'perplexity'"),
+]
+
+
+@pytest.mark.parametrize("mistake", CURVE + LOSS + MODELS, ids=str)
+def test_measuring(mistake, record_property):
+    record_property("mistake", mistake.check())
+
+
+@pytest.mark.parametrize("mistake", EVALUATE, ids=str)
+def test_evaluate_modules(mistake, record_property):
+    record_property("mistake", mistake.check())
+
+
+def text_file(name, content):
+    def read(folder):
+        (folder / name).write_bytes(content)
+        return load_text(str(folder / name))
+
+    return read
+
+
+TEXTS = [
+    refused(
+        "text: no such column", text_file("a.jsonl", b'{"content": "x", "n": 1}\n'), r"\['content', 'n'\]; .*rename"
+    ),
+    refused("text: numbers", text_file("a.jsonl", b'{"text": 3}\n'), 'the column "text" of .*a.jsonl holds int'),
+    refused("text: half a line", text_file("a.jsonl", b'{"text": "x"}\n{"text":\n'), "cannot be read as json: "),
+    refused("text: no JSON", text_file("a.json", b"plain text"), "a.json cannot be read as json: "),
+    refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl holds no text"),
+    refused("text: no Parquet", text_file("a.parquet", b"PAR1"), "a.parquet cannot be read as parquet: "),
+    refused("text: binary", text_file("a.txt", b"ab\0cd"), "a.txt is a binary file"),
+    refused("text: UTF-16", text_file("a.txt", b"\xff\xfea\0"), "a.txt is not text in UTF-8 .* iconv"),
+    refused("text: Latin-1", text_file("a.txt", "é".encode("latin-1")), "a.txt is not text in UTF-8 .* iconv"),
+    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is no whole gzip file"),
+    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is no whole gzip file"),
+    refused("text: blank", text_file("a.txt", b" \n"), "a.txt holds no text"),
+    refused("text: an empty folder", lambda folder: load_text(str(folder)), r"holds no file of these kinds: \*.txt"),
+    refused("text: missing", lambda folder: load_text(f"{folder}/b.txt"), "b.txt is no file or folder"),
+]
+
+
+@pytest.mark.parametrize("mistake", TEXTS, ids=str)
+def test_texts(mistake, record_property, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    record_property("mistake", mistake.check(tmp_path))
