@@ -161,14 +161,14 @@ def check_writable(option, name, folder=False):
         raise ValueError(f"{option} {name} cannot be written: {parent} is no folder that you may write into.")
 
 
-def picture_path(name):
+def picture_path(name, endings=PICTURES):
     """The file of a picture, whose ending may be left out; its folder is made.
 
     >>> picture_path("a/b").name, picture_path("a/b.svg").name
     ('b.png', 'b.svg')
     """
     path = Path(name)
-    path = path if path.suffix in PICTURES else path.with_name(f"{path.name}.png")
+    path = path if path.suffix in endings else path.with_name(f"{path.name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
