@@ -14,7 +14,10 @@ from . import shared
 def add_arguments(parser):
     parser.add_argument("files", nargs="+", metavar="FILE.json", help="in the order of the picture")
     parser.add_argument(
-        "--output", default="comparison.png", metavar="PATH", help="PNG, SVG or PDF (default: %(default)s)"
+        "--output",
+        default="comparison.png",
+        metavar="PATH",
+        help="PNG, SVG or PDF; .md for the table (default: %(default)s)",
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each file (default: the models' names)")
     parser.add_argument("--title", help="heading of the picture")

@@ -32,5 +32,7 @@ def add_arguments(parser):
 def run(args):
     from ..fox import convert_folder
 
+    if args.decay_time is not None and args.source_format != "llama":
+        raise ValueError("--decay-time is for --from llama; other checkpoints have gates of their own.")
     convert_folder(args.source, args.destination, args.source_format, args.destination_format, args.decay_time)
     print(f"wrote {args.destination}")

@@ -39,8 +39,11 @@ from .configuration_fox import FoxConfig
 from .inputs_fox import (
     PLAIN_ROWS,
     Rows,
+    beyond_vocabulary,
     can_be_cached,
     check_dtype,
+    check_ids,
+    check_labels,
     create_attention_mask,
     flash_borders,
     read_attention_mask,
@@ -354,7 +357,11 @@ class FoxModel(FoxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            check_ids(input_ids)
+            try:
+                inputs_embeds = self.embed_tokens(input_ids)
+            except IndexError:
+                raise beyond_vocabulary("input_ids", input_ids, self.config.vocab_size) from None
         if self.training and torch.is_grad_enabled():
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
@@ -418,8 +425,13 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep={logits_to_keep}; it must be at least 0, and 0 keeps all of them.")
+        if not isinstance(logits_to_keep, torch.Tensor) and (
+            not isinstance(logits_to_keep, int) or logits_to_keep < 0
+        ):
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep}; it must be how many of the last positions have logits, 0 for all, or a "
+                "tensor of positions."
+            )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -432,8 +444,12 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
+        check_labels(labels, logits.shape[:2])
         if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            try:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            except IndexError:
+                raise beyond_vocabulary("labels", labels, self.config.vocab_size) from None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

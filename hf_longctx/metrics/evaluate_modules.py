@@ -16,6 +16,7 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import fields
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -232,14 +233,14 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
 
 
 def curve_result(curve: ForgettingCurve) -> dict:
-    """A curve in plain JSON types: its two lengths, then what `ForgettingCurve.from_json` reads again."""
+    """A curve in plain JSON types: summary, the paper's lengths, then what `ForgettingCurve.from_json` reads again."""
     fine, coarse = curve.fine_length, curve.coarse_length
     return {
+        "summary": curve.summary(),
         "fine_length": int(fine),
         "fine_open_ended": fine.open_ended,
         "coarse_length": int(coarse),
         "coarse_open_ended": coarse.open_ended,
-        "summary": curve.summary(),
         **json.loads(curve.to_json()),
     }
 
@@ -341,6 +342,9 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
         raise ValueError(
             f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
         )
+    for n in context_lengths:
+        if not isinstance(n, Integral) or n < 2:
+            raise ValueError(f"a context of {n!r} tokens cannot be checked; it must be an integer, 2 or more.")
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
     base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]

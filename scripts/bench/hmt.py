@@ -145,31 +145,31 @@ def pages(args):
     memory = HMTMemory(width, 1, width)
     for projection in (memory.wq, memory.wk):
         torch.nn.init.eye_(projection)
-    embeddings = torch.randn(1, max(args.segments), width)
-    kept = MemoryPages.empty(1, width, embeddings.dtype, "cpu", PAGES["page_size"], PAGES["recalled_pages"])
+    embeddings = torch.randn(max(args.segments), width)
+    kept = MemoryPages.empty(width, embeddings.dtype, "cpu", PAGES["page_size"], PAGES["recalled_pages"])
     start = 0
     for n in sorted(args.segments):
-        kept, start = kept.append(embeddings[:, start:n], mask.expand(1, n - start)), n
+        kept, start = kept.append(embeddings[start:n]), n
 
         def flat(n=n):
             query = torch.randn(1, 1, width)
-            bank = torch.cat([embeddings[:, : n - 1], query], 1)
+            bank = torch.cat([embeddings[None, : n - 1], query], 1)
             memory.recall(query, bank, mask.expand(1, n))
 
         def paged(kept=kept):
             query = torch.randn(1, 1, width)
-            recalled, real, _ = kept.append(query, mask).look_up(memory.direction(query))
-            memory.recall(query, recalled, real)
+            recalled, _ = kept.append(query[0]).look_up(memory.direction(query)[0])
+            memory.recall(query, recalled[None], mask.expand(1, len(recalled)))
 
         seconds = common.time_in_turn({"flat": flat, "paged": paged}, args.rounds)
         places = torch.randint(n, (200,)).tolist()
-        hits = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in places]
+        hits = [(n - 1 - kept.look_up(memory.direction(embeddings[i : i + 1]))[1] == i).any() for i in places]
         yield {
             "segments": n,
             "flat_ms": 1e3 * statistics.median(seconds["flat"]),
             "pages_ms": 1e3 * statistics.median(seconds["paged"]),
-            "tags": kept.sums.shape[1],
-            "recalled": kept.look_up(torch.zeros(1, 1, width))[0].shape[1],
+            "tags": len(kept.sums),
+            "recalled": len(kept.look_up(torch.zeros(1, width))[0]),
             "found": sum(map(bool, hits)) / len(places),
         }
 

@@ -20,22 +20,18 @@ def evaluate_modules(folder):
     from hf_longctx.metrics import evaluate_modules, forgetting_curve, position_loss, rope_report
 
     evaluate_modules.register()
-    curve = dict(lengths=[8, 24], repeats=2, data_type="random", seed=1)
-    corpus = token_ids(1, 512)[0].tolist()
+    model, corpus = load(folder), token_ids(1, 512)[0].tolist()
+    random = dict(lengths=[8, 24], repeats=2, data_type="random", seed=1)
+    text = dict(corpus=corpus, context_length=64)
+    curve, loss = forgetting_curve(model, None, **random), position_loss(model, corpus, context_length=64)
+    verdict = rope_report(model.config).to_dict()["verdict"] if folder.name == "llama" else "no RoPE"
     expected = {
-        "forgetting_curve": (forgetting_curve(load(folder), None, **curve), curve),
-        "position_loss": (
-            position_loss(load(folder), corpus, context_length=64),
-            dict(corpus=corpus, context_length=64),
-        ),
+        "forgetting_curve": (random, "summary", curve.summary()),
+        "position_loss": (text, "summary", loss.summary()),
+        "rope_base_check": ({}, "verdict", verdict),
     }
-    if folder.name == "llama":  # a FoX has no RoPE
-        expected["rope_base_check"] = (rope_report(load(folder).config), {})
-    wrong = 0.0
-    for name, (result, options) in expected.items():
-        document = evaluate.load(name).compute(model=str(folder), **options)
-        wrong += document["summary"] != result.summary()
-    return wrong
+    results = {name: evaluate.load(name).compute(model=str(folder), **row[0]) for name, row in expected.items()}
+    return float(sum(results[name][field] != value for name, (_, field, value) in expected.items()))
 
 
 def count_differences(address, folder):

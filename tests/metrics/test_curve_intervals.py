@@ -20,7 +20,7 @@ from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(intervals) == (0, 3)
+    assert doctest.testmod(intervals) == (0, 5)
 
 
 def test_verdict_is_a_paired_t_test():

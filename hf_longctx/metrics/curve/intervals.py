@@ -139,12 +139,25 @@ class LengthInterval(NamedTuple):
     def __str__(self):
         if self.high is not None:
             return f"[{self.low}, {self.high})" if self.low else f"<{self.high}"
-        needed = "more" if self.repeats_needed is None else f"about {self.repeats_needed}"
         if not self.low:
-            return f"unknown ({needed} repeats needed)"
-        return (
-            f">={self.low}" if self.repeats_needed is None else f">={self.low} ({needed} repeats needed to say more)"
-        )
+            return f"unknown ({self._needed})"
+        return f">={self.low}" if self.repeats_needed is None else f">={self.low} ({self._needed} to say more)"
+
+    def in_words(self) -> str:
+        """What is sure, in the words of pictures and tables.
+
+        >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
+        ('1,400 to 2,048', 'below 64')
+        >>> LengthInterval(0, None, 40).in_words(), LengthInterval(64, None, 40).in_words()
+        ('about 40 repeats needed', 'at least 64')
+        """
+        if self.high is not None:
+            return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
+        return f"at least {self.low:,}" if self.low else self._needed
+
+    @property
+    def _needed(self) -> str:
+        return f"{'more' if self.repeats_needed is None else f'about {self.repeats_needed}'} repeats needed"
 
 
 def length_interval(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import Headline, Overview, Result, Table, entries, integers
+from ..result import Headline, Overview, Result, Table, entries, integer
 from .answers import SCORES, Answers, explain_score, headline_score, overview_row, score_columns
 
 
@@ -160,7 +160,7 @@ class NeedleCell(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        integers([self.length], "the length of a cell", 1)
+        integer(self.length, "the length of a cell", 1)
         if not 0 <= self.depth <= 1:
             raise ValueError(f"the depth of a cell must lie between 0 and 1, got {self.depth}.")
         self.for_each("positions", 0)
