@@ -42,7 +42,7 @@ def run(args):
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
     if args.test_sources:
         check_sources(results.values())
-    output = shared.picture_path(args.output)
+    output = shared.picture_path(args.output, (*shared.PICTURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
     if args.test_sources:

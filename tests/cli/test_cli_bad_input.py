@@ -51,7 +51,7 @@ PARSER = [
     ("curve {fox} --timeout soon", "invalid float value: 'soon'"),
     ("needle {fox} --mode hard", "invalid choice: 'hard'"),
     ("needle {fox} --score best", "invalid choice: 'best'"),
-    ("lines {fox} --lines few", "invalid int value: 'few'"),
+    ("lines {fox} --lines few", "'few'; give whole numbers"),
     ("compare", "required: FILE.json"),
     ("rope {llama} --context-length 4k", "invalid int value: '4k'"),
     ("train-demo", "required: FOLDER"),
