@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 
-CLEAR_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
+CLEAR_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError, StrictDataclassError)
 
 
 @dataclass(frozen=True)

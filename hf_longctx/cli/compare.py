@@ -4,6 +4,7 @@ The files are what `curve` wrote, or what `loss` wrote: all of one kind.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
+  hf-longctx compare gpt2.json llama.json --output both.md
 """
 
 from pathlib import Path
@@ -14,7 +15,10 @@ from . import shared
 def add_arguments(parser):
     parser.add_argument("files", nargs="+", metavar="FILE.json", help="in the order of the picture")
     parser.add_argument(
-        "--output", default="comparison.png", metavar="PATH", help="PNG, SVG or PDF (default: %(default)s)"
+        "--output",
+        default="comparison.png",
+        metavar="PATH",
+        help="PNG, SVG or PDF; .md for the table (default: %(default)s)",
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each file (default: the models' names)")
     parser.add_argument("--title", help="heading of the picture")
@@ -39,7 +43,7 @@ def run(args):
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
     if args.test_sources:
         check_sources(results.values())
-    output = shared.picture_path(args.output)
+    output = shared.picture_path(args.output, (*shared.PICTURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
     if args.test_sources:

@@ -161,14 +161,17 @@ def check_writable(option, name, folder=False):
         raise ValueError(f"{option} {name} cannot be written: {parent} is no folder that you may write into.")
 
 
-def picture_path(name):
-    """The file of a picture, whose ending may be left out; its folder is made.
+def picture_path(name, endings=PICTURES):
+    """The file of a picture, whose ending, one of `endings`, may be left out; its folder is made.
 
     >>> picture_path("a/b").name, picture_path("a/b.svg").name
     ('b.png', 'b.svg')
     """
     path = Path(name)
-    path = path if path.suffix in PICTURES else path.with_name(f"{path.name}.png")
+    if path.suffix not in endings:
+        if path.suffix[1:].isalpha():
+            raise ValueError(f"--output {name} ends with {path.suffix}; it may end with {', '.join(endings)}.")
+        path = path.with_name(f"{path.name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -89,14 +89,15 @@ def check_inputs(
             f"log_f is {tuple(log_f.shape)}; it must be (B, Hq, Tk) = {(batch, heads, kv_length)}, one gate per query "
             "head and key position."
         )
-    if scale is not None and not 0 < scale < float("inf"):
-        raise ValueError(f"scale is {scale}; it must be a positive number. The default is D ** -0.5.")
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < float("inf")):
+        raise ValueError(f"scale is {scale!r}; it must be a positive number. The default is D ** -0.5.")
     if window is not None and not (isinstance(window, int) and window >= 1):
         raise ValueError(
             f"window is {window}; it must be an integer of at least 1, the number of keys that a query sees."
         )
-    if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
-        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
+    tolerance = log_pruning_tolerance
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance <= 0):
+        raise ValueError(f"log_pruning_tolerance is {tolerance!r}; it is the log of a share, so at most 0.")
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, Tk) = {(batch, kv_length)} with 1 for real "

@@ -460,8 +460,11 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
         decay_time = OPEN_GATE_CONTEXTS * config.max_position_embeddings
     elif not 0 < decay_time < float("inf"):
         raise ValueError(f"decay_time={decay_time}; it must be a positive number of tokens.")
+    fields = {name: getattr(config, name) for name in LLAMA_FIELDS}
+    if fields["pad_token_id"] == -1:  # how the first Llamas said that there is none
+        fields["pad_token_id"] = None
     return FoxConfig(
-        **{name: getattr(config, name) for name in LLAMA_FIELDS},
+        **fields,
         head_dim=getattr(config, "head_dim", None),
         attention_dropout=config.attention_dropout or 0.0,
         decay_time_min=decay_time,

@@ -243,6 +243,11 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
             "position_ids do not rise in one of the rows, so every token would be a document of its own. Count the "
             "tokens of each document from 0, or leave position_ids out."
         )
+    if (position_ids[:, 0] < 0).any():
+        raise ValueError(
+            f"position_ids start again and begin at {position_ids[:, 0].min()}; documents count from 0. Mark padding by "
+            "an attention_mask with 0, not by position ids."
+        )
     wrong = starts & (position_ids != position_ids[:, :1])
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
@@ -251,6 +256,39 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
             "Within a document they must rise, and the next document packed into the row must start with "
             f"{position_ids[row, 0]} again, as the first did."
         )
+
+
+def check_ids(input_ids) -> None:
+    """Raise ValueError unless these are integers; that they are below `vocab_size`, the embedding checks on a CPU."""
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
+        what = input_ids.dtype if isinstance(input_ids, torch.Tensor) else f"a {type(input_ids).__name__}"
+        raise ValueError(
+            f'input_ids is {what}; it must be a tensor of token ids: tokenizer(text, return_tensors="pt").input_ids.'
+        )
+
+
+def check_labels(labels, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless labels are None, or integers of this shape, (B, T)."""
+    if labels is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.shape != shape:
+        what = (
+            f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+        )
+        raise ValueError(
+            f"labels is {what}; it must be integers of {tuple(shape)}: the token ids themselves, which are shifted here, with "
+            "-100 where no loss is wanted."
+        )
+
+
+def beyond_vocabulary(name: str, ids: torch.Tensor, vocab_size: int) -> ValueError:
+    """What to raise where ids have led out of a table of `vocab_size` rows, which a CPU notices by itself."""
+    return ValueError(
+        f"{name} holds ids from {ids.min()} to {ids.max()}; they must lie between 0 and {vocab_size - 1}, as vocab_size is "
+        f"{vocab_size}. Is the tokenizer that of this model?"
+    )
 
 
 def check_first_positions(position_ids: torch.Tensor) -> None:
@@ -271,6 +309,9 @@ def check_names(config, kwargs: dict) -> None:
     """Raise ValueError for an argument that is nearly one of `NAMES`, and where attention shall not be causal."""
     if torch.compiler.is_compiling():
         return
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if not isinstance(kwargs.get(name), torch.Tensor | None):
+            raise ValueError(f"{name} is a {type(kwargs[name]).__name__}; it must be a tensor: torch.tensor({name}).")
     for name in kwargs.keys() - NAMES:
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             raise ValueError(f"{name!r} is no argument of this model; {closest[0]!r} is.")
@@ -284,14 +325,19 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
     """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_rows`."""
     if torch.compiler.is_compiling():
         return
-    if inputs_embeds.ndim != 3:
+    if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != config.hidden_size:
         raise ValueError(
-            f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, hidden), from input_ids of (B, T). "
-            "Give a single text as input_ids[None]."
+            f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, {config.hidden_size}), from input_ids "
+            "of (B, T). Give a single text as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if batch == 0 or length == 0:
         raise ValueError(f"the input is empty: {batch} rows of {length} tokens. Give at least one token.")
+    if position_ids is not None and not isinstance(position_ids, torch.Tensor):
+        raise ValueError(
+            f"position_ids is a {type(position_ids).__name__}; it must be a tensor. Leave it out to count from the cached "
+            "tokens on."
+        )
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
@@ -304,6 +350,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
         raise ValueError(
             f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor, (B, past + T) with 1 for a token "
             "and 0 for padding, or (B, 1, T, past + T) for a tree."
+        )
+    if isinstance(attention_mask, dict) and attention_mask.keys() != {"attention", "real"}:
+        raise ValueError(
+            f"attention_mask is a dictionary of {[*attention_mask]}; give the mask itself, one for all layers, or what "
+            "model.create_masks_for_generate returns."
         )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim not in (2, 4):
         raise ValueError(

@@ -39,8 +39,11 @@ from .configuration_fox import FoxConfig
 from .inputs_fox import (
     PLAIN_ROWS,
     Rows,
+    beyond_vocabulary,
     can_be_cached,
     check_dtype,
+    check_ids,
+    check_labels,
     create_attention_mask,
     flash_borders,
     read_attention_mask,
@@ -48,6 +51,7 @@ from .inputs_fox import (
     real_tokens,
     split_heads,
 )
+from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, paged_attention
 from .state_fox import NO_QUANTIZED_CACHE, CachedLayer
 
@@ -354,7 +358,11 @@ class FoxModel(FoxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+            check_ids(input_ids)
+            try:
+                inputs_embeds = self.embed_tokens(input_ids)
+            except IndexError:
+                raise beyond_vocabulary("input_ids", input_ids, self.config.vocab_size) from None
         if self.training and torch.is_grad_enabled():
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
@@ -416,10 +424,17 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep={logits_to_keep}; it must be at least 0, and 0 keeps all of them.")
+        """`skip_logits`: with labels, make the loss piece by piece and return no logits, if the head allows it."""
+        if not isinstance(logits_to_keep, torch.Tensor) and (
+            not isinstance(logits_to_keep, int) or logits_to_keep < 0
+        ):
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep}; it must be how many of the last positions have logits, 0 for all, or a "
+                "tensor of positions."
+            )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -430,10 +445,22 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden_states = outputs.last_hidden_state[:, kept]
+        check_labels(labels, hidden_states.shape[:2])
+        loss = logits = None
+        scored = labels is not None or kwargs.get("shift_labels") is not None
+        if not (scored and skip_logits and can_skip_logits(self.lm_head)):
+            logits = self.lm_head(hidden_states)
+        if scored:
+            try:
+                if logits is None:
+                    loss = loss_without_logits(hidden_states, self.lm_head, labels, **kwargs)
+                else:
+                    loss = self.loss_function(
+                        logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                    )
+            except IndexError:
+                raise beyond_vocabulary("labels", labels, self.config.vocab_size) from None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -372,7 +372,8 @@ class PrunedCache(AttendingCache):
     """
 
     def __init__(self, model, tolerance: float | None = None, logit_bound: str = "weights", prune_every: int = 256):
-        decoder_layers = [module for module in model.modules() if isinstance(module, FoxDecoderLayer)]
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
                 f"{type(model).__name__} is not a FoX of hf_longctx, whose forget gates a PrunedCache needs. Use "
@@ -395,12 +396,12 @@ class PrunedCache(AttendingCache):
                     "DynamicCache(config=model.config)."
                 )
             tolerance = math.exp(config.log_pruning_tolerance)
-        if not 0 <= tolerance < 1:
-            raise ValueError(f"tolerance is {tolerance}; it is a share of attention weight, at least 0 and below 1.")
+        if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
+            raise ValueError(f"tolerance is {tolerance!r}; it is a share of attention weight, at least 0 and below 1.")
         if logit_bound not in ("weights", "observed"):
             raise ValueError(f'logit_bound is {logit_bound!r}; it must be "weights" or "observed".')
-        if prune_every < 1:
-            raise ValueError(f"prune_every is {prune_every}; it must be at least 1 token.")
+        if not (isinstance(prune_every, int) and prune_every >= 1):
+            raise ValueError(f"prune_every is {prune_every!r}; it must be a number of tokens, at least 1.")
         layer_class = PrunedHybridLayer if config.k_shift or config.v_shift else PrunedLayer
         bounds = [logit_bound_of_weights(layer) if logit_bound == "weights" else None for layer in decoder_layers]
         attentions = [layer.self_attn for layer in decoder_layers]

@@ -7,6 +7,7 @@ shift are the state of a convolution that reaches back one token.
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.utils import is_torchdynamo_exporting
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, autocast_dtype, folded_width, unfold_decay
 
@@ -35,6 +36,7 @@ class CachedLayer:
 
     Raises:
         ValueError: the layer cannot have been filled by this model.
+        NotImplementedError: `torch.export` is running, and the cache is static.
     """
 
     def __init__(self, attention, cache: Cache | None, k: torch.Tensor):
@@ -47,6 +49,11 @@ class CachedLayer:
                 # `cache.update` waits until the layer is back from the CPU, but its states are read before that.
                 torch.cuda.current_stream(k.device).wait_stream(cache.prefetch_stream)
                 self.layer.prefetch()
+        if hasattr(self.layer, "max_cache_len") and is_torchdynamo_exporting():
+            raise NotImplementedError(
+                "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave "
+                "the token shift out. Export without a cache: use_cache=False."
+            )
         self.check_keys(k)
 
     def token_before(self, k):

@@ -26,8 +26,8 @@ class Backbone:
         model: a causal LM, or a PEFT model around one.
 
     Raises:
-        ValueError: no input embeddings, no `inputs_embeds`, prompt-learning PEFT, or a position that sees later ones;
-            the message names the class.
+        ValueError: an encoder-decoder, no input embeddings, no `inputs_embeds`, prompt-learning PEFT, or a position
+            that sees later ones; the message names the class.
     """
 
     def __init__(self, model):
@@ -39,6 +39,11 @@ class Backbone:
                 )
             model = model.get_base_model()
         name = type(model).__name__
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{name} is an encoder-decoder; HMT reads a text with one decoder. Use a causal LM such as "
+                "LlamaForCausalLM."
+            )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if "inputs_embeds" not in self.forward_arguments:
             raise ValueError(

@@ -1,8 +1,14 @@
 """Configuration of the Hierarchical Memory Transformer around a causal language model (arXiv 2405.06067)."""
 
+import difflib
+
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+# Names that the base class takes beside its fields.
+BASE_NAMES = {"attn_implementation", "auto_map", "quantization_config"}
 
 
 @strict
@@ -38,7 +44,8 @@ class HMTConfig(PreTrainedConfig):
             backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.
 
     Raises:
-        ValueError: a value outside its range; the message says which.
+        ValueError: a value outside its range, or an unknown name; the message says which. A saved configuration may
+            hold unknown names, which other programs have added.
     """
 
     model_type = "hmt"
@@ -69,10 +76,31 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
+        if "model_type" not in kwargs:  # not from a saved configuration
+            self._check_names(kwargs)
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
         self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers; ValueError for the configuration of another kind of model."""
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"This is a configuration of model_type {model_type!r}, not an HMT checkpoint. To wrap that model: "
+                "HMTWrapper.from_backbone(name_or_path, HMTConfig())."
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def _check_names(cls, names):
+        for name in names:
+            if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
+                closest = difflib.get_close_matches(name, cls.__annotations__)
+                hint = f"; close to it: {', '.join(closest)}" if closest else ""
+                raise ValueError(f"{name!r} is no field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
 
     def check(self):
         """Raise ValueError for a value outside its range (also run when a model is built, after later assignments)."""

@@ -75,17 +75,20 @@ class HMTMemory(nn.Module):
 class HMTState:
     """Everything that continues a stream: in the next call, after a gradient cut, or in another process.
 
-    Tensors (B rows): `bank` (B, c, d) memory embeddings, oldest first; `valid` (B, c) bool; `query` (B, 1, d) summary
-    of the previous segment; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l) the tokens of the
-    open segment, which is not full yet, l < L'; `opening_prompt` (B, m, d) and `recalled_prompt` (B, 1, d), the open
-    segment's prompts before and after its recall. `kv_cache` holds the keys and values of the open segment and speeds
-    up the next call; it is never saved, and without it the open segment is read again. `pages` holds the embeddings
-    that fell out of `bank`, if the model keeps pages.
+    Each row has read `lengths` (B ints) tokens and has segment borders of its own, at every L'-th of its tokens.
 
-    A call does not change its state: keep a state to branch off from it later. `position` counts tokens per row,
-    `segment` full segments; `padded` is True if some position may be padding. `signature` holds the architecture and
-    settings of the state's model, which a call compares with its own. Weights are not compared: the memories of
-    another model of the same architecture and settings are accepted, and are noise.
+    Tensors (B rows): `bank` (B, c, d) memory embeddings, the latest at the end; `valid` (B, c) bool; `query` (B, 1, d)
+    summary of the latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l)
+    the tokens of the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt`
+    (B, m, d), the open segment's prompts before and after its recall. `kv_cache` holds the keys and values of the open
+    segments (`kv_length` positions, padding where `kv_mask` is False) and speeds up the next call; it is never saved,
+    and without it the open segments are read again. `pages` holds, for each row, the embeddings that fell out of
+    `bank`, if the model keeps pages.
+
+    A call does not change its state: keep a state to branch off from it later. `position` and `segment` count the
+    tokens and the full segments of the longest row; `padded` is True if the paper mode has read padding. `signature`
+    holds the architecture and settings of the state's model, which a call compares with its own. Weights are not
+    compared: the memories of another model of the same architecture and settings are accepted, and are noise.
     """
 
     bank: torch.Tensor
@@ -94,15 +97,15 @@ class HMTState:
     sensory_mask: torch.Tensor
     open_ids: torch.Tensor
     open_mask: torch.Tensor
+    lengths: tuple
     query: torch.Tensor | None = None
     opening_prompt: torch.Tensor | None = None
-    recalled_prompt: torch.Tensor | None = None
-    pages: MemoryPages | None = field(default=None, repr=False)
-    position: int = 0
-    segment: int = 0
+    prompt: torch.Tensor | None = None
+    pages: tuple | None = field(default=None, repr=False)
     padded: bool = False
     signature: dict = field(default_factory=dict)
     kv_cache: object = field(default=None, repr=False)
+    kv_mask: torch.Tensor | None = field(default=None, repr=False)
     kv_length: int = 0
 
     @classmethod
@@ -111,18 +114,29 @@ class HMTState:
         ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
         mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
         bank = torch.zeros(batch, 0, width, dtype=dtype, device=device)
-        return cls(bank, mask, ids, mask, ids, mask, signature=signature, pages=pages)
+        return cls(bank, mask, ids, mask, ids, mask, (0,) * batch, signature=signature, pages=pages)
+
+    @property
+    def position(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def segment(self) -> int:
+        return self.position // self.signature["segment_length"]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name to tensor, for the tensors that are set; without the pages."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Name to tensor, for the tensors that are set; without the pages and what belongs to the key/value cache."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("kv_")}
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+    def without_kv_cache(self) -> "HMTState":
+        return replace(self, kv_cache=None, kv_mask=None, kv_length=0)
 
     def map(self, function) -> "HMTState":
         """A new state with `function` applied to each tensor, and without the key/value cache."""
         changed = {name: function(value) for name, value in self.tensors().items()}
-        pages = None if self.pages is None else self.pages.map(function)
-        return replace(self, **changed, pages=pages, kv_cache=None, kv_length=0)
+        pages = self.pages and tuple(row.map(function) for row in self.pages)
+        return replace(self, **changed, pages=pages).without_kv_cache()
 
     def detach(self) -> "HMTState":
         """The same memory without its autograd graph: no gradient reaches earlier calls."""
@@ -130,27 +144,44 @@ class HMTState:
 
     def to(self, device) -> "HMTState":
         """The same memory on another device; pages stay in CPU memory."""
-        pages = None if self.pages is None else self.pages.to(device)
+        pages = self.pages and tuple(row.to(device) for row in self.pages)
         return replace(replace(self, pages=None).map(lambda x: x.to(device)), pages=pages)
+
+    def select_rows(self, index) -> "HMTState":
+        """A new state of the rows in `index` (rows,), long, without the key/value cache."""
+        state = replace(self, pages=None).map(lambda x: x.index_select(0, index.to(x.device)))
+        rows = index.tolist()
+        pages = self.pages and tuple(self.pages[row] for row in rows)
+        return replace(state, lengths=tuple(self.lengths[row] for row in rows), pages=pages)
+
+    def pick(self, rows, other) -> "HMTState":
+        """A new state with `rows` (B bools) of this one and the others of `other`, without the key/value cache."""
+        if all(rows):
+            return self
+        changed = {
+            name: pick(rows, getattr(self, name), getattr(other, name)) for name in self.tensors() | other.tensors()
+        }
+        pages = self.pages and tuple(a if row else b for row, a, b in zip(rows, self.pages, other.pages))
+        return replace(self, **changed, pages=pages).without_kv_cache()
 
     def reorder_cache(self, beam_idx):
         """Select rows in place, as beam search does with a `Cache`. beam_idx: (rows,), long."""
-        for name, value in self.tensors().items():
-            setattr(self, name, value.index_select(0, beam_idx.to(value.device)))
-        if self.pages is not None:
-            self.pages = self.pages.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
-        if self.kv_cache is not None:
-            self.kv_cache.reorder_cache(beam_idx)
+        kv_cache, kv_mask, kv_length = self.kv_cache, self.kv_mask, self.kv_length
+        self.__dict__.update(self.select_rows(beam_idx).__dict__)
+        if kv_cache is not None:
+            kv_cache.reorder_cache(beam_idx)
+            kv_mask = None if kv_mask is None else kv_mask.index_select(0, beam_idx.to(kv_mask.device))
+            self.kv_cache, self.kv_mask, self.kv_length = kv_cache, kv_mask, kv_length
 
     def save(self, path):
         """Write a safetensors file from which `load` restores the state in any process."""
-        counters = {"position": self.position, "segment": self.segment, "padded": self.padded}
-        metadata = {"hmt_state": json.dumps(counters), "signature": json.dumps(self.signature)}
+        metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "padded": self.padded})}
+        metadata["signature"] = json.dumps(self.signature)
         tensors = self.tensors()
         if self.pages is not None:
-            packed, numbers = self.pages.pack()
-            tensors |= {f"pages.{name}": value for name, value in packed.items()}
-            metadata["pages"] = json.dumps(numbers)
+            packed = [row.pack() for row in self.pages]
+            tensors |= {f"pages.{row}.{name}": x for row, (named, _) in enumerate(packed) for name, x in named.items()}
+            metadata["pages"] = json.dumps([numbers for _, numbers in packed])
         # a copy of each: safetensors refuses views of one storage
         copies = {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
         save_file(copies, str(path), metadata=metadata)
@@ -167,11 +198,35 @@ class HMTState:
             if "hmt_state" not in metadata:
                 raise ValueError(f"{path} is not a saved HMTState; it must be written by HMTState.save.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        packed = {name: tensors.pop(name) for name in list(tensors) if name.startswith("pages.")}
-        if "pages" in metadata:
-            packed = {name.removeprefix("pages."): value for name, value in packed.items()}
-            tensors["pages"] = MemoryPages.unpack(packed, json.loads(metadata["pages"]))
-        return cls(**tensors, **json.loads(metadata["hmt_state"]), signature=json.loads(metadata["signature"]))
+        pages = []
+        for row, numbers in enumerate(json.loads(metadata.get("pages", "[]"))):
+            names = [name for name in tensors if name.startswith(f"pages.{row}.")]
+            packed = {name.split(".")[2]: tensors.pop(name) for name in names}
+            pages.append(MemoryPages.unpack(packed, numbers))
+        counters = json.loads(metadata["hmt_state"])
+        return cls(
+            **tensors,
+            pages=tuple(pages) or None,
+            lengths=tuple(counters["lengths"]),
+            padded=counters["padded"],
+            signature=json.loads(metadata["signature"]),
+        )
+
+
+def pick(rows, new, old):
+    """`new` (B, n, ...) in `rows` (B bools) and `old` elsewhere; zeros are put before the shorter. None is zeros."""
+    if all(rows):
+        return new
+    new, old = (torch.zeros_like(y) if x is None else x for x, y in ((new, old), (old, new)))
+    width = max(new.shape[1], old.shape[1])
+    new, old = (pad_front(x.transpose(0, 1), width).transpose(0, 1) for x in (new, old))
+    chosen = torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
+    return torch.where(chosen, new, old)
+
+
+def pad_front(x, width):
+    """`x` (n, ...) behind zeros, (width, ...)."""
+    return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 
 def recall_distance(scores, ages):
@@ -187,4 +242,4 @@ def recall_distance(scores, ages):
     return 1 + ages.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
 
 
-__all__ = ["HMTMemory", "HMTState", "recall_distance"]
+__all__ = ["HMTMemory", "HMTState", "pad_front", "pick", "recall_distance"]

@@ -81,6 +81,14 @@ def mark_training(axes, x: float, width: float = 1.2):
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
 
 
+def name_differences(axes, differences) -> None:
+    """Above the axes, in what results differ that are drawn together; see `report.comparison.differences`."""
+    if differences:
+        axes.set_title(
+            textwrap.fill("not alike: " + "; ".join(differences), 84), loc="left", fontsize=9, color=WARNING
+        )
+
+
 def check_train_length(train_length: int | None) -> None:
     """
     Raises:

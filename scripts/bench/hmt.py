@@ -6,7 +6,8 @@
 
 `speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal
 LM, each with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. `memory`
-streams a token file from disk, piece by piece, and gives the peak of resident memory at each length. `pages` times
+streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
+of all its tokens in one call adds (of CPU memory). `pages` times
 one recall and one dropped memory, with pages and with one flat memory, over the number of segments; counts the
 vectors that a recall touches; and recalls random memories, which are the hardest to find by the tag of their page.
 """
@@ -31,8 +32,8 @@ TABLES = {
 | {name} | {tokens_per_s:.0f} | {to_official:.2f}x | {largest_change_of_logits:.1e} |
 """,
     "memory": """
-| tokens | peak MB | numbers in the state | device MB |
-| {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} |
+| tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB |
+| {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} | {loss_mb:.0f} | {all_logits_mb:.0f} |
 """,
     "pages": """
 | segments | flat ms | pages ms | tags | recalled | found |
@@ -122,7 +123,7 @@ def memory(args):
             for _ in range(0, max(args.lengths), 100_000):
                 file.write(generator.integers(model.config.vocab_size, size=100_000, dtype=np.int32).tobytes())
         tokens = np.memmap(path, dtype=np.int32, mode="r")
-        state, position, start = None, 0, time.perf_counter()
+        state, position, start, rows = None, 0, time.perf_counter(), []
         for length in sorted(args.lengths):
             while position < length:
                 piece = tokens[position : min(length, position + PIECE)]
@@ -134,7 +135,17 @@ def memory(args):
             row["state_numbers"] = sum(x.numel() for x in state.tensors().values())
             if args.device == "cuda":
                 row["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
-            yield row
+            rows.append(row)
+        for row in rows:  # last, because it resets the peak
+            ids = torch.from_numpy(tokens[: row["tokens"]].astype(np.int64))[None].to(args.device)
+            row["loss_mb"], _ = common.added_mb(perplexity, model, ids)
+            row["all_logits_mb"] = ids.numel() * model.config.vocab_size * 4 / 2**20
+        yield from rows
+
+
+@torch.no_grad()
+def perplexity(model, ids):
+    return model(ids, labels=ids, logits_to_keep=1).loss.exp().item()
 
 
 @torch.no_grad()
@@ -145,31 +156,31 @@ def pages(args):
     memory = HMTMemory(width, 1, width)
     for projection in (memory.wq, memory.wk):
         torch.nn.init.eye_(projection)
-    embeddings = torch.randn(1, max(args.segments), width)
-    kept = MemoryPages.empty(1, width, embeddings.dtype, "cpu", PAGES["page_size"], PAGES["recalled_pages"])
+    embeddings = torch.randn(max(args.segments), width)
+    kept = MemoryPages.empty(width, embeddings.dtype, "cpu", PAGES["page_size"], PAGES["recalled_pages"])
     start = 0
     for n in sorted(args.segments):
-        kept, start = kept.append(embeddings[:, start:n], mask.expand(1, n - start)), n
+        kept, start = kept.append(embeddings[start:n]), n
 
         def flat(n=n):
             query = torch.randn(1, 1, width)
-            bank = torch.cat([embeddings[:, : n - 1], query], 1)
+            bank = torch.cat([embeddings[None, : n - 1], query], 1)
             memory.recall(query, bank, mask.expand(1, n))
 
         def paged(kept=kept):
             query = torch.randn(1, 1, width)
-            recalled, real, _ = kept.append(query, mask).look_up(memory.direction(query))
-            memory.recall(query, recalled, real)
+            recalled, _ = kept.append(query[0]).look_up(memory.direction(query)[0])
+            memory.recall(query, recalled[None], mask.expand(1, len(recalled)))
 
         seconds = common.time_in_turn({"flat": flat, "paged": paged}, args.rounds)
         places = torch.randint(n, (200,)).tolist()
-        hits = [(n - 1 - kept.look_up(memory.direction(embeddings[:, i : i + 1]))[2] == i).any() for i in places]
+        hits = [(n - 1 - kept.look_up(memory.direction(embeddings[i : i + 1]))[1] == i).any() for i in places]
         yield {
             "segments": n,
             "flat_ms": 1e3 * statistics.median(seconds["flat"]),
             "pages_ms": 1e3 * statistics.median(seconds["paged"]),
-            "tags": kept.sums.shape[1],
-            "recalled": kept.look_up(torch.zeros(1, 1, width))[0].shape[1],
+            "tags": len(kept.sums),
+            "recalled": len(kept.look_up(torch.zeros(1, width))[0]),
             "found": sum(map(bool, hits)) / len(places),
         }
 

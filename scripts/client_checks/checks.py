@@ -1,9 +1,9 @@
 """What the checks share: their list, the small models, texts and tokens, and the comparison of logits."""
 
-import contextlib
 import importlib.metadata
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,10 +51,10 @@ class Check:
     measure: Callable[[Path], float]
 
     def row(self):
-        row = asdict(self) | {"version": None}
+        path = [*sys.path, *map(str, ROOT.glob(".venv-clients-*/lib/*/site-packages"))]
+        packages = importlib.metadata.distributions(name=self.package, path=path)
+        row = asdict(self) | {"version": next((package.version for package in packages), None)}
         del row["measure"]
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            row["version"] = importlib.metadata.version(self.package)
         return row
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from golden_fox import load_cases, weights
+from mistakes import refused
 from tiny_fox import ROPE, check_logits, logits
 from tiny_fox import SIZES as TINY
 from tiny_fox import make_from as make
@@ -155,6 +156,7 @@ def test_mixed_dtypes_lose_nothing():
     same_tensors(fox.to_official(model)[0], {name: x.float() for name, x in half.items()})
 
 
+READ = {"official": fox.from_official, "fla": fox.from_fla}
 BAD_CONFIGS = {
     "another model": ("official", dict(model_type="llama"), "model_type is 'llama'"),
     "grouped heads": ("official", dict(num_kv_heads=2), "no grouped heads"),
@@ -165,11 +167,13 @@ BAD_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("kind, changes, message", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
-def test_bad_configurations(kind, changes, message):
-    read = {"official": fox.from_official, "fla": fox.from_fla}[kind]
-    with pytest.raises(ValueError, match=message):
-        read({}, changes)
+@pytest.mark.parametrize(
+    "mistake",
+    [refused(name, lambda k=k, x=x: READ[k]({}, x), says) for name, (k, x, says) in BAD_CONFIGS.items()],
+    ids=str,
+)
+def test_bad_configurations(mistake, record_property):
+    record_property("mistake", mistake.check())
 
 
 LLAMA = dict(TINY, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2)
@@ -183,6 +187,7 @@ SCALED = {
 FAMILY = {
     "llama": transformers.LlamaConfig(**LLAMA),
     "llama, tied, wide heads": transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True, head_dim=16),
+    "llama with a padding id of -1": transformers.LlamaConfig(**{**LLAMA, "pad_token_id": -1}),
     "mistral": transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=9),
     "qwen2": transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
@@ -270,10 +275,11 @@ CANNOT = {
 }
 
 
-@pytest.mark.parametrize("config_dict, message", CANNOT.values(), ids=CANNOT)
-def test_what_cannot_be_kept_of_a_llama_is_refused(config_dict, message):
-    with pytest.raises(ValueError, match=message):
-        read_llama_config(config_dict)
+@pytest.mark.parametrize(
+    "mistake", [refused(name, lambda x=x: read_llama_config(x), says) for name, (x, says) in CANNOT.items()], ids=str
+)
+def test_what_cannot_be_kept_of_a_llama_is_refused(mistake, record_property):
+    record_property("mistake", mistake.check())
 
 
 def test_a_llama_with_biases_is_refused():

@@ -3,8 +3,7 @@
 import pytest
 import tiny_fox
 import torch
-from tiny_fox import TINY, make
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_fox import make
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.pictures import head_maps, heading, plot_forget_gates, reduce_blocks, spread
@@ -77,29 +76,6 @@ def test_the_model_is_left_as_it_was():
     model = make("llama").train()
     head_maps(model, tokens(5))
     assert model.training and model.model.training
-
-
-BAD = {
-    "two rows": (dict(input_ids=torch.zeros(2, 5)), "one row"),
-    "one token": (dict(input_ids=[3]), "at least 2 tokens"),
-    "layer": (dict(layers=[2]), r"layers is \[2\]; this model has 2"),
-    "head": (dict(heads=[-1]), r"heads is \[-1\]; this model has 4"),
-    "no head": (dict(heads=[]), r"heads is \[\]"),
-    "resolution": (dict(resolution=0), "resolution is 0"),
-}
-
-
-@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
-def test_bad_input(changes, message):
-    with pytest.raises(ValueError, match=message):
-        head_maps(**{"model": make("llama"), "input_ids": tokens(5), **changes})
-
-
-def test_models_without_a_gate_are_refused():
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
-    for model in (llama, FoxForCausalLM(FoxConfig(**TINY, forget_gate="none"))):
-        with pytest.raises(ValueError, match="no forget gate"):
-            head_maps(model, tokens(5))
 
 
 IDS = torch.arange(40)

@@ -1,4 +1,4 @@
-"""Packed documents equal documents in rows of their own, however their borders are given; bad calls are refused."""
+"""Packed documents equal documents in rows of their own, however their borders are given."""
 
 import pytest
 import torch
@@ -166,88 +166,6 @@ def test_the_running_sum_keeps_the_resolution_of_a_document():
 def test_no_cache_comes_back_from_packed_documents():
     with torch.no_grad():
         assert make("llama")(**BORDERS["position ids"](), use_cache=True).past_key_values is None
-
-
-PADDED = torch.tensor([[1] * 13 + [0] * 2])
-BAD = {
-    "a cache": (lambda model: dict(past_key_values=DynamicCache(config=model.config)), "which a cache cannot tell"),
-    "padding": (lambda model: dict(attention_mask=PADDED), "Leave attention_mask out"),
-    "two rows": (
-        lambda model: dict(input_ids=tokens(2, 15), cu_seq_lens_q=torch.tensor([0, 15])),
-        r"needs a batch of one .* got an input of \(2, 15\)",
-    ),
-    "borders of another row": (
-        lambda model: dict(cu_seq_lens_q=torch.tensor([0, 5, 14])),
-        r"rise from 0 to the length of the row; got an input of \(1, 15\) tokens and \[0, 5, 14\]",
-    ),
-    "borders that fall": (lambda model: dict(cu_seq_lens_q=torch.tensor([0, 9, 5, 15])), r"rise .*\[0, 9, 5, 15\]"),
-    "documents of another row": (lambda model: dict(seq_idx=torch.zeros(1, 7)), r"seq_idx is \(1, 7\).*\(1, 15\)"),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_what_cannot_be_packed_is_refused(bad):
-    model = make("llama")
-    change, message = BAD[bad]
-    with pytest.raises(ValueError, match=message):
-        model(**{**BORDERS["position ids"](), **change(model)})
-
-
-IDS = tokens(2, 9)
-
-
-def filled(model):
-    """The cache of a model that has read `IDS`."""
-    cache = DynamicCache(config=model.config)
-    logits(model, IDS, past_key_values=cache)
-    return cache
-
-
-BAD_CALLS = {
-    "mask too short": (lambda model: {"attention_mask": torch.ones(2, 7)}, r"it must be \(2, 9\)"),
-    "mask too long": (lambda model: {"attention_mask": torch.ones(2, 12)}, r"it must be \(2, 9\)"),
-    "mask of one row": (lambda model: {"attention_mask": torch.ones(1, 9)}, r"it must be \(2, 9\)"),
-    "mask of the new tokens only": (
-        lambda model: {"attention_mask": torch.ones(2, 9), "past_key_values": filled(model)},
-        r"it must be \(2, 18\): a column for each of 9 cached and 9 new tokens",
-    ),
-    "positions that fall": (
-        lambda model: {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 1, 2]])},
-        "go from 2 to 1 at token 7 of row 0",
-    ),
-    "positions that do not rise": (
-        lambda model: {"position_ids": torch.tensor([range(9), [0] * 9])},
-        "do not rise in one of the rows",
-    ),
-    "positions of other tokens": (
-        lambda model: {"position_ids": torch.arange(7)[None]},
-        r"must be \(2, 9\) or \(1, 9\)",
-    ),
-    "three dimensions of tokens": (lambda model: {"input_ids": IDS[None]}, r"must be \(B, T, hidden\)"),
-    "one dimension of tokens": (lambda model: {"input_ids": IDS[0]}, r"input_ids\[None\]"),
-    "mask of one dimension": (lambda model: {"attention_mask": torch.ones(9)}, r"must be \(B, past \+ T\)"),
-    "mask that is added to logits": (
-        lambda model: {"attention_mask": torch.zeros(2, 9).index_fill(1, torch.tensor([0]), -1e9)},
-        r"holds -1000000000.*mask == 0",
-    ),
-    "mask of NaN": (lambda model: {"attention_mask": torch.full((2, 9), torch.nan)}, "holds nan"),
-    "positions of three dimensions": (lambda model: {"position_ids": torch.zeros(3, 2, 9).long()}, r"\(3, 2, 9\)"),
-    "no tokens": (lambda model: {"input_ids": IDS[:, :0]}, "the input is empty: 2 rows of 0 tokens"),
-    "no rows": (lambda model: {"input_ids": IDS[:0]}, "the input is empty: 0 rows of 9 tokens"),
-    "embeddings in half precision": (
-        lambda model: {"input_ids": None, "inputs_embeds": torch.randn(2, 9, 32).bfloat16()},
-        "inputs_embeds is torch.bfloat16 but the weights are torch.float32",
-    ),
-    "ids and embeddings": (lambda model: {"inputs_embeds": torch.randn(2, 9, 32)}, "exactly one of"),
-}
-
-
-@pytest.mark.parametrize("variant", ["llama", "pro"])
-@pytest.mark.parametrize("arguments, message", BAD_CALLS.values(), ids=BAD_CALLS)
-def test_bad_calls(variant, arguments, message):
-    model = make(variant)
-    with pytest.raises(ValueError, match=message):
-        model(**{"input_ids": IDS, **arguments(model)})
 
 
 def test_embeddings_in_single_precision_for_a_half_precision_model():

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from budget import EPS
-from tiny_fox import ROPE, TINY, VARIANTS, both_blocks, check_logits, every_variant, logits, make, tokens
+from tiny_fox import TINY, VARIANTS, both_blocks, check_logits, every_variant, logits, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
 from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, decay_time_bias
@@ -294,46 +294,6 @@ def test_save_and_load(variant, tmp_path):
     assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-BAD_CONFIGS = {
-    **{
-        f"{name} of {size}": ({name: size}, f"{name}={size}; it must be at least 1")
-        for name, size in (("num_attention_heads", 0), ("num_key_value_heads", 0), ("vocab_size", -1), ("head_dim", 0))
-    },
-    "no layers": (dict(num_hidden_layers=0), "num_hidden_layers=0"),
-    "negative epsilon": (dict(rms_norm_eps=-1.0), "rms_norm_eps=-1.0.*1e-6"),
-    "epsilon of NaN": (dict(qk_norm_eps=float("nan")), "qk_norm_eps=nan"),
-    "dropout of everything": (dict(attention_dropout=2.0), "attention_dropout=2.0"),
-    "pruning of NaN": (dict(log_pruning_tolerance=float("nan")), "log_pruning_tolerance=nan"),
-    "hidden size and heads": (dict(hidden_size=30), "not a multiple of num_attention_heads"),
-    "heads and key heads": (dict(num_key_value_heads=3), "not a multiple of num_key_value_heads"),
-    "unknown gate": (dict(forget_gate="sigmoid"), "must be one of"),
-    "unknown output gate": (dict(output_gate="tanh"), "must be None or one of"),
-    "fixed without times": (dict(forget_gate="fixed"), "needs decay_time_min"),
-    "times without a gate": (dict(forget_gate="none", decay_time_min=2, decay_time_max=8), 'forget_gate is "none"'),
-    "times upside down": (dict(forget_gate="fixed", decay_time_min=8, decay_time_max=2), "0 < min <= max"),
-    "window of one token": (dict(sliding_window=1), "at least 2"),
-    "odd head with rope": (dict(hidden_size=36, rope_parameters=ROPE), "head_dim=9 is odd"),
-    "layer types": (dict(layer_types=["full_attention", "sliding_attention"]), "Leave layer_types out"),
-    "layer types without a window": (dict(layer_types=["sliding_attention"] * 2), "Leave layer_types out"),
-    "unknown layer types": (dict(layer_types=["mamba", "mamba"]), "Leave layer_types out"),
-    "newer format": (dict(format_version=99), "format version 99"),
-}
-
-
-@pytest.mark.parametrize("changes, message", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
-def test_bad_configuration(changes, message):
-    with pytest.raises(ValueError, match=message):
-        FoxConfig(**{**TINY, **changes})
-
-
-def test_a_folder_of_a_newer_format_is_refused(tmp_path):
-    make("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 2}))
-    with pytest.raises(ValueError, match=r"format version 2.*Upgrade"):
-        AutoConfig.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("saved", [None, ["full_attention"] * 2], ids=["as we save it", "with its layer types"])
 def test_a_folder_can_be_loaded_with_another_depth_or_window(saved, tmp_path):
     make("llama").save_pretrained(tmp_path)
@@ -346,12 +306,6 @@ def test_a_folder_can_be_loaded_with_another_depth_or_window(saved, tmp_path):
     check_logits(logits(changed, tokens()), logits(first_layer, tokens()))
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention", "mamba"]}))
     with pytest.raises(ValueError, match="Leave layer_types out"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_folder_without_weights_is_refused(tmp_path):
-    FoxConfig(**TINY).save_pretrained(tmp_path)
-    with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

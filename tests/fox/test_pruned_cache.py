@@ -7,7 +7,7 @@ import pytest
 import tiny_fox
 import torch
 from tiny_fox import ROPE, check_logits, logits
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
@@ -421,30 +421,6 @@ def test_the_tolerance_may_come_from_the_configuration():
     model.config.log_pruning_tolerance = None
     with pytest.raises(ValueError, match="turns pruning off"):
         PrunedCache(model)
-
-
-BAD_ARGUMENTS = {
-    "tolerance": (dict(tolerance=1.0), "tolerance is 1.0"),
-    "bound": (dict(logit_bound=7.0), "logit_bound is 7.0"),
-    "interval": (dict(prune_every=0), "prune_every is 0"),
-}
-
-
-@pytest.mark.parametrize("arguments, message", BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PrunedCache(make("pro"), **arguments)
-
-
-def test_models_that_forget_nothing_are_refused():
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
-    with pytest.raises(ValueError, match="not a FoX"):
-        PrunedCache(llama)
-    sizes = {name: value for name, value in TINY.items() if not name.startswith("decay")}
-    with pytest.raises(ValueError, match="forgets nothing"):
-        PrunedCache(FoxForCausalLM(FoxConfig(**sizes, forget_gate="none")))
-    with pytest.raises(NotImplementedError, match="window"):
-        PrunedCache(FoxForCausalLM(FoxConfig(**TINY, sliding_window=8)))
 
 
 def test_a_cache_of_another_model_is_refused():

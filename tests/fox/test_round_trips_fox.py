@@ -171,6 +171,18 @@ def test_torch_export(variant):
 
 
 @both_blocks
+def test_torch_export_refuses_a_static_cache(variant):
+    """transformers' exporter for ExecuTorch gives the keys no room for the decay, and forgets the token shift."""
+    from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+
+    model = make(variant)
+    model.generation_config.cache_implementation = "static"
+    exportable = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=32)
+    with pytest.raises(Exception, match="FoX cannot be exported with a static cache"):
+        exportable.export(input_ids=tokens(1, 1), cache_position=torch.tensor([0]), strict=False)
+
+
+@both_blocks
 def test_trainer_evaluates(variant, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'hf-longctx[training]'")
     rows = [{"input_ids": row, "labels": row} for row in tokens(3, 12)]
@@ -202,6 +214,27 @@ def test_linear_layers_can_be_quantized_dynamically():
 def check_kept(names):
     """`names` of parameters hold those projections of a FoX (Pro) that give one number per head, and no others."""
     assert {name.split(".")[-2] for name in names if "_proj" in name} == {"f_proj", "k_shift_proj", "v_shift_proj"}
+
+
+@asks_for_an_old_name
+@both_blocks
+def test_the_gate_is_adapted_by_target_parameters(variant, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=[], target_parameters=["f_proj.weight"])
+    adapted, ids = peft.get_peft_model(make(variant), config).train(), tokens()
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=10.0)
+    for _ in range(2):  # the first step moves one factor alone, because the other is 0
+        optimizer.zero_grad()
+        adapted(ids, labels=ids).loss.backward()
+        optimizer.step()
+    want = logits(adapted.eval(), ids)
+    assert (want - logits(make(variant), ids)).abs().max() > 1e-3
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(make(variant), tmp_path / "adapter").eval()
+    check_logits(logits(loaded, ids), want)
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    check_logits(logits(merged, ids), want)
 
 
 @asks_for_an_old_name

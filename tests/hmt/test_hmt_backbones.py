@@ -92,8 +92,6 @@ def test_stream_and_generation_equal_forward(model, tokens):
 
 def test_a_padded_row_token_by_token(model, tokens):
     """What a cache holds of padding must not reach the tokens after it."""
-    if not model.lm.sees_padding:
-        pytest.skip("this backbone refuses padding")
     mask, state, logits = torch.ones(2, 20, dtype=torch.long), None, []
     mask[0, :5] = 0
     with torch.no_grad():
@@ -123,16 +121,14 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-def test_left_padding_by_whole_segments(model, tokens):
-    """Position ids leave padding out; a recurrence, a convolution and a window below a segment run over it."""
-    backbone = model.config.backbone_config
-    if (
-        backbone.model_type in ("mamba", "mamba2", "rwkv", "minimax", "lfm2")
-        or getattr(backbone, "sliding_window", None) == 6
-    ):
-        pytest.skip(f"this {backbone.model_type} has more than positions that count padding")
-    ids, mask = torch.cat([tokens[:, :16], tokens], 1), torch.ones(2, 59, dtype=torch.long)
-    mask[1, :16] = 0
+@pytest.mark.parametrize("padding", [16, 5])
+def test_a_padded_row_is_as_alone(model, tokens, padding):
+    """No recurrence, convolution, window or position bias sees padding."""
+    ids, mask = tokens.clone(), torch.ones_like(tokens)
+    mask[1, :padding] = 0
     with torch.no_grad():
-        padded = model(ids, attention_mask=mask).logits[1, 16:]
-        assert_same_logits(padded, model(tokens[1:]).logits[0])
+        padded = model(ids, attention_mask=mask, logits_to_keep=20, use_cache=True)
+        alone = model(tokens[1:, padding:], logits_to_keep=20, use_cache=True)
+        assert_same_logits(padded.logits[1:], alone.logits)
+        more, more_alone = model(tokens[:, :9], state=padded.state), model(tokens[1:, :9], state=alone.state)
+    assert_same_logits(more.logits[1:], more_alone.logits)

@@ -1,7 +1,12 @@
-"""Every mistake gets one error that says what to do."""
+"""What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
+
+import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from mistakes import harmless, refused
+from tiny_hmt import tiny_llama
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -10,56 +15,115 @@ from transformers import (
     LlamaModel,
     RwkvConfig,
     RwkvForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     XLNetLMHeadModel,
 )
 
-from hf_longctx.hmt import HMTConfig, HMTWrapper, from_official, official_parameters
+from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper, from_official, official_parameters
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"segment_length": 33}, "must be above sensory_tokens . memory_tokens = 32 . 1"),
-        ({"memory_tokens": 2}, "with recall it must be 1"),
-        ({"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
-        ({"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
-        ({"sum_fraction": 0.0}, "would read 0 of 512"),
-        ({"sum_fraction": 1.5}, "would read 768 of 512"),
-        ({"recall_mode": "fast"}, "recall_mode is 'fast'"),
-        ({"recall_init": "zero"}, "recall_init is 'zero'"),
-        ({"loss_scope": "first"}, "loss_scope is 'first'"),
-        ({"memory_size": 0}, "memory_size is 0"),
-        ({"recalled_pages": 0}, "recalled_pages is 0"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"recalled_pages": 2, "memory_size": None}, "pages hold what recall drops beyond memory_size"),
-        ({"recalled_pages": 2, "recall": False}, "pages hold what recall drops beyond memory_size"),
-        ({"bptt_segments": 0}, "bptt_segments is 0"),
+SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
+XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 61}
+RWKV = {"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
+
+
+def config(**settings):
+    return HMTConfig(**{**SETTINGS, **settings})
+
+
+def build(backbone=None, **settings):
+    torch.manual_seed(0)
+    backbone = tiny_llama() if backbone is None else backbone
+    torch.manual_seed(1)
+    return HMTWrapper.from_backbone(backbone, config(**settings))
+
+
+def masked(*places, value=0, rows=2):
+    """A mask of ones, (rows, 43), with `value` at (row, columns) places."""
+    mask = torch.ones(rows, 43, dtype=torch.long)
+    for row, columns in places:
+        mask[row, columns] = value
+    return mask
+
+
+LEFT, RIGHT = masked((1, slice(5))), masked((1, slice(30, None)))
+HOLE, EMPTY = masked((1, slice(5, 7))), masked((1, slice(None)))
+
+
+@pytest.fixture(scope="module")
+def it(tmp_path_factory):
+    """Models and inputs that all rows share and leave as they are."""
+    folder = tmp_path_factory.mktemp("bad")
+    model, paper = build(), build(recall_mode="paper")
+    tokens = torch.randint(3, 61, (2, 43), generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(folder / "hmt")
+    model.backbone.save_pretrained(folder / "llama")
+    with torch.no_grad():
+        state = model(tokens, use_cache=True).state
+        paper_state = paper(tokens, use_cache=True).state
+    names = {"folder": folder, "model": model, "paper": paper, "tokens": tokens, "state": state}
+    return SimpleNamespace(**names, paper_state=paper_state)
+
+
+def changed(model, **settings):
+    """A model whose configuration was changed after it was built."""
+    model = copy.deepcopy(model)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return model
+
+
+CONFIG = [
+    refused(name, lambda settings=settings: HMTConfig(**settings), says)
+    for name, settings, says in [
+        ("a segment no longer than what it repeats", {"segment_length": 33}, "must be above sensory_tokens . memory"),
+        ("a segment of 0", {"segment_length": 0}, "segment_length is 0"),
+        ("a segment of words", {"segment_length": "long"}, "segment_length"),
+        ("half a token", {"segment_length": 64.5}, "segment_length"),
+        ("two memory tokens with recall", {"memory_tokens": 2}, "with recall it must be 1"),
+        ("four memory tokens with recall", {"memory_tokens": 4}, "with recall it must be 1"),
+        ("no memory token", {"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
+        ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
+        ("an empty query", {"sum_fraction": 0.0}, "would read 0 of 512"),
+        ("a query longer than the segment", {"sum_fraction": 1.5}, "would read 768 of 512"),
+        ("an unknown recall_mode", {"recall_mode": "fast"}, "recall_mode is 'fast'"),
+        ("a misspelt recall_mode", {"recall_mode": "casual"}, "recall_mode is 'casual'"),
+        ("an unknown recall_init", {"recall_init": "zero"}, "recall_init is 'zero'"),
+        ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope is 'first'"),
+        ("no memory", {"memory_size": 0}, "memory_size is 0"),
+        ("no recalled page", {"recalled_pages": 0}, "recalled_pages is 0"),
+        ("empty pages", {"page_size": 0}, "page_size is 0"),
+        ("a recall of width 0", {"recall_dim": 0}, "recall_dim is 0"),
+        ("no summary at a time", {"summary_batch": 0}, "summary_batch is 0"),
+        ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),
+        ("pages without recall", {"recalled_pages": 2, "recall": False}, "beyond memory_size"),
+        ("a cut before the first segment", {"bptt_segments": 0}, "bptt_segments is 0"),
+        ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing', which this version of tr"),
         (
-            {"backbone_config": {"model_type": "nothing"}},
-            "'nothing', which this version of transformers does not know",
+            "a misspelt name",
+            {"segment_len": 12},
+            "'segment_len' is no field of HMTConfig; close to it: segment_length",
         ),
-    ],
-)
-def test_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        HMTConfig(**settings)
+        ("a name of another project", {"num_mem_tokens": 1}, "'num_mem_tokens' is no field of HMTConfig"),
+        ("recall as a word", {"recall": "yes"}, "recall"),
+    ]
+]
+CONFIG += [
+    refused("another model's configuration", lambda: HMTConfig.from_dict({"model_type": "llama"}), "not an HMT check"),
+    harmless(
+        "an unknown name in a saved configuration",
+        lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
+    ),
+    harmless("a whole segment as an integer", lambda: (HMTConfig(sum_fraction=1).summary_length, 512)),
+]
 
 
-def test_a_whole_segment_as_an_integer():
-    assert HMTConfig(sum_fraction=1).summary_length == 512
-
-
-def test_a_tie_goes_to_the_even_number():
-    assert [HMTConfig(segment_length=n, sensory_tokens=0).summary_length for n in (13, 15, 16)] == [6, 8, 8]
-
-
-def test_too_few_positions(llama):
-    with pytest.raises(ValueError, match=r"allows 64 positions, and a segment needs 66.*segment_length to at most 62"):
-        HMTWrapper.from_backbone(llama, HMTConfig(segment_length=64, sensory_tokens=0))
-    with pytest.raises(ValueError, match="Lower sensory_tokens"):
-        HMTWrapper.from_backbone(llama, HMTConfig(segment_length=100, sensory_tokens=50))
-    model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=62, sensory_tokens=0))
-    assert model.config.positions_per_segment == 64
+@pytest.mark.parametrize("mistake", CONFIG, ids=str)
+def test_configurations(mistake, record_property):
+    record_property("mistake", mistake.check())
 
 
 class TokensOnly(LlamaForCausalLM):
@@ -67,24 +131,250 @@ class TokensOnly(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask)
 
 
-def test_unsuitable_backbones(llama):
-    config = HMTConfig(segment_length=8, sensory_tokens=3)
-    with pytest.raises(ValueError, match=r"TokensOnly.forward takes no inputs_embeds"):
-        HMTWrapper.from_backbone(TokensOnly(llama.config), config)
-    with pytest.raises(ValueError, match="LlamaModel has no head"):
-        HMTWrapper.from_backbone(LlamaModel(llama.config), config)
-    bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=61)
-    with pytest.raises(ValueError, match="BertModel"):
-        HMTWrapper.from_backbone(BertModel(bert), config)
+def without_embeddings():
+    llama = tiny_llama()
     llama.model.embed_tokens = None
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no input embeddings"):
-        HMTWrapper.from_backbone(llama, config)
-    with pytest.raises(ValueError, match="no backbone_config"):
-        HMTWrapper(HMTConfig())
+    return llama
 
 
-BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
-XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 61}
+def trained_pointer(it):
+    model = HMTWrapper.from_backbone(it.folder / "llama", config(backbone_in_checkpoint=False))
+    with torch.no_grad():
+        model.backbone.lm_head.weight.add_(1)
+    model.save_pretrained(it.folder / "lost")
+
+
+def pointer_to_nowhere(it):
+    build(backbone_in_checkpoint=False).save_pretrained(it.folder / "nowhere")
+
+
+def official(it, rename=None, **changes):
+    parameters = {**dict(official_parameters(it.model)), **changes}
+    parameters.pop(rename, None)
+    return from_official(tiny_llama(), parameters, **SETTINGS)
+
+
+BUILD = [
+    refused("too few positions", lambda it: build(segment_length=64, sensory_tokens=0), "64 positions.*at most 62"),
+    refused(
+        "too few positions for k", lambda it: build(segment_length=100, sensory_tokens=50), "Lower sensory_tokens"
+    ),
+    refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "takes no inputs_embeds"),
+    refused("a model without a head", lambda it: build(LlamaModel(tiny_llama().config)), "LlamaModel has no head"),
+    refused("an encoder", lambda it: build(BertModel(BertConfig(**BERT))), "BertModel"),
+    refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "is an encoder-decoder"),
+    refused("no embeddings", lambda it: build(without_embeddings()), "LlamaForCausalLM has no input embeddings"),
+    refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
+    refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "no backbone_config"),
+    refused("a path to nothing", lambda it: HMTWrapper.from_backbone(it.folder / "no", config()), "no"),
+    refused("options beside a model", lambda it: HMTWrapper.from_backbone(tiny_llama(), dtype="auto"), "by name or p"),
+    refused("a plain Llama's folder", lambda it: HMTWrapper.from_pretrained(it.folder / "llama"), "from_backbone"),
+    refused("an empty folder", lambda it: HMTWrapper.from_pretrained(it.folder), "no file named"),
+    refused(
+        "a setting beside a config",
+        lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", config=it.model.config, memory_size=9),
+        "'memory_size'.*leave the config out",
+    ),
+    refused("a trained backbone as a pointer", trained_pointer, "have changed since it was wrapped"),
+    refused("a pointer to nowhere", pointer_to_nowhere, "does not say where the backbone is"),
+    refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
+    refused("no official prompt", lambda it: official(it, rename="mem"), r"missing .'mem'"),
+    refused(
+        "an official prompt of half the width",
+        lambda it: official(it, **{"memory_cell.memory": torch.zeros(1, 8)}),
+        r"memory_cell.memory has shape \(1, 8\)",
+    ),
+    refused(
+        "checkpointing of every other layer",
+        lambda it: it.model._set_gradient_checkpointing(every_n_layers=2),
+        "segments, not layers",
+    ),
+]
+READ = [
+    refused(name, lambda it, arguments=arguments: it.model(**{"input_ids": it.tokens, **arguments(it)}), says)
+    for name, arguments, says in [
+        ("no tokens", lambda it: {"input_ids": None}, "at least one token"),
+        ("one dimension", lambda it: {"input_ids": it.tokens[0]}, "at least one token"),
+        ("a text of no token", lambda it: {"input_ids": it.tokens[:, :0]}, "at least one token"),
+        ("no row", lambda it: {"input_ids": it.tokens[:0]}, "at least one token"),
+        ("a list", lambda it: {"input_ids": it.tokens.tolist()}, "input_ids is a list"),
+        ("ids as floats", lambda it: {"input_ids": it.tokens.float()}, "torch.float32; token ids are integers"),
+        ("ids as booleans", lambda it: {"input_ids": it.tokens > 5}, "torch.bool; token ids are integers"),
+        ("an id of a larger vocabulary", lambda it: {"input_ids": it.tokens + 58}, "lie between 0 and 60"),
+        ("labels as tokens", lambda it: {"input_ids": it.tokens.masked_fill(HOLE == 0, -100)}, "-100"),
+        ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels has shape"),
+        ("labels of a larger vocabulary", lambda it: {"labels": it.tokens + 58}, "labels holds ids"),
+        ("labels as floats", lambda it: {"labels": it.tokens.float()}, "labels is torch.float32"),
+        ("a mask of 50 tokens", lambda it: {"attention_mask": torch.ones(2, 50)}, "attention_mask has shape"),
+        (
+            "a mask of four dimensions",
+            lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)},
+            "attention_mask has sh",
+        ),
+        ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
+        ("a row of padding", lambda it: {"attention_mask": EMPTY}, "all padding"),
+        ("nothing but padding", lambda it: {"attention_mask": 0 * LEFT, "use_cache": True}, "all padding"),
+        ("an additive mask", lambda it: {"attention_mask": (LEFT - 1) * 1e30}, "must be 1 .* and 0"),
+        ("a mask of infinities", lambda it: {"attention_mask": LEFT.float().log()}, "must be 1 .* and 0"),
+        ("position_ids", lambda it: {"position_ids": torch.arange(43)[None]}, "does not use position_ids"),
+        ("inputs_embeds", lambda it: {"inputs_embeds": torch.zeros(2, 43, 16)}, "does not use inputs_embeds"),
+        ("hidden states", lambda it: {"output_hidden_states": True}, "does not use output_hidden_states"),
+        ("attentions", lambda it: {"output_attentions": True}, "does not use output_attentions"),
+        ("a cache", lambda it: {"past_key_values": it.state}, "does not use past_key_values"),
+        ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
+        ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep is -1"),
+        (
+            "logits of no position",
+            lambda it: {"logits_to_keep": torch.tensor([], dtype=torch.long)},
+            "list of positions",
+        ),
+        ("logits behind the end", lambda it: {"logits_to_keep": torch.tensor([43])}, "of this call, 0 to 42"),
+        ("logits before the start", lambda it: {"logits_to_keep": torch.tensor([-1])}, "of this call, 0 to 42"),
+        ("logits of a table", lambda it: {"logits_to_keep": torch.tensor([[0]])}, "of this call, 0 to 42"),
+        ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "must list positions as integers"),
+        ("logits by floats", lambda it: {"logits_to_keep": torch.ones(2)}, "must list positions as integers"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
+        ("a negative score_from", lambda it: {"labels": it.tokens, "score_from": -1}, "within a segment, 0 to 7"),
+        ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
+        (
+            "a state of two rows",
+            lambda it: {"input_ids": it.tokens[:1], "state": it.state},
+            "has 2 rows and input_ids 1",
+        ),
+        ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
+        (
+            "a mask of the whole text with a state",
+            lambda it: {"state": it.state, "attention_mask": torch.ones(2, 86)},
+            "the tokens of this call only",
+        ),
+    ]
+]
+READ += [
+    refused("right padding in the paper mode", lambda it: it.paper(it.tokens, RIGHT), "padded on the right"),
+    refused(
+        "padding that RWKV would read",
+        lambda it: build(RwkvForCausalLM(RwkvConfig(**RWKV)).eval(), recall_mode="paper")(it.tokens, LEFT),
+        "ignores the attention mask",
+    ),
+    refused(
+        "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
+    ),
+    refused("recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "recall=True"),
+    refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
+    refused("memory_tokens set to 3", lambda it: changed(it.model, memory_tokens=3)(it.tokens), "memory_tokens is 3"),
+    refused(
+        "memory_tokens set to 3 without recall",
+        lambda it: changed(build(recall=False), memory_tokens=3)(it.tokens),
+        "was built with 1",
+    ),
+    refused(
+        "another file as a state", lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors"), "saved HMTS"
+    ),
+    refused(
+        "a page file without pages", lambda it: it.model.new_state(2, it.folder / "p"), "set config.recalled_pages"
+    ),
+    refused(
+        "a page file with gradients",
+        lambda it: build(memory_size=1, page_size=1, recalled_pages=1)(
+            it.tokens, state=build(memory_size=1, page_size=1, recalled_pages=1).new_state(2, it.folder / "p")
+        ),
+        "gradient",
+    ),
+    harmless("int32 ids", lambda it: (it.model(it.tokens.int()).logits, it.model(it.tokens).logits)),
+    harmless(
+        "nothing to score",
+        lambda it: (it.model(it.tokens, labels=torch.full_like(it.tokens, -100)).loss, torch.tensor(0.0)),
+    ),
+    harmless(
+        "more logits than tokens",
+        lambda it: (it.model(it.tokens, logits_to_keep=99).logits, it.model(it.tokens).logits),
+    ),
+    harmless(
+        "labels and the last logits",
+        lambda it: (
+            it.model(it.tokens, labels=it.tokens, logits_to_keep=1).loss,
+            it.model(it.tokens, labels=it.tokens).loss,
+        ),
+    ),
+    harmless("a tuple", lambda it: (it.model(it.tokens, return_dict=False)[0], it.model(it.tokens).logits)),
+    harmless("a boolean mask", lambda it: (it.model(it.tokens, LEFT.bool()).logits, it.model(it.tokens, LEFT).logits)),
+    harmless(
+        "a mask of floats", lambda it: (it.model(it.tokens, LEFT.float()).logits, it.model(it.tokens, LEFT).logits)
+    ),
+    harmless(
+        "strange ids in padding",
+        lambda it: (it.model(it.tokens.masked_fill(LEFT == 0, -100), LEFT).logits, it.model(it.tokens, LEFT).logits),
+    ),
+    harmless(
+        "right padding", lambda it: (it.model(it.tokens, RIGHT).logits[1, :30], it.model(it.tokens[1:, :30]).logits[0])
+    ),
+    harmless(
+        "left padding with a state",
+        lambda it: (
+            it.model(it.tokens, LEFT, state=it.state).logits[1:, 5:],
+            it.model(it.tokens[1:, 5:], state=it.state.select_rows(torch.tensor([1]))).logits,
+        ),
+    ),
+    harmless(
+        "another segment_length after building",
+        lambda it: (changed(it.model, segment_length=9)(it.tokens).logits, build(segment_length=9)(it.tokens).logits),
+    ),
+]
+
+
+def generate(it, tokens=None, **arguments):
+    tokens = it.tokens[:, :9] if tokens is None else tokens
+    return it.model.generate(tokens, **{"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, **arguments})
+
+
+GENERATE = [
+    refused(name, lambda it, arguments=arguments: generate(it, **arguments(it)), says)
+    for name, arguments, says in [
+        ("hidden states", lambda it: {"output_hidden_states": True}, "cannot use output_hidden_states=True"),
+        ("attentions", lambda it: {"output_attentions": True}, "cannot use output_attentions=True"),
+        ("guidance", lambda it: {"guidance_scale": 1.5}, "cannot use guidance_scale=1.5"),
+        ("a static cache", lambda it: {"cache_implementation": "static"}, "cannot use cache_implementation='static'"),
+        ("a quantized cache", lambda it: {"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
+        ("an offloaded cache", lambda it: {"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+        ("prompt lookup", lambda it: {"tokens": it.tokens[:1], "prompt_lookup_num_tokens": 2}, "stateful"),
+        (
+            "a state without the cache",
+            lambda it: {"state": it.state, "use_cache": False},
+            "generation continues a state",
+        ),
+        ("a row of padding", lambda it: {"tokens": it.tokens, "attention_mask": EMPTY}, "all padding"),
+        ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "padded on the right"),
+        ("a prompt longer than the result", lambda it: {"max_new_tokens": None, "max_length": 4}, "max_length"),
+        ("a misspelt argument", lambda it: {"max_new_token": 4}, "max_new_token"),
+        ("ids as floats", lambda it: {"tokens": it.tokens.float()}, "integers"),
+    ]
+]
+GENERATE += [
+    refused(
+        "the paper mode behind an open segment",
+        lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
+        "use recall_mode='causal'",
+    ),
+    harmless("no guidance", lambda it: (generate(it, guidance_scale=1.0), generate(it))),
+    harmless(
+        "a prompt of one token",
+        lambda it: (generate(it, it.tokens[:, :1])[:, 1], it.model(it.tokens[:, :1]).logits[:, -1].argmax(-1)),
+    ),
+    harmless(
+        "no prompt",
+        lambda it: (
+            it.model.generate(max_new_tokens=2, do_sample=False),
+            it.model.generate(torch.tensor([[1]]), max_new_tokens=2, do_sample=False),
+        ),
+    ),
+    harmless("a state used twice", lambda it: (generate(it, state=it.state), generate(it, state=it.state))),
+]
+
+
+@pytest.mark.parametrize("mistake", [*BUILD, *READ, *GENERATE], ids=str)
+def test_calls(mistake, it, record_property):
+    with torch.set_grad_enabled("gradients" in mistake.name):
+        record_property("mistake", mistake.check(it))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -108,86 +398,16 @@ def test_a_backbone_that_sees_ahead(model_class, sizes, remedy, dtype):
     assert HMTWrapper.from_backbone(good, HMTConfig(segment_length=8, sensory_tokens=3)).training
 
 
-def test_tokens(make_wrapper, tokens):
-    model = make_wrapper()
-    for bad in (None, tokens[0], tokens[:, :0], tokens[:0]):
-        with pytest.raises(ValueError, match="at least one token"):
-            model(bad)
-    with pytest.raises(ValueError, match="labels has shape"):
-        model(tokens, labels=tokens[:, 1:])
-    with pytest.raises(ValueError, match="attention_mask has shape"):
-        model(tokens, attention_mask=torch.ones(2, 50))
-    with pytest.raises(ValueError, match="labels need all logits"):
-        model(tokens, labels=tokens, logits_to_keep=1)
-    with pytest.raises(ValueError, match="labels need all logits"):
-        model(tokens, labels=tokens, logits_to_keep=torch.arange(3))
-    for positions in (torch.tensor([], dtype=torch.long), torch.tensor([43]), torch.tensor([-1]), torch.tensor([[0]])):
-        with pytest.raises(ValueError, match="a list of positions of this call, 0 to 42"):
-            model(tokens, logits_to_keep=positions)
-    with pytest.raises(ValueError, match="logits_to_keep is -1"):
-        model(tokens, logits_to_keep=-1)
-    for positions in (torch.ones(43, dtype=torch.bool), torch.ones(2)):
-        with pytest.raises(ValueError, match="must list positions as integers"):
-            model(tokens, logits_to_keep=positions)
-    with pytest.raises(ValueError, match=r"score_from is 4.*pass labels"):
-        model(tokens, score_from=4)
-    for position in (-1, 8):
-        with pytest.raises(ValueError, match="within a segment, 0 to 7"):
-            model(tokens, labels=tokens, score_from=position)
-    with pytest.raises(ValueError, match="does not use position_ids"):
-        model(tokens, position_ids=torch.arange(43)[None])
-    with pytest.raises(ValueError, match="does not use inputs_embeds"):
-        model(tokens, inputs_embeds=torch.zeros(2, 43, 16))
+def test_a_tie_goes_to_the_even_number():
+    assert [HMTConfig(segment_length=n, sensory_tokens=0).summary_length for n in (13, 15, 16)] == [6, 8, 8]
 
 
-def test_padding(make_wrapper, tokens):
-    ones = torch.ones_like(tokens)
-    right, inside, empty, left = (ones.clone() for _ in range(4))
-    right[1, 30:] = inside[1, 5:7] = empty[1] = left[1, :9] = 0
-    causal, paper = make_wrapper(), make_wrapper(recall_mode="paper")
-    for model in (causal, paper):
-        with pytest.raises(ValueError, match="between tokens"):
-            model(tokens, attention_mask=inside)
-        with pytest.raises(ValueError, match="all padding"):
-            model(tokens, attention_mask=empty)
-    with pytest.raises(ValueError, match="all padding"):
-        causal.generate(tokens, attention_mask=empty, max_new_tokens=2)
-    for model, arguments in ((paper, {}), (causal, {"use_cache": True})):
-        with pytest.raises(ValueError, match="padded on the right"):
-            model(tokens, attention_mask=right, **arguments)
-    causal.config.loss_scope = "last"
-    with pytest.raises(ValueError, match="padded on the right"):
-        causal(tokens, attention_mask=right, labels=tokens)
-    state = causal(tokens, use_cache=True).state
-    with pytest.raises(ValueError, match=r"between tokens|on the right"):
-        causal(tokens, attention_mask=left, state=state)  # the row has begun
-
-
-def test_a_backbone_that_ignores_the_mask(tokens):
-    sizes = {"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61}
-    rwkv = RwkvForCausalLM(RwkvConfig(**sizes)).eval()
-    model = HMTWrapper.from_backbone(rwkv, HMTConfig(segment_length=8, sensory_tokens=3))
-    mask = torch.ones_like(tokens)
-    model(tokens, attention_mask=mask)
-    mask[1, :9] = 0
-    with pytest.raises(NotImplementedError, match="RwkvForCausalLM ignores the attention mask"):
-        model(tokens, attention_mask=mask)
-
-
-def test_nothing_to_score_costs_nothing(make_wrapper, tokens):
-    loss = make_wrapper()(tokens, labels=torch.full_like(tokens, -100)).loss
-    assert loss == 0
+def test_the_longest_segment_that_fits():
+    assert build(segment_length=62, sensory_tokens=0).config.positions_per_segment == 64
 
 
 def test_official_parameters(llama, make_wrapper):
     params = dict(official_parameters(make_wrapper()))
-    settings = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
-    from_official(llama, {**params, "memory_cell.mem_map.linear.weight": torch.zeros(16, 16)}, **settings)
-    with pytest.raises(ValueError, match=r"unknown .'typo'"):
-        from_official(llama, {**params, "typo": torch.zeros(1)}, **settings)
-    with pytest.raises(ValueError, match=r"missing .'mem'"):
-        from_official(llama, {k: v for k, v in params.items() if k != "mem"}, **settings)
-    with pytest.raises(ValueError, match=r"memory_cell.memory has shape \(1, 8\)"):
-        from_official(llama, {**params, "memory_cell.memory": torch.zeros(1, 8)}, **settings)
+    from_official(llama, {**params, "memory_cell.mem_map.linear.weight": torch.zeros(16, 16)}, **SETTINGS)
     weights = {f"memory_cell.model.{k}": torch.zeros_like(v) for k, v in llama.state_dict().items()}
-    assert not from_official(llama, {**params, **weights}, **settings).backbone.lm_head.weight.any()
+    assert not from_official(llama, {**params, **weights}, **SETTINGS).backbone.lm_head.weight.any()

@@ -132,6 +132,79 @@ def test_a_pointer_holds_the_memory_alone(llama, tokens, tmp_path, auto):
         model.save_pretrained(tmp_path / "nowhere")
 
 
+def test_a_pointer_is_refused_only_for_a_trained_backbone(llama, tokens, tmp_path):
+    llama.save_pretrained(tmp_path / "llama")
+    config = HMTConfig(**SETTINGS, backbone_in_checkpoint=False)
+    model = HMTWrapper.from_backbone(tmp_path / "llama", config)
+    model.backbone.requires_grad_(False)
+    train_a_little(model, tokens)
+    for other in (model, copy.deepcopy(model), model.bfloat16()):
+        other.save_pretrained(tmp_path / "hmt")
+    again = HMTWrapper.from_pretrained(tmp_path / "hmt")
+    again.save_pretrained(tmp_path / "again")
+    again.backbone.requires_grad_(True)
+    train_a_little(again, tokens)
+    with pytest.raises(
+        ValueError, match=r"parameters of the backbone, such as model\.embed_tokens\.weight, have changed"
+    ):
+        again.save_pretrained(tmp_path / "lost")
+
+
+ELSEWHERE = """
+from pathlib import Path
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM as Model
+Path({ran!r}).touch()
+class Config(LlamaConfig):
+    model_type = "elsewhere"
+class ModelElsewhere(Model):
+    config_class = Config
+"""
+
+
+def test_trust_in_a_checkpoint_does_not_hold_for_its_backbone(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    llama.save_pretrained(tmp_path / "llama")
+    config = HMTConfig(**SETTINGS, backbone_in_checkpoint=False)
+    HMTWrapper.from_backbone(tmp_path / "llama", config).save_pretrained(tmp_path / "hmt")
+    ran, values = tmp_path / "ran", json.loads((tmp_path / "llama" / "config.json").read_text())
+    (tmp_path / "llama" / "code.py").write_text(ELSEWHERE.format(ran=str(ran)))
+    values |= {"model_type": "elsewhere", "architectures": ["ModelElsewhere"]}
+    values["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.ModelElsewhere"}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(values))
+    for loader in (AutoModelForCausalLM, HMTWrapper):
+        with pytest.raises(ValueError, match=r"llama' has code of its own.*backbone_trust_remote_code=True"):
+            loader.from_pretrained(tmp_path / "hmt", trust_remote_code=True)
+    assert not ran.exists()
+    model = HMTWrapper.from_pretrained(tmp_path / "hmt", backbone_trust_remote_code=True)
+    assert ran.exists() and type(model.backbone).__name__ == "ModelElsewhere"
+
+
+def test_arguments_of_the_checkpoint_do_not_reach_its_backbone(llama, tmp_path, monkeypatch):
+    """AutoModel hands on the commit of the checkpoint; a backbone in another repository has no such commit."""
+    llama.save_pretrained(tmp_path / "llama")
+    config = HMTConfig(**SETTINGS, backbone_in_checkpoint=False, backbone_revision="a1b2")
+    HMTWrapper.from_backbone(tmp_path / "llama", config, revision="a1b2").save_pretrained(tmp_path / "hmt")
+    calls, load = [], AutoModelForCausalLM.from_pretrained
+
+    def record(name, **kwargs):
+        calls.append(kwargs)
+        return load(name, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", record)
+    of_the_checkpoint = {"adapter_kwargs": {"revision": "c3d4"}, "_commit_hash": "c3d4", "revision": "c3d4"}
+    HMTWrapper.from_pretrained(tmp_path / "hmt", **of_the_checkpoint)
+    assert calls[0]["revision"] == "a1b2" and not calls[0].keys() & {"adapter_kwargs", "_commit_hash"}
+
+
+def test_the_commit_of_the_backbone_is_kept(llama, tmp_path, monkeypatch):
+    llama.config._commit_hash = "a1b2"
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: llama)
+    assert HMTWrapper.from_backbone("someone/llama", HMTConfig(**SETTINGS)).config.backbone_revision == "a1b2"
+    pinned = HMTWrapper.from_backbone("someone/llama", HMTConfig(**SETTINGS), revision="v1")
+    assert pinned.config.backbone_revision == "v1"
+
+
 @pytest.mark.parametrize("pointer", [True, False])
 def test_settings_of_a_checkpoint(llama, tmp_path, pointer):
     llama.save_pretrained(tmp_path / "llama")

@@ -61,6 +61,20 @@ def test_continues_a_state(make_wrapper, tokens):
     assert torch.equal(out.sequences, whole[:, 19:])
 
 
+def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens):
+    """The state has read all but the last token."""
+    model = make_wrapper()
+    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    assert "state" not in model.generate(tokens[:, :11], num_beams=2, **arguments)
+    out = model.generate(tokens[:, :11], **arguments)
+    assert out.state.lengths == (19, 19)
+    question = torch.cat([out.sequences[:, -1:], tokens[:, 30:35]], 1)
+    whole = torch.cat([out.sequences, tokens[:, 30:35]], 1)
+    with torch.no_grad():
+        logits = model(question, state=out.state).logits
+        torch.testing.assert_close(logits, model(whole).logits[:, 19:], atol=ROUNDING, rtol=0)
+
+
 def test_a_state_needs_the_cache(make_wrapper, tokens):
     model = make_wrapper()
     state = model(tokens[:, :19], use_cache=True).state

@@ -14,13 +14,11 @@ from hf_longctx.hmt.pages_hmt import TAGS_PER_EMBEDDING, MemoryPages, PageFile
 PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
 
 
-def filled(embeddings, valid=None, block_size=4, recalled=3, file=None, at_once=7):
-    """Pages of (B, n, d), appended `at_once` at a time."""
-    rows, n, width = embeddings.shape
-    valid = torch.ones(rows, n, dtype=torch.bool) if valid is None else valid
-    pages = MemoryPages.empty(rows, width, embeddings.dtype, "cpu", block_size, recalled, file)
-    for start in range(0, n, at_once):
-        pages = pages.append(embeddings[:, start : start + at_once], valid[:, start : start + at_once])
+def filled(embeddings, block_size=4, recalled=3, file=None, at_once=7):
+    """Pages of (n, d), appended `at_once` at a time."""
+    pages = MemoryPages.empty(embeddings.shape[1], embeddings.dtype, "cpu", block_size, recalled, file)
+    for part in embeddings.split(at_once):
+        pages = pages.append(part)
     return pages
 
 
@@ -69,7 +67,7 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
         whole = model(tokens, attention_mask=mask, use_cache=True)
         logits, state = stream(model, tokens, chunks, mask)
     torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
-    assert len(state.pages) == len(whole.state.pages) == 3
+    assert [len(row) for row in state.pages] == [len(row) for row in whole.state.pages] == [3, 1]
 
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["RAM", "file"])
@@ -109,7 +107,7 @@ def test_training_that_cuts_every_segment_pages_to_a_file(make_wrapper, tokens, 
     in_file = model(tokens, labels=tokens, state=model.new_state(2, tmp_path / "pages"))
     in_file.loss.backward()
     assert torch.equal(in_file.logits, in_ram.logits)
-    assert len(in_file.state.pages) == 4 and model.memory.wq.grad.any()
+    assert len(in_file.state.pages[0]) == 4 and model.memory.wq.grad.any()
 
 
 def test_what_a_file_cannot_do(make_wrapper, tokens, tmp_path):
@@ -126,32 +124,24 @@ def test_what_a_file_cannot_do(make_wrapper, tokens, tmp_path):
 @pytest.mark.parametrize("n", [0, 3, 4, 50, 213])
 def test_look_up_returns_the_pages_of_the_best_tags(tmp_path, n, in_file):
     generator = torch.Generator().manual_seed(n)
-    embeddings, direction = (torch.randn(2, c, 8, generator=generator) for c in (n, 1))
-    valid = torch.rand(2, n, generator=generator) < 0.8
-    pages = filled(embeddings, valid, file=PageFile(tmp_path / "pages") if in_file else None)
-    recalled, mask, ages = pages.look_up(direction)
-    size = pages.block_size * pages.page_blocks
-    assert len(pages) == n and pages.sums.shape[1] <= TAGS_PER_EMBEDDING * pages.recalled * size
-    count = pages.sums.shape[1]
-    for row in range(2):
-        tags = [
-            embeddings[row, i * size : (i + 1) * size][valid[row, i * size : (i + 1) * size]] for i in range(count)
-        ]
-        scores = [(tag.mean(0) @ direction[row, 0]).item() if len(tag) else -float("inf") for tag in tags]
-        best = sorted(sorted(range(count), key=lambda i: -scores[i])[: pages.recalled])
-        index = [i for page in best for i in range(page * size, (page + 1) * size)] + list(range(count * size, n))
-        assert torch.equal(recalled[row], embeddings[row, index])
-        assert torch.equal(mask[row], valid[row, index])
-        assert (n - 1 - ages[row]).tolist() == index
+    embeddings, direction = (torch.randn(c, 8, generator=generator) for c in (n, 1))
+    pages = filled(embeddings, file=PageFile(tmp_path / "pages") if in_file else None)
+    recalled, ages = pages.look_up(direction)
+    size, count = pages.block_size * pages.page_blocks, len(pages.sums)
+    assert len(pages) == n and count <= TAGS_PER_EMBEDDING * pages.recalled * size
+    scores = [(embeddings[i * size : (i + 1) * size].mean(0) @ direction[0]).item() for i in range(count)]
+    best = sorted(sorted(range(count), key=lambda i: -scores[i])[: pages.recalled])
+    index = [i for page in best for i in range(page * size, (page + 1) * size)] + list(range(count * size, n))
+    assert torch.equal(recalled, embeddings[index])
+    assert (n - 1 - ages).tolist() == index
 
 
 def test_cost_grows_with_the_square_root():
-    embeddings = torch.zeros(1, 20_000, 1)
-    pages, start = MemoryPages.empty(1, 1, torch.float32, "cpu", 4, 3), 0
+    embeddings = torch.zeros(20_000, 1)
+    pages, start = MemoryPages.empty(1, torch.float32, "cpu", 4, 3), 0
     for n in (100, 1000, 5000, 20_000):
-        pages = pages.append(embeddings[:, start:n], torch.ones(1, n - start, dtype=torch.bool))
-        start = n
-        tags, recalled = pages.sums.shape[1], pages.look_up(torch.ones(1, 1, 1))[0].shape[1]
+        pages, start = pages.append(embeddings[start:n]), n
+        tags, recalled = len(pages.sums), len(pages.look_up(torch.ones(1, 1))[0])
         root = (pages.recalled * n) ** 0.5
         assert tags <= 2 * root and recalled <= 2 * root  # what is in no page yet is less than a page
     assert recalled + tags < n / 20
@@ -167,10 +157,10 @@ def test_a_fact_ten_thousand_segments_back():
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        fact = model._summarize(ids[:, :4], ids[:, :4] > 0, False)
+        fact = model._summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         state.bank = everything[:, -4:]
-        state.pages = filled(everything[:, :-4], block_size=16, recalled=8, at_once=1000)
+        state.pages = (filled(everything[0, :-4], block_size=16, recalled=8, at_once=1000),)
         with_pages = model(ids, state=state, output_recall=True)
         state.pages = None
         without = model(ids, state=state, output_recall=True)
@@ -185,7 +175,7 @@ def test_pages_train_the_projections():
     memory = HMTMemory(8, 1, 8)
     torch.nn.init.eye_(memory.wq)
     torch.nn.init.eye_(memory.wk)
-    pages = filled(torch.randn(1, 40, 8).requires_grad_())
-    recalled, mask, _ = pages.look_up(memory.direction(torch.randn(1, 1, 8)))
-    memory.recall(torch.randn(1, 1, 8), recalled, mask)[0].sum().backward()
+    pages = filled(torch.randn(40, 8).requires_grad_())
+    recalled, ages = pages.look_up(memory.direction(torch.randn(1, 1, 8))[0])
+    memory.recall(torch.randn(1, 1, 8), recalled[None], ages[None] >= 0)[0].sum().backward()
     assert memory.wq.grad.any() and memory.wk.grad.any()

@@ -1,5 +1,6 @@
 """Losses, truncated backpropagation, checkpointing, compilation, Trainer and DDP."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -123,6 +124,49 @@ def test_checkpointing_saves_segments_only(make_wrapper, tokens):
     assert checkpointed < plain / 3
     with pytest.raises(ValueError, match="segments, not layers"):
         model._set_gradient_checkpointing(every_n_layers=2)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "no checkpointing"])
+@pytest.mark.parametrize("scope", ["all", "last"])
+def test_the_loss_does_not_depend_on_the_logits_kept(make_wrapper, tokens, scope, checkpointing):
+    model, results = make_wrapper(loss_scope=scope).train(), []
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    for arguments in ({}, {"logits_to_keep": 1}):
+        model.zero_grad()
+        out = model(tokens, labels=tokens, score_from=2, num_items_in_batch=70, **arguments)
+        out.loss.backward()
+        results.append((out.loss, gradients(model)))
+    assert out.logits.shape == (2, 1, 61)
+    assert results[0][0] == results[1][0]
+    assert_same_gradients(results[0][1], results[1][1])
+
+
+def largest_tensor_alive(model, ids, **arguments):
+    """Numbers in all the logits that are alive after each pass of the head, at most; weak references count them."""
+    alive, largest = [], 0
+
+    def count(module, args, output):
+        nonlocal largest
+        alive.append(weakref.ref(output))
+        largest = max(largest, sum(x().numel() for x in alive if x() is not None))
+
+    hook = model.backbone.lm_head.register_forward_hook(count)
+    model(ids, labels=ids, **arguments)
+    hook.remove()
+    return largest
+
+
+def test_a_loss_keeps_the_logits_of_one_segment(make_wrapper, tokens):
+    """Perplexity and training with checkpointing: numbers do not grow with the text."""
+    model = make_wrapper(summary_batch=1)
+    short, long = tokens.repeat(1, 2), tokens.repeat(1, 8)
+    with torch.no_grad():
+        sizes = [largest_tensor_alive(model, ids, logits_to_keep=1) for ids in (short, long)]
+        assert sizes[0] == sizes[1] <= 2 * 2 * 8 * 61
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    assert largest_tensor_alive(model, long, logits_to_keep=1) == sizes[0]
 
 
 def test_offloaded_activations_give_the_same_gradients(make_wrapper, tokens):

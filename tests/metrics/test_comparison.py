@@ -108,6 +108,12 @@ def test_table():
     assert rows[4][1:6] == ["-", "below 80", "below 80", "0, 0", "0"]
 
 
+def test_the_size_of_tokens_stands_beside_lengths():
+    sizes = {"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]}
+    rows = [line.split(" | ") for line in comparison_table(sizes).splitlines()]
+    assert [row[-1] for row in (rows[0], rows[2], rows[3])] == ["bytes per token |", "4.21 |", "- |"]
+
+
 def test_the_effective_length_ends_at_the_first_that_is_not_copied():
     assert effective_length(curve((1, 0), (0.85, 0), (0.9, 0))) == 5120
     assert effective_length(curve((1, 0), (0.8, 0), (1, 0))) == 80
@@ -151,7 +157,9 @@ def test_settings_that_are_not_alike_are_named(tmp_path, change, words):
 
 def test_losses_of_several_lengths_are_named(tmp_path):
     losses = {"one": PositionLoss([1.0] * 3, 2), "two": PositionLoss([1.0] * 4, 2)}
-    text = compare(losses, tmp_path / "losses.png")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        text = compare(losses, tmp_path / "losses.svg")
+    assert "not alike: context lengths (3, 4)" in (tmp_path / "losses.svg").read_text()
     assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
 
 

@@ -20,7 +20,7 @@ from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(intervals) == (0, 3)
+    assert doctest.testmod(intervals) == (0, 5)
 
 
 def test_verdict_is_a_paired_t_test():
@@ -106,6 +106,13 @@ def test_targets_that_begin_alike_are_one_sample():
     assert eight.samples == one.samples == 6
     assert eight.value == pytest.approx(one.value) and eight.error == pytest.approx(one.error, rel=0.05)
     assert mean_margin(values, scored).error < 0.5 * one.error
+
+
+def test_an_interrupted_nested_curve_has_an_interval():
+    """Its longest lengths have fewer repeats."""
+    points = step_curve(400, protocol="nested").points
+    curve = ForgettingCurve([*points[:-1], points[-1].first(4)], {"protocol": "nested"})
+    assert curve.interval("fine")[:2] == (400, 600)
 
 
 def test_a_length_that_fails_ends_what_is_sure_below():

@@ -309,6 +309,15 @@ def test_tokens_of_any_kind(convert):
     assert forgetting_curve(model, convert(CORPUS), **options) == expected
 
 
+def test_the_size_of_a_token_is_in_the_settings():
+    tokenizer = SimpleNamespace(name_or_path="tiny", decode=lambda ids, **_: "é" * len(ids) + "ab")
+    options = dict(lengths=[8], repeats=1)
+    curve = forgetting_curve(tiny_llama(), CORPUS[:100], tokenizer=tokenizer, **options)
+    assert curve.settings["bytes_per_token"] == 2.02  # "é" has two bytes
+    for data in (dict(tokens=CORPUS, tokenizer="tiny"), dict(tokens=None, data_type="random", id_range=(3, 20))):
+        assert "bytes_per_token" not in forgetting_curve(tiny_llama(), **data, **options).settings
+
+
 def test_settings_and_seed():
     model = tiny_llama()
     names = {"corpus_name": "noise", "train_length": 64}

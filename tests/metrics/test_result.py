@@ -96,7 +96,7 @@ def test_what_a_report_says(result, headlines):
 
 
 OVERVIEWS = [
-    [(f"{reading} length as in the paper, tokens", ">800", "1 length, 3 repeats") for reading in ("fine", "coarse")],
+    [(f"{reading} length, tokens", "at least 800", "1 length, 3 repeats") for reading in ("fine", "coarse")],
     [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
     [("needle up to 100 tokens, found", "100.0%", "1 questions")],
     [("one of up to 10 lines, found", "100.0%", "1 questions")],
@@ -117,8 +117,15 @@ def test_the_overview_of_a_report(result, rows):
 )
 def test_the_interval_of_a_rate_is_that_of_wilson(n, right, interval):
     answers = [Answer(log_prob=-1.0, tokens=1, exact=i < right, reply=None, matched=i < right) for i in range(n)]
-    (row,) = LineRetrieval([LinesPoint(answers, 10, [200], [3])]).overview()
+    (row,) = LineRetrieval([LinesPoint(answers, 10, [200] * n, [3] * n)]).overview()
     assert (row.value, row.interval) == (f"{right / n:.1%}", interval)
+
+
+def test_luck_is_no_memory_in_an_overview():
+    curve = ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
+    fine, coarse = curve.overview()
+    assert (fine.value, fine.interval) == ("below 54", "95 % sure; the paper's: 0")
+    assert coarse.value.endswith("repeats needed") and coarse.interval == "95 % sure; the paper's: 54"
 
 
 def test_the_interval_of_a_loss():

@@ -449,54 +449,6 @@ def test_yarn_is_judged_at_the_context_that_it_claims(longest, claimed):
     assert (at_given.claimed_context, at_given.claimed_by) == (100, "given")
 
 
-class NoLength(tf.PreTrainedConfig):
-    model_type = "no_length"
-
-
-def no_base():
-    config = llama()
-    config.rope_parameters = {"rope_type": "linear", "factor": 2.0}
-    return config
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda: rope_report("llama"), ValueError, "got a str"),
-        (lambda: rope_report(llama(), context_length=1), ValueError, "is 1 .given"),
-        (lambda: rope_report(llama(), context_length=10.5), ValueError, "10.5 .given"),
-        (lambda: rope_report(llama(), input_ids=torch.ones(1, 4)), ValueError, "needs the model"),
-        (lambda: rope_report(NoLength(rope_theta=1e4)), ValueError, "no max_position_embeddings.*context_length"),
-        (lambda: rope_report(NoLength(rope_theta=1e4), context_length=9), ValueError, "no num_hidden_layers"),
-        (lambda: rope_report(no_base()), ValueError, "rope_theta is missing"),
-        (lambda: rope_report(llama({"rope_type": "axial", "rope_theta": 10.0})), NotImplementedError, "'axial'.*yarn"),
-        (
-            lambda: rope_report(llama({**rope("default"), "partial_rotary_factor": 0.7})),
-            ValueError,
-            "0.7 and head_dim 16; their product",
-        ),
-        (lambda: rope_report(llama(rope("default", 1.0))), ValueError, "base is 1.0"),
-        (lambda: rope_report(llama(rope("linear", float("nan")))), ValueError, "base is nan"),
-        (lambda: measure_qk_spread(tiny_model("Llama"), torch.ones(1, 1, dtype=int)), ValueError, r"\(1, 1\)"),
-        (lambda: measure_qk_spread(tiny_model("Llama"), torch.ones(5, dtype=int)), ValueError, r"\(5,\)"),
-    ],
-)
-def test_bad_input_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_incomplete_parameters_are_refused():
-    config = llama(rope("yarn"))
-    del config.rope_parameters["factor"]
-    with pytest.raises(ValueError, match=r"type 'yarn' are not complete.*factor"):
-        rope_report(config)
-    config = llama(rope("longrope"))
-    config.rope_parameters["long_factor"] = [1.0, 2.0]
-    with pytest.raises(ValueError, match="type 'longrope' are not complete"):
-        rope_report(config)
-
-
 def test_missing_entry_for_a_layer_type():
     config = tf.Gemma3TextConfig(**TINY, layer_types=["sliding_attention", "full_attention"])
     del config.rope_parameters["full_attention"]

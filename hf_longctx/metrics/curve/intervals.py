@@ -56,6 +56,9 @@ def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int], nested: bo
         scored: scored tokens of a repeat, for each length.
         nested: repeat i begins alike at all lengths, so that it is one sample.
     """
+    if nested:
+        repeats = min(m.shape[-1] for m in margins)  # after an interruption, some lengths have more
+        margins = [m[..., :repeats] for m in margins]
     tokens = [np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)]
     surplus = [m * n for m, n in zip(margins, scored)]
     if nested:
@@ -139,12 +142,25 @@ class LengthInterval(NamedTuple):
     def __str__(self):
         if self.high is not None:
             return f"[{self.low}, {self.high})" if self.low else f"<{self.high}"
-        needed = "more" if self.repeats_needed is None else f"about {self.repeats_needed}"
         if not self.low:
-            return f"unknown ({needed} repeats needed)"
-        return (
-            f">={self.low}" if self.repeats_needed is None else f">={self.low} ({needed} repeats needed to say more)"
-        )
+            return f"unknown ({self._needed})"
+        return f">={self.low}" if self.repeats_needed is None else f">={self.low} ({self._needed} to say more)"
+
+    def in_words(self) -> str:
+        """What is sure, in the words of pictures and tables.
+
+        >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
+        ('1,400 to 2,048', 'below 64')
+        >>> LengthInterval(0, None, 40).in_words(), LengthInterval(64, None, 40).in_words()
+        ('about 40 repeats needed', 'at least 64')
+        """
+        if self.high is not None:
+            return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
+        return f"at least {self.low:,}" if self.low else self._needed
+
+    @property
+    def _needed(self) -> str:
+        return f"{'more' if self.repeats_needed is None else f'about {self.repeats_needed}'} repeats needed"
 
 
 def length_interval(

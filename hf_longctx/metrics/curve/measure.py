@@ -159,6 +159,7 @@ def forgetting_curve(
         return ForgettingCurve(points, settings | names, dict(sorted(missing.items())))
 
     names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
+    names |= token_size(tokenizer, corpus) if data_type == "order" else {}
     trial = sample_input(samples[lengths[0]][0], "copy", bos, eos)
     curve = run_parts(reader, "forgetting curve", work, result, depends_on=settings, trial=trial, run=run)
     if fitting != lengths:
@@ -259,6 +260,15 @@ def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
     irrelevant = check_ids(as_array(irrelevant_tokens), "irrelevant_tokens", reader.vocab_size)
     data |= {"irrelevant_tokens": len(irrelevant), "irrelevant_sha256": content_hash(irrelevant)}
     return corpus, irrelevant, data
+
+
+def token_size(tokenizer, corpus) -> dict[str, float]:
+    """For the settings: mean bytes of a token of the corpus, in UTF-8; nothing if the tokenizer is unknown."""
+    if not hasattr(tokenizer, "decode"):
+        return {}
+    sample = corpus[:10_000].tolist()
+    text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
+    return {"bytes_per_token": round(len(text.encode()) / len(sample), 2)}
 
 
 def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):

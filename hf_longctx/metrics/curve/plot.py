@@ -124,26 +124,10 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
     for start, end, area in stretches:
         axes.axvspan(start, end, **style.area(style.PALE, area), zorder=0)
     drawn = {area for _, _, area in stretches}
-    intervals = {reading: f"{reading}, 95 % sure: {in_tokens(curve.interval(reading))}" for reading in READINGS}
+    intervals = {reading: f"{reading}, 95 % sure: {curve.interval(reading).in_words()}" for reading in READINGS}
     keys = [(area if area in drawn else None, label) for area, label in intervals.items()]
     keys += [(area, label) for area, label in style.AREAS.items() if area in drawn]
     return [style.Patch(**style.area(style.PALE, area), label=label) for area, label in keys]
-
-
-def in_tokens(interval) -> str:
-    """A `LengthInterval` in words, 95 % sure.
-
-    >>> from .intervals import LengthInterval
-    >>> in_tokens(LengthInterval(1400, 2048)), in_tokens(LengthInterval(0, 64)), in_tokens(LengthInterval(64, None))
-    ('1,400 to 2,048', 'below 64', 'at least 64')
-    >>> in_tokens(LengthInterval(0, None, 40)), in_tokens(LengthInterval(64, None, 40))
-    ('about 40 repeats needed', 'at least 64')
-    """
-    if interval.high is not None:
-        return f"{interval.low:,} to {interval.high:,}" if interval.low else f"below {interval.high:,}"
-    if interval.low:
-        return f"at least {interval.low:,}"
-    return f"{'more' if interval.repeats_needed is None else f'about {interval.repeats_needed}'} repeats needed"
 
 
 def ribbon(moments) -> tuple[list[float], list[float]]:

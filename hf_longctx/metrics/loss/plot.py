@@ -13,16 +13,25 @@ from .. import style
 LEAST_SPAN = 0.5  # nats from the bottom to the top of a picture: less would make noise look like a trend
 
 
-def plot_losses(results: Sequence, path, *, train_length: int | None = None, title: str | None = None) -> None:
+def plot_losses(
+    results: Sequence,
+    path,
+    *,
+    train_length: int | None = None,
+    title: str | None = None,
+    differences: Sequence[str] = (),
+) -> None:
     """Draw the smoothed L(i) in a ribbon of its standard error, and below it P(l), from half a window of tokens on.
 
     Args:
         results: one or more `PositionLoss`. The rest is as for `Result.plot`.
+        differences: in what the measurements differ, to be named in the picture.
     """
     if not results:
         raise ValueError("there is no per-token loss to draw.")
     style.check_train_length(train_length)
     figure = style.figure(style.WIDTH, 7)
+    figure.get_layout_engine().set(h_pad=0.12)  # inches, so that the two axes are told apart
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):
@@ -44,6 +53,7 @@ def plot_losses(results: Sequence, path, *, train_length: int | None = None, tit
         if train_length is not None and train_length <= longest:
             words = f"training context: {train_length:,} tokens"
             style.mark_training(axes, train_length).set_label(words if axes is above else None)
+    style.name_differences(above, differences)
     heading = style.heading(results[0]) if len(results) == 1 else results[0].title
     style.titled_legend(figure, above.get_lines(), title or heading)
     windows = " or ".join(map(str, sorted({result.window for result in results})))

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import style
 from ..curve.lengths import READINGS
-from ..curve.plot import areas, in_tokens, logarithmic, ribbon
+from ..curve.plot import areas, logarithmic, ribbon
 from ..curve.result import ForgettingCurve
 from ..loss.plot import plot_losses
 from ..loss.result import PositionLoss
@@ -47,13 +47,15 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
     lengths = {name: result.settings.get("train_length") for name, result in results.items()}
     lengths = {name: length for name, length in lengths.items() if length is not None}
     table = comparison_table(results, lengths) if cls is ForgettingCurve else loss_table(results)
-    text = table + "".join(f"\nNot alike: {difference}.\n" for difference in differences(results))
+    unlike = differences(results)
+    text = table + "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
     if Path(path).suffix == ".md":
         Path(path).write_text(f"# {title or cls.title}\n\n{text}", encoding="utf-8")
     elif cls is ForgettingCurve:
         plot_comparison(results, path, train_lengths=lengths, title=title)
     else:
-        plot_losses([loss.with_settings(model=name) for name, loss in results.items()], path, title=title)
+        losses = [loss.with_settings(model=name) for name, loss in results.items()]
+        plot_losses(losses, path, title=title, differences=unlike)
     return text
 
 
@@ -139,22 +141,19 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
         ValueError: there is no curve, or one has no point.
     """
     check_measured(curves)
-    columns = (
-        "model",
-        "data",
-        "fine, 95 % sure",
-        "coarse, 95 % sure",
-        "paper's fine, coarse",
-        "effective (85 % copied)",
-    )
     rows = []
     for name, curve in curves.items():
-        intervals = [in_tokens(curve.interval(reading)) for reading in READINGS]
-        paper = f"{curve.fine_length}, {curve.coarse_length}"
-        measured = f"{curve.points[0].length} to {curve.points[-1].length}"
-        row = [name, curve.settings.get("data_type", "-"), *intervals, paper]
-        rows.append([*row, effective_length(curve), measured, (train_lengths or {}).get(name, "-")])
-    return markdown([*columns, "measured", "training context"], rows)
+        row = {"model": name, "data": curve.settings.get("data_type", "-")}
+        row |= {f"{reading}, 95 % sure": curve.interval(reading).in_words() for reading in READINGS}
+        row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
+        row["effective (85 % copied)"] = effective_length(curve)
+        row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
+        row["training context"] = (train_lengths or {}).get(name, "-")
+        row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
+        rows.append(row)
+    if all(row["bytes per token"] == "-" for row in rows):  # random data
+        rows = [{column: row[column] for column in row if column != "bytes per token"} for row in rows]
+    return markdown(list(rows[0]), [row.values() for row in rows])
 
 
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
@@ -208,12 +207,7 @@ def plot_comparison(
     style.bare(above, up="tokens copied right")
     style.bare(below, "length of the text to copy (tokens)")
     drawn = draw_bars(below, curves, train_lengths or {}, left, log)
-    unlike = differences(curves)
-    if unlike:
-        above.set_title(
-            textwrap.fill("not alike: " + "; ".join(unlike), 84), loc="left", fontsize=9, color=style.WARNING
-        )
-
+    style.name_differences(above, differences(curves))
     words = {"fine": "fine", "coarse": "coarse", **style.AREAS}
     keys = [style.Patch(**style.area(style.STRONG, area), label=words[area]) for area in words if area in drawn]
     below.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, ncols=3)
@@ -258,7 +252,7 @@ def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mappin
         for start, end, area in areas(curve, left, curve.points[-1].length, log):
             axes.barh(row, end - start, left=start, height=0.42, **style.area(style.STRONG, area))
             drawn.add(area)
-        words = ", ".join(f"{reading}: {in_tokens(curve.interval(reading))}" for reading in READINGS)
+        words = ", ".join(f"{reading}: {curve.interval(reading).in_words()}" for reading in READINGS)
         place = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=style.INK)
         axes.annotate(words, (0.005, row + 0.4), **place)
         mark = mark_place(curve, train_lengths.get(name), left)

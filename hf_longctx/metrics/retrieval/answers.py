@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ..curve.protocol import check_count
 from ..result import Overview, entries, integers
 
 
@@ -42,7 +43,7 @@ class Answer:
     matched: bool
 
     def __post_init__(self):
-        integers([self.tokens], "the tokens of an answer", 1)
+        check_count("tokens of an answer", self.tokens)
         if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
 

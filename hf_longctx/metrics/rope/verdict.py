@@ -350,9 +350,12 @@ class _Rope(NamedTuple):
 
 def _with_rope_parameters(config):
     """A copy of the text decoder's config, its RoPE spelled as `rope_parameters` whatever it was spelled as."""
-    if not hasattr(config, "get_text_config"):
+    from transformers import PreTrainedConfig
+
+    if not isinstance(config, PreTrainedConfig):
         raise ValueError(
-            f"rope_report got a {type(config).__name__}; it needs a PreTrainedModel or a PreTrainedConfig."
+            f"rope_report got a {type(config).__name__}; it needs a PreTrainedModel or a PreTrainedConfig, such as "
+            "AutoConfig.from_pretrained(NAME)."
         )
     config = copy.deepcopy(config.get_text_config(decoder=True))
     if config.model_type in BASE_IN_CODE:
@@ -382,7 +385,7 @@ def _claim(config, notes):
         notes.append(_default(config, f"{name} = {claimed}"))
     for parameters in _all_parameters(config):
         factor, original = (parameters.get(name) for name in ("factor", "original_max_position_embeddings"))
-        yarn = parameters["rope_type"] == "yarn" and _is_real(factor) and _is_real(original)
+        yarn = parameters.get("rope_type") == "yarn" and _is_real(factor) and _is_real(original)
         if yarn and factor * original > claimed:
             notes.append(f"max_position_embeddings is {claimed}; yarn claims {factor:g} times {original} tokens")
             return int(factor * original), "factor of yarn"
@@ -420,6 +423,8 @@ def _layer_groups(config):
     if not kinds:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if sliding else "full_attention"] * _need(config, "num_hidden_layers")
+    if not isinstance(kinds, (list, tuple)) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"layer_types is {kinds!r}; it must be a list with one name for each layer.")
     if nested and not set(nested) & set(kinds):  # named after something else, like DeepSeek-V4's "main" and "compress"
         return {(key, _need_base(config.rope_parameters[key])): [] for key in nested}
 
@@ -473,7 +478,11 @@ def _frequencies(config, kind, base, layers, claimed):
     if getattr(layer, "head_dim", None) is None:
         layer.head_dim = _need(layer, "hidden_size") // _need(layer, "num_attention_heads")
     head_dim = _need(layer, "head_dim")
-    rope_type = parameters["rope_type"]
+    rope_type, factor = parameters["rope_type"], parameters.get("factor")
+    if factor is not None and not (_is_real(factor) and factor > 0):
+        raise ValueError(
+            f"factor is {factor!r} in rope_parameters of type {rope_type!r}; it must be a number above 0."
+        )
     if rope_type == "default":
         share = parameters.get("partial_rotary_factor", 1.0)
         rotary_dim = int(head_dim * share) if _is_real(share) and 0 < share <= 1 else 0
@@ -485,7 +494,7 @@ def _frequencies(config, kind, base, layers, claimed):
                 f"dimensions, which RoPE rotates in pairs, from 2 to {head_dim}."
             )
         inv_freq = rope_inv_freq(base, rotary_dim)
-    elif rope_type in ROPE_INIT_FUNCTIONS:
+    elif isinstance(rope_type, str) and rope_type in ROPE_INIT_FUNCTIONS:
         layer_type = None if parameters is config.rope_parameters else kind
         try:
             inv_freq, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
@@ -496,7 +505,9 @@ def _frequencies(config, kind, base, layers, claimed):
             ) from error
         inv_freq = inv_freq.double().numpy()
         if not (np.isfinite(inv_freq) & (inv_freq >= 0)).all():
-            raise ValueError(f"rope_parameters give a negative, infinite or NaN frequency: {parameters}.")
+            raise ValueError(
+                f"rope_parameters give a negative, infinite or NaN frequency: {parameters}; its numbers must be positive."
+            )
     else:
         types = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
         raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {types}.")

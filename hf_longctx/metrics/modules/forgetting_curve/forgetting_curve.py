@@ -20,6 +20,7 @@ Either a model and a corpus:
         long as the longest length. None for data_type="random".
     tokenizer: for a text; default: found by the model's name. Random data take from it which ids are special.
     lengths (list of int): tokens of S, ascending. Default: 16 up to half of the context that the model claims.
+    model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     further options of hf_longctx.metrics.forgetting_curve: repeats, seed, data_type, bos_token_id, ...
         A journal is kept in the file of that name with .forgetting_curve appended. BOS and EOS default to the tokenizer's.
 Or predictions and references, one of each per target S of n tokens:
@@ -27,9 +28,10 @@ Or predictions and references, one of each per target S of n tokens:
         [bos] S [bos] S [eos] (copy) and in [bos] I [bos] S [eos] (lm), each by the logits one position before.
     references (list of list of int): the n ids of S. Targets of one length are the repeats of one point.
 Returns:
-    fine_length, coarse_length (int): in tokens, 0 if no length passes.
+    summary (str): the result in one line, beginning with what is 95 % sure.
+    intervals_95 (dict): where the "fine" and the "coarse" length lie: low, high, repeats_needed.
+    fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
-    summary (str): the same in one line.
     settings (dict): how it was measured.
     memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
     points (list of dict): counts, means, standard deviations and p-values for each length.

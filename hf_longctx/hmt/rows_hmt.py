@@ -1,0 +1,172 @@
+"""Rows of unequal length: each row has segment borders of its own, and is read as if it stood alone.
+
+The tokens of a call are moved to the left of each row, behind those of the row's open segment, and padding to the
+right. There a causal backbone never sees it, with or without an attention mask, be it attention, a recurrence or a
+convolution. `Rows` holds the tokens, `Chunk` those of the n-th segment that each row reads in the call, and `Span` the
+tokens of a pass whose logits are wanted.
+"""
+
+from bisect import bisect
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+def align(mask, *tensors, left=True):
+    """Move what `mask` (B, n) marks to one side of each row, in order, and cut off the columns without any.
+
+    Returns:
+        the moved mask and tensors, (B, n', ...), zero where the mask is False.
+    """
+    order = (mask != left).to(torch.uint8).argsort(dim=1, stable=True)
+    width = int(mask.sum(1).max())
+    order = order[:, :width] if left else order[:, order.shape[1] - width :]
+    mask, moved = mask.gather(1, order), []
+    for x in tensors:
+        over = (..., *[None] * (x.dim() - 2))
+        moved.append(x.gather(1, order[over].expand(-1, -1, *x.shape[2:])).masked_fill(~mask[over], 0))
+    return mask, *moved
+
+
+class Span(NamedTuple):
+    """Tokens `first` to `stop` - 1 of the segment of each row, and the column of a pass where token 0 stands."""
+
+    first: list
+    stop: list
+    starts: list
+
+    def after(self, returned):
+        """Only the tokens from `returned` on."""
+        first = [max(a, min(b, stop)) for a, stop, b in zip(self.first, self.stop, returned)]
+        return self._replace(first=first)
+
+    def columns(self):
+        """Columns of the pass that hold a token of any row."""
+        return sorted({start + i for first, stop, start in zip(*self) for i in range(first, stop)})
+
+    def gather(self, targets, columns):
+        """Of the targets of a segment, (B, l), those of `columns`, (B, n); -100 where a row has no token."""
+        like = {"device": targets.device}
+        first, stop, starts = (torch.tensor(numbers, **like)[:, None] for numbers in self)
+        token = torch.tensor(columns, **like) - starts
+        outside = (token < first) | (token >= stop)
+        return targets.gather(1, token.clamp(0, targets.shape[1] - 1)).masked_fill(outside, -100)
+
+    def rows(self, logits, columns):
+        """Logits of the tokens of each row, (n_b, V), out of those of `columns`, (B, n, V)."""
+        pieces = []
+        for row, first, stop, start in zip(logits.unbind(0), *self):
+            place = bisect(columns, start + first - 1)
+            pieces.append(row[place : place + stop - first])
+        return pieces
+
+
+class Chunk(NamedTuple):
+    """The n-th segment that each row reads in a call. Lists have an entry for each of the B rows.
+
+    ids, mask, targets: (B, l); tokens stand at the left. targets is None without labels.
+    segments: index of the segment in the row's text.
+    counts, read: its tokens so far; how many of them earlier calls read.
+    returned: the first token whose logits the call returns.
+    ongoing: False where the row has ended in an earlier chunk.
+    """
+
+    n: int
+    ids: torch.Tensor
+    mask: torch.Tensor
+    targets: torch.Tensor | None
+    segments: list
+    counts: list
+    read: list
+    returned: list
+    ongoing: list
+
+
+@dataclass
+class Rows:
+    """The tokens of a call behind those of the open segments.
+
+    ids, mask, targets: (B, W); the tokens of each row stand at the left, but for the paper mode, which reads padding
+        where it stands.
+    begun: tokens of each row before its open segment.
+    opened, lengths: tokens of each row's open segment that earlier calls read, and all its tokens here.
+    padding: columns of padding that stood before the new tokens.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    targets: torch.Tensor | None
+    begun: list
+    opened: list
+    lengths: list
+    padding: list
+
+    @classmethod
+    def of(cls, state, input_ids, mask, targets, segment_length):
+        """Of a call's tokens and their mask, (B, T), or None where all columns are tokens."""
+        batch, tokens = input_ids.shape
+        opened = [n % segment_length for n in state.lengths]
+        begun = [n - m for n, m in zip(state.lengths, opened)]
+        new, padding = [tokens] * batch, [0] * batch
+        if mask is not None and not state.padded:
+            new, padding = mask.sum(1).tolist(), mask.long().argmax(1).tolist()
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+        ids, mask = torch.cat([state.open_ids, input_ids], 1), torch.cat([state.open_mask, mask], 1)
+        if targets is not None:
+            targets = torch.cat([torch.full_like(state.open_ids, -100), targets], 1)
+        lengths = [m + n for m, n in zip(opened, new)]
+        if min(lengths) < ids.shape[1] and not state.padded:
+            aligned, ids = align(mask, ids)
+            targets = None if targets is None else align(mask, targets)[1].masked_fill(~aligned, -100)
+            mask = aligned
+        return cls(ids, mask, targets, begun, opened, lengths, padding)
+
+    def chunks(self, segment_length, first):
+        """The `Chunk`s; `first` is the first position of the call whose logits are returned."""
+        starts = [m + max(0, first - padding) for m, padding in zip(self.opened, self.padding)]
+        chunks = []
+        for n, a in enumerate(range(0, max(self.lengths), segment_length)):
+            counts = [min(max(length - a, 0), segment_length) for length in self.lengths]
+            part = slice(a, a + segment_length)
+            chunks.append(
+                Chunk(
+                    n,
+                    self.ids[:, part],
+                    self.mask[:, part],
+                    None if self.targets is None else self.targets[:, part],
+                    [begun // segment_length + n for begun in self.begun],
+                    counts,
+                    self.opened if n == 0 else [0] * len(counts),
+                    [min(max(start - a, 0), count) for start, count in zip(starts, counts)],
+                    [length // segment_length >= n for length in self.lengths],
+                )
+            )
+        return chunks
+
+    def open(self, segment_length):
+        """The tokens of each row's open segment after the call, (B, l), and their mask."""
+        counts = torch.tensor([length % segment_length for length in self.lengths], device=self.ids.device)[:, None]
+        starts = torch.tensor([length - length % segment_length for length in self.lengths], device=self.ids.device)
+        column = torch.arange(max(length % segment_length for length in self.lengths), device=self.ids.device)
+        place = (starts[:, None] + column).clamp(max=self.ids.shape[1] - 1)
+        inside = column < counts
+        return self.ids.gather(1, place).masked_fill(~inside, 0), self.mask.gather(1, place) & inside
+
+    def restore(self, pieces, first, tokens, empty):
+        """Logits (B, T - first, V) at the places of the call, zero on padding.
+
+        Args:
+            pieces: for each row a list of (n, V), in order.
+            empty: (0, V), of no row.
+        """
+        like = next((piece for row in pieces for piece in row), empty)
+        parts = []
+        for row, padding in zip(pieces, self.padding):
+            before = max(0, padding - first)
+            after = tokens - first - before - sum(map(len, row))
+            parts += [like.new_zeros(before, like.shape[1]), *row, like.new_zeros(after, like.shape[1])]
+        return torch.cat(parts).view(len(pieces), tokens - first, like.shape[1])
+
+
+__all__ = ["Chunk", "Rows", "Span", "align"]
