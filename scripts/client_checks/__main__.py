@@ -3,16 +3,18 @@
     scripts/clients [WORD ...]
 
 With words, only checks whose name or package contains one of them; their JSON goes to build/clients.json. What the
-clients print goes to build/clients.
+clients print goes to build/clients. --jobs tells how many checks run at a time.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.bench import common
@@ -29,6 +31,7 @@ TABLE = """
 
 def run_check(check, folders, log):
     """{model: figure, or a line that says what failed}. A process that dies or hangs costs one cell."""
+    log.write_text("")
     cells, output = {}, log.with_suffix(".jsonl")
     while rest := [folder for folder in folders if folder.name not in cells]:
         output.write_text("")
@@ -52,17 +55,21 @@ def run_check(check, folders, log):
 
 def measure(args):
     words = [word.lower() for word in args.words]
+    checks = [x for x in CHECKS.values() if not words or any(w in f"{x.name} {x.package}".lower() for w in words)]
     logs = BUILD / "clients"
     logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        folders = [Path(temporary, name) for name in MODELS]
-        for folder in folders:
-            make_model(folder.name, folder)
-        for check in CHECKS.values():
-            if not words or any(word in f"{check.name} {check.package}".lower() for word in words):
-                log = logs / f"{check.name.replace(' ', '_')}.log"
-                log.unlink(missing_ok=True)
-                yield check.row() | run_check(check, folders, log)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        models = Path(temporary, "models")
+        for name in MODELS:
+            make_model(name, models / name)
+
+        def run(check):
+            name = check.name.replace(" ", "_")
+            copy = shutil.copytree(models, Path(temporary, name))  # a check may train what it finds
+            return run_check(check, [copy / name for name in MODELS], logs / f"{name}.log")
+
+        for check, cells in zip(checks, pool.map(run, checks)):
+            yield check.row() | cells
 
 
 def table(result):
@@ -74,7 +81,7 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser("scripts.client_checks", __doc__, name="clients")
+    parser = common.make_parser("scripts.client_checks", __doc__, name="clients", jobs=2)
     parser.prog = "scripts/clients"
     parser.add_argument("words", nargs="*", metavar="WORD")
     if parser.parse_args(arguments).words:

