@@ -64,6 +64,8 @@ SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "
 def test_dependencies_point_one_way():
     offenders = []
     for path in SOURCES:
+        if "modules" in path.parts:  # Spaces of the Hub, which use the package as anybody does
+            continue
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         strangers = {target[0] for target in targets(path) if target} - ALLOWED[part]
         if strangers:

@@ -4,6 +4,7 @@ The files are what `curve` wrote, or what `loss` wrote: all of one kind.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
+  hf-longctx compare gpt2.json llama.json --output both.md
 """
 
 from pathlib import Path
@@ -42,7 +43,7 @@ def run(args):
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
     if args.test_sources:
         check_sources(results.values())
-    output = shared.picture_path(args.output)
+    output = shared.picture_path(args.output, (*shared.PICTURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
     if args.test_sources:

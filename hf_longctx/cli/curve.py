@@ -91,9 +91,7 @@ def check_options(args):
     }
     for option, defaults in excluded.items():
         for name in [name for name, default in (defaults or {}).items() if getattr(args, name) != default]:
-            raise ValueError(
-                f"{option} and --{name.replace('_', '-')} {getattr(args, name)} exclude each other; drop one."
-            )
+            raise ValueError(f"{option} and --{name.replace('_', '-')} exclude each other; drop one.")
 
 
 def choose_lengths(args, claimed, corpus_tokens):

@@ -26,8 +26,6 @@ def add_arguments(parser):
 def run(args):
     from ..fox.pictures import plot_forget_gates
 
-    if args.tokens < 1:
-        raise ValueError(f"--tokens is {args.tokens}; it must be at least 1.")
     shared.check(args)
     tokenizer = shared.load_tokenizer(args)
     tokens = shared.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens]

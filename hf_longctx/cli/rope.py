@@ -28,7 +28,7 @@ def run(args):
 
     if args.output is not None:
         shared.check_writable("--output", args.output)
-    config = AutoConfig.from_pretrained(args.model, **shared.source(args))
+    config = AutoConfig.from_pretrained(args.model, **shared.source(args, file=True))
     report = rope_report(config, context_length=args.context_length)
     print(report.to_json(indent=1) if args.json else report)
     if args.output is not None:

@@ -161,14 +161,17 @@ def check_writable(option, name, folder=False):
         raise ValueError(f"{option} {name} cannot be written: {parent} is no folder that you may write into.")
 
 
-def picture_path(name):
-    """The file of a picture, whose ending may be left out; its folder is made.
+def picture_path(name, endings=PICTURES):
+    """The file of a picture, whose ending, one of `endings`, may be left out; its folder is made.
 
     >>> picture_path("a/b").name, picture_path("a/b.svg").name
     ('b.png', 'b.svg')
     """
     path = Path(name)
-    path = path if path.suffix in PICTURES else path.with_name(f"{path.name}.png")
+    if path.suffix not in endings:
+        if path.suffix[1:].isalpha():
+            raise ValueError(f"--output {name} ends with {path.suffix}; it may end with {', '.join(endings)}.")
+        path = path.with_name(f"{path.name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -201,13 +204,16 @@ def open_model(args):
     return load_tokenizer(args), claimed, lambda: LocalReader(load_weights(args))
 
 
-def source(args):
+def source(args, file=False):
     """Options of `from_pretrained` from those of `add_remote_code`, which are checked, as is the name of the model.
+
+    It may lead to a `file`, config.json, where no more is needed.
 
     Raises:
         ValueError: a name that can only be a path leads to no folder, or an option would be ignored.
     """
-    check_model_name(args.model)
+    if not (file and Path(args.model).is_file()):
+        check_model_name(args.model)
     if args.revision is not None and Path(args.model).is_dir():
         raise ValueError(f"--revision {args.revision} is for a model on the Hub, and {args.model} is a folder.")
     if args.code_revision is not None and not args.trust_remote_code:
@@ -217,7 +223,7 @@ def source(args):
 
 
 def check_model_name(name):
-    """Raise ValueError if a name that can only be a path leads to no folder."""
+    """Raise ValueError if a name that can only be a path leads to no folder, or to a file."""
     path = Path(name)
     if path.is_file():
         raise ValueError(f"{name} is a file; give the folder that holds the model: {path.parent}.")

@@ -243,6 +243,11 @@ def check_document_starts(position_ids: torch.Tensor, starts: torch.Tensor) -> N
             "position_ids do not rise in one of the rows, so every token would be a document of its own. Count the "
             "tokens of each document from 0, or leave position_ids out."
         )
+    if (position_ids[:, 0] < 0).any():
+        raise ValueError(
+            f"position_ids start again and begin at {position_ids[:, 0].min()}; documents count from 0. Mark padding by "
+            "an attention_mask with 0, not by position ids."
+        )
     wrong = starts & (position_ids != position_ids[:, :1])
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
@@ -345,6 +350,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
         raise ValueError(
             f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor, (B, past + T) with 1 for a token "
             "and 0 for padding, or (B, 1, T, past + T) for a tree."
+        )
+    if isinstance(attention_mask, dict) and attention_mask.keys() != {"attention", "real"}:
+        raise ValueError(
+            f"attention_mask is a dictionary of {[*attention_mask]}; give the mask itself, one for all layers, or what "
+            "model.create_masks_for_generate returns."
         )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim not in (2, 4):
         raise ValueError(

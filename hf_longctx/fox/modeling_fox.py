@@ -51,6 +51,7 @@ from .inputs_fox import (
     real_tokens,
     split_heads,
 )
+from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, paged_attention
 from .state_fox import NO_QUANTIZED_CACHE, CachedLayer
 
@@ -423,8 +424,10 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
+        """`skip_logits`: with labels, make the loss piece by piece and return no logits, if the head allows it."""
         if not isinstance(logits_to_keep, torch.Tensor) and (
             not isinstance(logits_to_keep, int) or logits_to_keep < 0
         ):
@@ -442,12 +445,20 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        check_labels(labels, logits.shape[:2])
-        if labels is not None or kwargs.get("shift_labels") is not None:
+        hidden_states = outputs.last_hidden_state[:, kept]
+        check_labels(labels, hidden_states.shape[:2])
+        loss = logits = None
+        scored = labels is not None or kwargs.get("shift_labels") is not None
+        if not (scored and skip_logits and can_skip_logits(self.lm_head)):
+            logits = self.lm_head(hidden_states)
+        if scored:
             try:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+                if logits is None:
+                    loss = loss_without_logits(hidden_states, self.lm_head, labels, **kwargs)
+                else:
+                    loss = self.loss_function(
+                        logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                    )
             except IndexError:
                 raise beyond_vocabulary("labels", labels, self.config.vocab_size) from None
         return CausalLMOutputWithPast(

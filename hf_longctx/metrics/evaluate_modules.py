@@ -28,6 +28,8 @@ from .loss.result import PositionLoss
 
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
+# Keywords of from_pretrained that say which files of a repository are read, by whom, and whether its code may run.
+SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
 
 
 def module_path(name: str) -> str:
@@ -123,17 +125,34 @@ def _option_names():
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "input_ids", "run")]
         names[name] += [field.name for field in fields(Run)] if "run" in keywords else []
+        names[name].append("model_kwargs")
     names["rope_base_check"].append("head_dim")
     return names
 
 
-def load(model, corpus=None, tokenizer=None):
+def source_of(model, model_kwargs: dict | None) -> dict:
+    """Those of `model_kwargs` that configuration and tokenizer need as well.
+
+    Raises:
+        ValueError: there are such keywords, and the model is not given by its name.
+        TypeError: they are no dictionary.
+    """
+    if model_kwargs is not None and not isinstance(model_kwargs, dict):
+        raise TypeError(f"model_kwargs is {model_kwargs!r}; it must be a dictionary of keywords of from_pretrained.")
+    if model_kwargs and not isinstance(model, str):
+        raise ValueError(f"model_kwargs are for a model given by its name, and this one is a {type(model).__name__}.")
+    return {key: value for key, value in (model_kwargs or {}).items() if key in SOURCE}
+
+
+def load(model, corpus=None, tokenizer=None, model_kwargs: dict | None = None):
     """A reader of a model, by name or as an object, and the ids of a corpus.
 
     Args:
         model: a causal language model, or its name or folder.
         corpus: a text, a list of texts (joined by blank lines), token ids, or None.
         tokenizer: for a text; by default, that of the model's name.
+        model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision, token or
+            trust_remote_code, which its tokenizer gets too.
 
     Returns:
         the reader, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
@@ -148,7 +167,9 @@ def load(model, corpus=None, tokenizer=None):
     from .run.reader import reader_for
 
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
-    reader = reader_for(load_language_model(model, dtype="auto") if isinstance(model, str) else model)
+    source = source_of(model, model_kwargs)
+    options = {"dtype": "auto", **(model_kwargs or {})}
+    reader = reader_for(load_language_model(model, **options) if isinstance(model, str) else model)
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
@@ -156,7 +177,7 @@ def load(model, corpus=None, tokenizer=None):
     if tokenizer is None:
         if not name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
     ids = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
     return reader, ids, tokenizer
 
@@ -213,7 +234,9 @@ def score_predictions(predictions, references) -> ForgettingCurve:
     return ForgettingCurve([CurvePoint(n, copy, lm) for n, (copy, lm) in sorted(counts.items())])
 
 
-def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options) -> ForgettingCurve:
+def measure_curve(
+    model, corpus=None, tokenizer=None, *, lengths=None, model_kwargs: dict | None = None, **options
+) -> ForgettingCurve:
     """`forgetting_curve` for what `load` takes; the corpus is not used for data_type="random".
 
     Args:
@@ -224,7 +247,7 @@ def measure_curve(model, corpus=None, tokenizer=None, *, lengths=None, **options
 
     if corpus is None and options.get("data_type", "order") == "order":
         raise ValueError('the forgetting curve needs a text: corpus=..., or random ids: data_type="random".')
-    reader, tokens, encoder = load(model, corpus, tokenizer)
+    reader, tokens, encoder = load(model, corpus, tokenizer, model_kwargs)
     if lengths is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
     tokenizer = tokenizer if encoder is None else encoder
@@ -272,7 +295,9 @@ def average_log_probs(predictions) -> PositionLoss:
     return PositionLoss.of_sequences(-log_probs, {})
 
 
-def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **options) -> PositionLoss:
+def measure_loss(
+    model, corpus=None, tokenizer=None, *, context_length=None, model_kwargs: dict | None = None, **options
+) -> PositionLoss:
     """`position_loss` for what `load` takes.
 
     Args:
@@ -286,7 +311,7 @@ def measure_loss(model, corpus=None, tokenizer=None, *, context_length=None, **o
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    reader, tokens, encoder = load(model, corpus, tokenizer)
+    reader, tokens, encoder = load(model, corpus, tokenizer, model_kwargs)
     if context_length is None:
         context_length = min(reader.claimed_context or len(tokens), len(tokens))
     options = complete(options, tokenizer if encoder is None else encoder, "position_loss")
@@ -302,7 +327,7 @@ def loss_result(result: PositionLoss) -> dict:
 # The RoPE bound -----------------------------------------------------------------------------------------------------
 
 
-def check_model(model, **options) -> dict:
+def check_model(model, *, model_kwargs: dict | None = None, **options) -> dict:
     """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
 
     `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
@@ -310,10 +335,11 @@ def check_model(model, **options) -> dict:
     """
     from .rope.verdict import NoRopeError, rope_report
 
+    source = source_of(model, model_kwargs)
     if isinstance(model, str):
         from transformers import AutoConfig
 
-        model = AutoConfig.from_pretrained(model)
+        model = AutoConfig.from_pretrained(model, **source)
     try:
         return rope_report(model, **options).to_dict()
     except NoRopeError as error:

@@ -61,21 +61,6 @@ class Table(NamedTuple):
     rows: list[tuple]
 
 
-def integer(value, name: str, low: int) -> int:
-    """A value as a plain integer.
-
-    Raises:
-        ValueError: it is none, or below `low`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < low:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}.")
-    return number
-
-
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
     """Values as plain integers.
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from tempfile import mkdtemp
 
 from .result import Result
+
+
+# For examples: English that comes with every Python, its language reference.
+TEXT = "\n\n".join(topics[name].strip() for name in sorted(topics))[:20_000]
 
 
 def space(

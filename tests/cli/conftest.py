@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
@@ -19,6 +20,7 @@ def folder(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     special = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(0)
     FoxForCausalLM(FoxConfig.pro(**sizes, **special, max_position_embeddings=64)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

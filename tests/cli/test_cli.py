@@ -35,7 +35,7 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
     LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
     assert cli.main(["rope", str(tmp_path)]) == 0
     assert "10000" in capsys.readouterr().out
-    assert cli.main(["rope", str(tmp_path), "--json", "--context-length", "1000"]) == 0
+    assert cli.main(["rope", str(tmp_path / "config.json"), "--json", "--context-length", "1000"]) == 0
     assert json.loads(capsys.readouterr().out)
     assert cli.main(["rope", str(tmp_path), "--output", str(tmp_path / "new" / "rope.svg")]) == 0
     assert "<svg" in (tmp_path / "new" / "rope.svg").read_text()
@@ -95,7 +95,7 @@ def test_generation_ends_early(folder, tmp_path, capsys, source):
     third = whole["tokens"][2]
     if source == "--stop":
         stop = AutoTokenizer.from_pretrained(folder).decode([third])
-        part = generate_json(capsys, folder, "The import", "--max-new-tokens", 8, "--stop", "zzz", "--stop", stop)
+        part = generate_json(capsys, folder, "The import", "--max-new-tokens", 8, "--stop", "zzz", f"--stop={stop}")
     else:
         other = tmp_path / "other"
         shutil.copytree(folder, other)

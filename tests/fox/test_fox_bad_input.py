@@ -184,6 +184,7 @@ CALLS = [
     call("mask too long", r"it must be \(2, 9\)", attention_mask=torch.ones(2, 12)),
     call("mask of one row", r"it must be \(2, 9\)", attention_mask=ONES[:1]),
     call("mask as a list", "attention_mask is a list", attention_mask=ONES.tolist()),
+    call("masks by kind of layer", "dictionary of .'full_attention'", attention_mask={"full_attention": DENSE}),
     call("mask of one dimension", r"must be \(B, past \+ T\)", attention_mask=torch.ones(9)),
     call("mask of three dimensions", r"attention_mask is \(2, 9, 9\)", attention_mask=torch.ones(2, 9, 9)),
     call("mask that is added to logits", r"holds -1000000000.*mask == 0", attention_mask=(ONES - 1.0) * 1e9 - 1e9),

@@ -108,6 +108,13 @@ def test_targets_that_begin_alike_are_one_sample():
     assert mean_margin(values, scored).error < 0.5 * one.error
 
 
+def test_an_interrupted_nested_curve_has_an_interval():
+    """Its longest lengths have fewer repeats."""
+    points = step_curve(400, protocol="nested").points
+    curve = ForgettingCurve([*points[:-1], points[-1].first(4)], {"protocol": "nested"})
+    assert curve.interval("fine")[:2] == (400, 600)
+
+
 def test_a_length_that_fails_ends_what_is_sure_below():
     """200 tokens fail: longer ones that pass do not show that memory reaches 200, as it would have to fade first."""
     accuracies = {100: 1, 200: 0.5, 400: 1, 600: 1, 800: 0}

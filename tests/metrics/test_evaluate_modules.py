@@ -8,13 +8,23 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections import defaultdict
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 
 pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
@@ -371,7 +381,9 @@ def test_wrong_arguments_of_the_loss(loss_module, model):
 def test_a_model_or_its_configuration_or_its_folder_is_checked(rope_module, model, tmp_path):
     expected = rope_report(model.config, context_length=32).to_dict()
     assert rope_module.compute(model=model.config, context_length=32) == expected
-    assert rope_module.compute(model=model, context_length=32)["groups"] == expected["groups"]
+    (group,) = rope_module.compute(model=model, context_length=32)["groups"]
+    np.testing.assert_allclose(group["inv_freq"], expected["groups"][0]["inv_freq"], rtol=1e-6)  # float32 in a model
+    assert group | {"inv_freq": None} == expected["groups"][0] | {"inv_freq": None}
     model.config.save_pretrained(tmp_path)
     assert rope_module.compute(model=str(tmp_path), context_length=32)["groups"] == expected["groups"]
     json.dumps(expected, allow_nan=False)
@@ -387,6 +399,40 @@ def test_bases_hold_from_the_smallest_base_on():
     assert check_bases([1e4, 1e4], [1707, 1708], 128)["verdicts"] == ["holds", "violated"]
     assert check_bases([1e4], [100], 128)["context_bounds"] == [1706]
     assert check_bases([1e4], [256], 32)["settled_bases"] == [rope_base_bound(255, 32).settled_base]
+
+
+def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
+    loss_module, curve_module, rope_module, model, tokenizer, tmp_path, monkeypatch
+):
+    """Which files are read, and whether their code may run, holds for all three; the rest is for the model alone."""
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    calls = defaultdict(list)
+    for loader in (AutoModelForCausalLM, AutoTokenizer, AutoConfig):
+
+        def spy(name, load=loader.from_pretrained, kind=loader.__name__, **options):
+            calls[kind].append(options)
+            return load(name, **options)
+
+        monkeypatch.setattr(loader, "from_pretrained", spy)
+    source = {"revision": "main", "trust_remote_code": False}
+    options = dict(model=str(tmp_path), model_kwargs={**source, "dtype": "float64"})
+    loss = loss_module.compute(**options, corpus=TEXT, context_length=16)
+    assert loss["settings"]["dtype"] == "float64"
+    curve_module.compute(**options, corpus=TEXT, lengths=[4], repeats=1)
+    rope_module.compute(**options, minimum_base=False)
+    assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}] * 2
+    assert calls["AutoTokenizer"] == [source] * 2
+    assert calls["AutoConfig"][-1] == source
+
+
+def test_keywords_of_from_pretrained_for_a_model_that_is_loaded(loss_module, rope_module, model):
+    with pytest.raises(ValueError, match="model_kwargs are for a model given by its name"):
+        loss_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
+    with pytest.raises(ValueError, match="this one is a LlamaConfig"):
+        rope_module.compute(model=model.config, model_kwargs={"revision": "v1"})
+    with pytest.raises(TypeError, match="model_kwargs is 'v1'; it must be a dictionary"):
+        rope_module.compute(model="somewhere", model_kwargs="v1")
 
 
 def test_an_inconclusive_check_is_no_pass(rope_module, tmp_path):

@@ -128,8 +128,8 @@ def test_nan_is_named_with_its_position():
     "options, message",
     [
         ({"context_length": 401}, "400 tokens, fewer than context_length=401"),
-        ({"context_length": 0}, "must be an integer of at least 1"),
-        ({"context_length": 9, "sequences": 0}, "must be an integer of at least 1"),
+        ({"context_length": 0}, "must be at least 1"),
+        ({"context_length": 9, "sequences": 0}, "must be at least 1"),
         ({"context_length": 9, "sequences": 2, "starts": [1]}, "sequences or starts, not both"),
         ({"context_length": 9, "starts": [0, 392]}, "must lie between 0 and 391"),
         ({"context_length": 9, "starts": []}, "must lie between 0 and 391"),

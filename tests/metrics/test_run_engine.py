@@ -185,6 +185,7 @@ def test_rounding_is_not_taken_for_looking_ahead():
 
     torch.manual_seed(0)
     model, trial = Rounding(0), np.random.default_rng(0).integers(0, V, 32)
+    model.quantized = torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     model.size = 1e-6
     Engine(model, trial)
     model.size = 1e-4

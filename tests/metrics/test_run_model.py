@@ -101,6 +101,22 @@ def test_a_model_is_its_weights_and_its_configuration(tmp_path):
     assert len(set(map(weights_hash, wrapped))) == 2
 
 
+class Packed(torch.Tensor):
+    """A quantized type that knows matrix products only."""
+
+    def flatten(self, *_):
+        raise NotImplementedError("flatten")
+
+
+def test_values_that_cannot_be_indexed_are_left_out():
+    model = tiny_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Packed))
+    hashed = weights_hash(model)
+    assert hashed != weights_hash(tiny_llama())
+    model.model.norm.weight.data += 1
+    assert weights_hash(model) != hashed
+
+
 def hash_while_spread():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -56,6 +56,9 @@ def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int], nested: bo
         scored: scored tokens of a repeat, for each length.
         nested: repeat i begins alike at all lengths, so that it is one sample.
     """
+    if nested:
+        repeats = min(m.shape[-1] for m in margins)  # after an interruption, some lengths have more
+        margins = [m[..., :repeats] for m in margins]
     tokens = [np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)]
     surplus = [m * n for m, n in zip(margins, scored)]
     if nested:

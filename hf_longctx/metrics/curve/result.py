@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import Headline, Overview, Result, Table, entries, integer, integers
+from ..result import Headline, Overview, Result, Table, entries, integers
 from .intervals import LengthInterval, length_interval, verdict
 from .lengths import READINGS, MemoryLength, margins, memory_lengths, passes
-from .protocol import scored_tokens
+from .protocol import check_count, scored_tokens
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CurvePoint:
     begin_locs: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        length = integer(self.length, "the length", 1)
+        length = check_count("length", self.length)
         object.__setattr__(self, "length", length)
         for name in ("copy_correct", "lm_correct"):
             counts = integers(getattr(self, name), f"{name} at length {length}", 0, self.scored_tokens)
@@ -47,7 +47,7 @@ class CurvePoint:
 
     def first(self, repeats: int) -> CurvePoint:
         """The point with its first repeats only, one or more."""
-        integer(repeats, "repeats", 1)
+        check_count("repeats", repeats)
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 

@@ -31,6 +31,7 @@ def plot_losses(
         raise ValueError("there is no per-token loss to draw.")
     style.check_train_length(train_length)
     figure = style.figure(style.WIDTH, 7)
+    figure.get_layout_engine().set(h_pad=0.12)  # inches, so that the two axes are told apart
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..result import Headline, Overview, Result, Table, integer
+from ..curve.protocol import check_count
+from ..result import Headline, Overview, Result, Table
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 
 
@@ -28,8 +29,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
-    integer(context_length, "context_length", 1)
-    integer(1 if sequences is None else sequences, "sequences", 1)
+    check_count("context_length", context_length)
+    check_count("sequences", 1 if sequences is None else sequences)
     if corpus_tokens < context_length:
         raise ValueError(
             f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "
@@ -74,7 +75,7 @@ class PositionLoss(Result):
 
     def __post_init__(self):
         object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
-        object.__setattr__(self, "sequences", integer(self.sequences, "sequences", 1))
+        object.__setattr__(self, "sequences", check_count("sequences", self.sequences))
         if self.error is None:
             return
         object.__setattr__(self, "error", numbers_by_position(self.error, "error"))

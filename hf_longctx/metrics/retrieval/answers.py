@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ..result import Overview, entries, integer, integers
+from ..curve.protocol import check_count
+from ..result import Overview, entries, integers
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
@@ -42,7 +43,7 @@ class Answer:
     matched: bool
 
     def __post_init__(self):
-        integer(self.tokens, "the number of tokens of an answer", 1)
+        check_count("tokens of an answer", self.tokens)
         if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
 

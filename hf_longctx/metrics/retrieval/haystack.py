@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..result import Headline, Overview, Result, Table, entries, integer
+from ..curve.protocol import check_count
+from ..result import Headline, Overview, Result, Table, entries
 from .answers import SCORES, Answers, explain_score, headline_score, overview_row, score_columns
 
 
@@ -160,7 +161,7 @@ class NeedleCell(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        integer(self.length, "the length of a cell", 1)
+        check_count("length of a cell", self.length)
         if not 0 <= self.depth <= 1:
             raise ValueError(f"the depth of a cell must lie between 0 and 1, got {self.depth}.")
         self.for_each("positions", 0)

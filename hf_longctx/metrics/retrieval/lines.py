@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..result import Headline, Overview, Result, Table, entries, integer
+from ..curve.protocol import check_count
+from ..result import Headline, Overview, Result, Table, entries
 from .answers import Answers, explain_score, headline_score, overview_row, score_columns
 
 
@@ -90,7 +91,7 @@ class LinesPoint(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        integer(self.lines, "the number of lines", 1)
+        check_count("lines", self.lines)
         self.for_each("tokens", 1)
         self.for_each("asked_lines", 0, self.lines - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import pairwise
 
 import numpy as np
@@ -21,13 +22,14 @@ def plot_bound(report, path, *, train_length: int | None = None, title: str | No
     where B_m < 0. Where some dimensions do not rotate, a thin line marks 0 of those that do.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
-    figure = style.figure(9, 1.2 + 3.6 * len(groups))
+    figure = style.figure(style.WIDTH, 1 + 3.8 * len(groups))
     for axes, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups):
         draw_decay(axes, group, train_length)
         layers = f"{group.layer_type} " if len(report.groups) > 1 else ""
-        axes.set_title(f"{layers}{group.verdict}: {group.detail}", loc="left", pad=22, fontsize=9, color=style.INK)
-        above = dict(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.4)
-        axes.legend(**above, ncols=5, columnspacing=1.5, fontsize=8.5, frameon=False, labelcolor=style.INK)
+        words = textwrap.fill(f"{layers}{group.verdict}: {group.detail}", 64)
+        above = dict(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, alignment="left")
+        legend = dict(title=words, title_fontsize=10, fontsize=9.5, ncols=2, columnspacing=1.5, frameon=False)
+        axes.legend(**above, **legend, labelcolor=style.INK)
     axes.set_xlabel("distance m (tokens)")
     style.draw_title(figure, title or style.heading(report))
     style.small_print(figure, f"claimed context: {report.claimed_context:,} tokens ({report.claimed_by})")
@@ -64,7 +66,7 @@ def draw_decay(axes, group, train_length: int | None) -> None:
     axes.xaxis.set_major_formatter(style.TOKENS)
     style.grid(axes)
     axes.set_axisbelow(True)
-    style.bare(axes, up=f"$B_m$ ($B_0$ = {group.head_dim // 2})", labelsize=8.5)
+    style.bare(axes, up=f"$B_m$ ($B_0$ = {group.head_dim // 2})", labelsize=9.5)
 
 
 def decay_range(group, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -128,8 +128,9 @@ def run_parts(
         raise TypeError(f"run is {run!r}; give Run(journal=..., tokens_per_pass=..., progress=...).")
     rank, processes = process_place(reader)
     journal = run.journal
+    identity = reader.identity()
     if journal is not None:
-        depends_on = depends_on | reader.identity()
+        depends_on = depends_on | identity
     if processes > 1:
         depends_on = depends_on | {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal
@@ -150,7 +151,7 @@ def run_parts(
             tokens_per_pass, _ = pass_and_tile(torch.device(reader.device))
         facts = {"device": reader.device, "tokens_per_pass": tokens_per_pass, "versions": versions()}
         facts |= {} if failure is None else {"interrupted": describe(failure)}
-        outcome = outcome.with_settings(**reader.identity(), **facts)
+        outcome = outcome.with_settings(**identity, **facts)
     if failure is None:
         return outcome
     failure.result = outcome

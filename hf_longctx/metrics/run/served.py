@@ -282,7 +282,7 @@ def read_message(error: urllib.error.HTTPError) -> str:
         text = inner.get("message", text) if isinstance(inner, dict) else inner
     except (ValueError, AttributeError):
         pass
-    return str(text)[:500] or str(error.reason)
+    return " ".join(str(text).split())[:500] or str(error.reason)
 
 
 class Scores(NamedTuple):

@@ -20,6 +20,7 @@ Either a model and a corpus:
         long as the longest length. None for data_type="random".
     tokenizer: for a text; default: found by the model's name. Random data take from it which ids are special.
     lengths (list of int): tokens of S, ascending. Default: 16 up to half of the context that the model claims.
+    model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     further options of hf_longctx.metrics.forgetting_curve: repeats, seed, data_type, bos_token_id, ...
         A journal is kept in the file of that name with .forgetting_curve appended. BOS and EOS default to the tokenizer's.
 Or predictions and references, one of each per target S of n tokens:

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import gradio
 
-from hf_longctx.corpus import stdlib_text
 from hf_longctx.metrics import PositionLoss
-from hf_longctx.metrics.space import space
+from hf_longctx.metrics.space import TEXT, space
 
 
 LONGEST = 4096  # tokens; more takes too long on the CPU of a free Space
-TEXT = stdlib_text("held_out")[:20_000]
 
 
 def measure(compute, model, text, context_length):

@@ -18,6 +18,7 @@ Either a model and a corpus:
     corpus (str, list of str or list of int): the text, or its token ids.
     tokenizer: for a text; default: found by the model's name.
     context_length (int): tokens per sequence. Default: the context that the model claims.
+    model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     further options of hf_longctx.metrics.position_loss: sequences, bos_token_id, ...
         A journal is kept in the file of that name with .position_loss appended. The BOS defaults to the tokenizer's.
 Or predictions:

@@ -17,6 +17,7 @@ Either a model:
     model: a model or configuration of transformers, or its name or folder (the weights are not loaded).
     context_length (int): the claim to check, in tokens; default: the context that the configuration claims.
     minimum_base (bool): whether to compute the smallest base too, which takes seconds for long contexts. Default True.
+    model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     corpus, tokenizer: not used; accepted so that one call can serve modules combined with this one.
 Or predictions and references:
     predictions (list of float): RoPE bases.

@@ -1,0 +1,58 @@
+"""Cross entropy without all logits at once: for long rows and large vocabularies they take most of the memory.
+
+Of 64k tokens and a vocabulary of 50k, logits in float32 are 13 GB, and a plain loss holds three times as much. Here
+PyTorch goes through the rows in pieces and makes the gradients with the loss, so a piece's logits are enough.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
+
+
+def can_skip_logits(head: nn.Module) -> bool:
+    """Whether `loss_without_logits` can replace a head: it must be a plain linear layer, whose weight is all here.
+
+    An adapter or a quantized head computes something else, tensor parallelism divides the weight, and PyTorch before
+    2.13 lacks the function.
+    """
+    return hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and type(head.weight) is nn.Parameter
+
+
+def loss_without_logits(
+    hidden_states: torch.Tensor,
+    head: nn.Linear,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    **kwargs,
+) -> torch.Tensor:
+    """transformers' `ForCausalLMLoss` of `head(hidden_states)`; a scalar, fp32.
+
+    Args:
+        hidden_states: (B, T, hidden).
+        head: as `can_skip_logits` allows.
+        labels: (B, T), int64, shifted here; or
+        shift_labels: (B, T), int64, already shifted: of position t the token t + 1.
+        num_items_in_batch: scored labels in the whole batch. None: the mean over these.
+        ignore_index: the label that is not scored.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    shift_labels = shift_labels.to(hidden_states.device).flatten()
+    rows = max(1, LOGITS_AT_ONCE // head.out_features)
+    loss = F.linear_cross_entropy(
+        hidden_states.flatten(0, 1),
+        head.weight,
+        shift_labels,
+        linear_bias=head.bias,
+        reduction="sum",
+        ignore_index=ignore_index,
+        options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+    return loss.float() / num_items_in_batch

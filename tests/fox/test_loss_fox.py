@@ -1,0 +1,84 @@
+"""The loss without logits is the loss, and takes a fraction of the memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import EPS
+from tiny_fox import TINY, make_from, tokens
+
+from hf_longctx.fox import FoxConfig
+
+
+pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs PyTorch 2.13")
+
+
+def loss_and_gradients(model, **kwargs):
+    model.zero_grad()
+    output = model(**kwargs)
+    output.loss.backward()
+    return output, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("how", ["labels", "shift_labels", "num_items_in_batch"])
+def test_loss_and_gradients_are_those_with_logits(tied, how):
+    model = make_from(FoxConfig.pro(**TINY, tie_word_embeddings=tied)).train()
+    ids = tokens()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.3, -100)
+    inputs = {"input_ids": ids, "labels": labels}
+    if how == "shift_labels":
+        inputs = {"input_ids": ids, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=-100)}
+    if how == "num_items_in_batch":
+        inputs["num_items_in_batch"] = torch.tensor(100)
+    plain, gradients = loss_and_gradients(model, **inputs)
+    output, others = loss_and_gradients(model, **inputs, skip_logits=True)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, plain.loss, atol=8 * EPS, rtol=8 * EPS)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, atol=64 * EPS * gradient.abs().max(), rtol=0)
+
+
+def test_logits_are_there_without_labels_and_where_the_head_is_an_adapter():
+    model = make_from(FoxConfig(**TINY))
+    assert model(tokens(), skip_logits=True).logits is not None
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    output = model(tokens(), labels=tokens(), skip_logits=True)
+    assert output.logits is not None and output.loss is not None
+
+
+MEASURE = """
+import sys, torch
+from torch import nn
+from hf_longctx.fox.loss_fox import loss_without_logits
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+torch.manual_seed(0)
+hidden, head = torch.randn(1, 2048, 64, requires_grad=True), nn.Linear(64, 32000, bias=False)
+labels = torch.randint(32000, (1, 2048))
+(hidden[:, :8] @ head.weight.T).sum().backward()
+
+def status(name):
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(name)))
+
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+if sys.argv[1] == "plain":
+    loss = ForCausalLMLoss(head(hidden), labels, 32000)
+else:
+    loss = loss_without_logits(hidden, head, labels)
+loss.backward()
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_a_fifth_of_the_memory():
+    plain, pieces = (
+        int(subprocess.run([sys.executable, "-c", MEASURE, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("plain", "pieces")
+    )
+    assert pieces < plain / 5
