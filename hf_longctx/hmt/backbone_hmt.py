@@ -161,6 +161,11 @@ class Backbone:
             )
         return logits, hidden
 
+    def versions(self):
+        """Parameter name to the number of changes in place, such as optimizer steps; inference mode counts none."""
+        parameters = self.model.named_parameters()
+        return {name: 0 if value.is_inference() else value._version for name, value in parameters}
+
     @torch.no_grad()
     def embedding_std(self):
         """Standard deviation of what `embed` returns (a scaled embedding such as Gemma's included).

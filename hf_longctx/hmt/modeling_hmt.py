@@ -69,13 +69,13 @@ class HMTOutput(ModelOutput):
     """Output of `HMTWrapper`.
 
     loss: scalar, with labels.
-    logits: (B, T, V), or those of `logits_to_keep`.
+    logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
     state: `HMTState` after the last token, with `use_cache=True`.
     recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
         (those in the recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment
         without a recall (the first one, or one whose query is not complete).
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
-    memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d).
+    memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row without.
     """
 
     loss: torch.FloatTensor | None = None
@@ -154,8 +154,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim)
-        # every change in place raises a parameter's version
-        self._versions = {name: parameter._version for name, parameter in lm.model.named_parameters()}
+        self._versions = lm.versions()
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
@@ -833,7 +832,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                     "backbone_in_checkpoint is False, and config.backbone_name_or_path does not say where the "
                     "backbone is. Set it, or set backbone_in_checkpoint=True."
                 )
-            changed = [n for n, p in self.lm.model.named_parameters() if p._version > self._versions.get(n, 0)]
+            changed = [n for n, version in self.lm.versions().items() if version > self._versions.get(n, 0)]
             if changed and self.lm.model is self.backbone:  # adapters of PEFT are saved apart
                 raise ValueError(
                     f"backbone_in_checkpoint is False, and {len(changed)} parameters of the backbone, such as "

@@ -14,7 +14,6 @@ vectors that a recall touches; and recalls random memories, which are the hardes
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +122,7 @@ def memory(args):
             for _ in range(0, max(args.lengths), 100_000):
                 file.write(generator.integers(model.config.vocab_size, size=100_000, dtype=np.int32).tobytes())
         tokens = np.memmap(path, dtype=np.int32, mode="r")
-        state, position, start, rows = None, 0, time.perf_counter(), []
+        state, position, rows = None, 0, []
         for length in sorted(args.lengths):
             while position < length:
                 piece = tokens[position : min(length, position + PIECE)]
@@ -131,7 +130,7 @@ def memory(args):
                 with torch.no_grad():
                     state = model(ids, state=state, use_cache=True, logits_to_keep=1).state
                 position += len(piece)
-            row = {"tokens": length, "peak_rss_mb": common.resident_mb(), "seconds": time.perf_counter() - start}
+            row = {"tokens": length, "peak_rss_mb": common.resident_mb()}
             row["state_numbers"] = sum(x.numel() for x in state.tensors().values())
             if args.device == "cuda":
                 row["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20

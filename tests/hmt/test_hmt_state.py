@@ -67,9 +67,10 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
-def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path):
+@pytest.mark.parametrize("mode", ["causal", "paper"])
+def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path, mode):
     """Two segments of padding and a part of the third, which the next call, without a mask, must still leave out."""
-    model, mask = make_wrapper(), torch.ones(2, 21, dtype=torch.long)
+    model, mask = make_wrapper(recall_mode=mode), torch.ones(2, 21, dtype=torch.long)
     mask[0, :18] = 0
     with torch.no_grad():
         state = model(tokens[:, :21], attention_mask=mask, use_cache=True).state
