@@ -14,7 +14,7 @@ ALLOWED = {
     "fox": {"fox"},
     "hmt": {"hmt"},
     "metrics": {"metrics"},
-    "training": {"training", "fox", "metrics", "corpus"},
+    "training": {"training", "fox", "hmt", "metrics", "corpus"},
     "corpus": set(),
     "_registration": set(),
     "cli": {"cli", "corpus", "fox", "metrics", "training"},

@@ -4,6 +4,7 @@ Recipes:
   lora            continue the training of any causal language model on other text
   fox-from-llama  turn a Llama, Mistral, Qwen2 or Qwen3 into a Forgetting Transformer and train its gates
   rope-extend     a longer context by a larger RoPE base, chosen by the bound of Men et al. 2024
+  hmt             put a memory around a model; called again on what the first stage has trained, make it recall
 
 Examples:
   hf-longctx finetune MODEL --data text.jsonl --sequence-length 2048 --output run

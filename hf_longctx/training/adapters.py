@@ -31,7 +31,8 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
     Raises:
         ValueError: a name is none of the model's, or the adapter would corrupt tied embeddings when it is merged.
     """
-    targets = _names(settings.lora_targets) or TARGETS.get(model.config.model_type, "all-linear")
+    config = getattr(model.config, "backbone_config", model.config)  # of a model with memory: the backbone's
+    targets = _names(settings.lora_targets) or TARGETS.get(config.model_type, "all-linear")
     in_full = _names(settings.train_in_full)
     if in_full is None:
         in_full = trained_in_full(model, settings.recipe)
@@ -40,29 +41,29 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
         _check_names("--lora-targets", targets, linear)
     _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})
     embeddings = embedding_names(model)
-    if model.config.tie_word_embeddings and embeddings & set(targets if targets != "all-linear" else ()):
+    if config.tie_word_embeddings and embeddings & set(targets if targets != "all-linear" else ()):
         raise ValueError(
             f"input and output embeddings of this model are one tensor, and merging an adapter of "
             f"{' or '.join(sorted(embeddings))} would change both. Leave them out of --lora-targets; to train them, "
             "name them in --train-in-full."
         )
-    config = LoraConfig(
+    lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
         target_modules=targets,
         modules_to_save=in_full or None,
-        ensure_weight_tying=bool(model.config.tie_word_embeddings and embeddings & set(in_full)),
+        ensure_weight_tying=bool(config.tie_word_embeddings and embeddings & set(in_full)),
     )
     with _quiet_peft():
-        return get_peft_model(model, config)
+        return get_peft_model(model, lora)
 
 
 def trained_in_full(model, recipe: str) -> list[str]:
-    """What a recipe trains beside the adapter: new gates; for a new context norms and embeddings (LongLoRA)."""
-    if recipe == "fox-from-llama":
-        return ["f_proj"]
+    """What a recipe trains beside the adapter: what is new; for a new context norms and embeddings (LongLoRA)."""
+    if recipe in ("fox-from-llama", "hmt"):
+        return [{"fox-from-llama": "f_proj", "hmt": "memory"}[recipe]]
     if recipe == "rope-extend":
         norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
         return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})

@@ -62,8 +62,8 @@ class StreamedRows(torch.utils.data.IterableDataset):
     A resumed training replays the stream up to its step.
     """
 
-    def __init__(self, source: str, tokenizer, length: int):
-        self.source, self.tokenizer, self.length = source, tokenizer, length
+    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None):
+        self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
 
     def __iter__(self):
         rest = np.zeros(0, np.int64)
@@ -72,7 +72,7 @@ class StreamedRows(torch.utils.data.IterableDataset):
                 rest = np.concatenate([rest, ids])
                 whole = len(rest) // self.length * self.length
                 for row in rest[:whole].reshape(-1, self.length):
-                    yield make_row(row, self.tokenizer.eos_token_id)
+                    yield make_row(row, self.eos_token_id)
                 rest = rest[whole:]
 
 
@@ -170,4 +170,9 @@ def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-__all__ = ["Rows", "StreamedRows", "digest", "encode", "make_row", "pack", "stack", "state_of_files"]
+def stack_segments(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | int]:
+    """A batch for a model with memory, which counts positions itself and needs no logits beside the loss."""
+    return {name: value for name, value in stack(rows).items() if name != "position_ids"} | {"logits_to_keep": 1}
+
+
+__all__ = ["Rows", "StreamedRows", "digest", "encode", "make_row", "pack", "stack", "stack_segments", "state_of_files"]

@@ -1,7 +1,7 @@
 """What trainings are made of: their settings, the defaults, and where the defaults come from.
 
-"FoX" as a source is arXiv 2503.02130, "Men" 2405.14591 (RoPE base), "LongLoRA" 2309.12307. This file imports no torch,
-so that a command line is read at once.
+"FoX" as a source is arXiv 2503.02130, "HMT" 2405.06067, "Men" 2405.14591 (RoPE base), "LongLoRA" 2309.12307. This file
+imports no torch, so that a command line is read at once.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .settings import check_choices, option, setting
 
 
-SCHEDULES = ("cosine", "constant", "warmup_stable_decay")
+SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -177,6 +177,7 @@ RECIPES = {
     # ours; gates: see `gate_learning_rate`
     "fox-from-llama": Recipe(2e-4, 2e-5, 8, 500, "cosine", 0.0, merge=True),
     "rope-extend": Recipe(2e-5, 2e-5, 128, 1000, "constant", 0.0, merge=True),  # Men, section 5 and appendix B
+    "hmt": Recipe(1e-4, 1e-5, 8, 500, "step", 0.01, merge=True),  # HMT, section 4
 }
 # Of decay times in tokens. Of 1e5 contexts, where a converted Llama changes no logit, the gradient is lost in Adam's
 # epsilon.
@@ -200,11 +201,15 @@ class FinetuneSettings(RunSettings):
     gate_learning_rate: float | None = setting(None, "of forget gates; fox-from-llama: 100 times the other (ours)")
     rope_base: float | None = setting(None, "rope-extend: default: the first above which no length violates the bound")
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
+    segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
+    sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
 
     def complete(self):
         if not self.model:
             raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
         recipe = RECIPES[self.recipe]
+        if self.recipe == "hmt":
+            self.fill(segment_length=512, sensory_tokens=32)
         if self.sequence_length is None:
             raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
         self.fill(
@@ -234,6 +239,7 @@ class FinetuneSettings(RunSettings):
     def refuse_settings_of_others(self):
         """A setting that the recipe would ignore is a mistake."""
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
+        of_recipe |= {"segment_length": "hmt", "sensory_tokens": "hmt"}
         for name, recipe in of_recipe.items():
             if getattr(self, name) and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")

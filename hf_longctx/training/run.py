@@ -29,7 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from .data import Rows, StreamedRows, digest, pack, stack, state_of_files
+from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .settings import locked, option, write_settings
 from .starts import changed_model, extend_rope, new_fox
@@ -80,10 +80,11 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluation_rows,
-        data_collator=stack,
+        data_collator=stack_segments if has_memory(settings) else stack,
         metrics=folder / "metrics.jsonl",
         stops=stops,
         gate_learning_rate=getattr(settings, "gate_learning_rate", None),
+        decays_in_steps=settings.schedule == "step",
         callbacks=[Progress(settings.batch_tokens)],
     )
     trainer.remove_callback(PrinterCallback)
@@ -102,6 +103,10 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
     evaluate(settings, tokenizer, rows, "after")
     say(f"wrote the model to {folder / 'model'}")
     return 0
+
+
+def has_memory(settings: RunSettings) -> bool:
+    return getattr(settings, "recipe", None) == "hmt"
 
 
 def start(settings: RunSettings, tokenizer):
@@ -145,7 +150,9 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         per_device_train_batch_size=settings.rows_at_once,
         per_device_eval_batch_size=settings.rows_at_once,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type={"constant": "constant_with_warmup"}.get(settings.schedule, settings.schedule),
+        lr_scheduler_type={"constant": "constant_with_warmup", "step": "constant"}.get(
+            settings.schedule, settings.schedule
+        ),
         lr_scheduler_kwargs=schedule,
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
@@ -192,15 +199,16 @@ def prepare_folder(folder: Path, resume: str) -> None:
 
 def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
+    border = None if has_memory(settings) else tokenizer.eos_token_id  # a memory reads on
     if source.endswith(".npy"):
-        return Rows(source, settings.sequence_length, tokenizer.eos_token_id, len(tokenizer))
+        return Rows(source, settings.sequence_length, border, len(tokenizer))
     if settings.streaming:
-        return StreamedRows(source, tokenizer, settings.sequence_length)
+        return StreamedRows(source, tokenizer, settings.sequence_length, border)
     state, packed_from = state_of_files(source), path.with_suffix(".source")
     if not path.exists() or packed_from.read_text() != state:
         pack(source, tokenizer, path)
         packed_from.write_text(state)
-    return Rows(path, settings.sequence_length, tokenizer.eos_token_id, len(tokenizer))
+    return Rows(path, settings.sequence_length, border, len(tokenizer))
 
 
 def check_lock(folder: Path, settings: RunSettings, rows, tokenizer) -> None:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
+from ..hmt import HMTConfig, HMTWrapper
 from ..metrics.rope.bounds import rope_base_bound, rope_context_bound
 from .recipes import FinetuneSettings, TrainSettings
 
@@ -30,7 +31,10 @@ def changed_model(settings: FinetuneSettings, tokenizer):
     Raises:
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
     """
+    torch.manual_seed(settings.seed)  # a new memory is the same whenever this is called
     config = AutoConfig.from_pretrained(settings.model)
+    if settings.recipe == "hmt":
+        return with_memory(config, settings)
     if settings.recipe == "rope-extend":
         extend_rope(config, settings)
     model = AutoModelForCausalLM.from_pretrained(settings.model, config=config, dtype=torch.float32)
@@ -42,6 +46,24 @@ def changed_model(settings: FinetuneSettings, tokenizer):
     if settings.recipe == "fox-from-llama":
         model = from_llama(model, decay_time=settings.decay_time)
     return model
+
+
+def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
+    """A model with memory, at the stage that comes next (arXiv 2405.06067, section 4).
+
+    A model without one gets a memory that recalls nothing; one that such a stage has trained recalls.
+    """
+    sizes = dict(segment_length=settings.segment_length, sensory_tokens=settings.sensory_tokens)
+    if config.model_type != "hmt":
+        return HMTWrapper.from_backbone(settings.model, HMTConfig(**sizes, recall=False), dtype=torch.float32)
+    if config.recall:
+        raise ValueError(f"{settings.model} has been through both stages of --recipe hmt; train it by --recipe lora.")
+    trained = {name: getattr(config, name) for name in sizes}
+    if trained != sizes:
+        raise ValueError(
+            f"{settings.model} was trained with {trained}, this run has {sizes}. Both stages need the same."
+        )
+    return HMTWrapper.from_pretrained(settings.model, recall=True, dtype=torch.float32)
 
 
 def extend_rope(config, settings: FinetuneSettings) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import StepLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -42,12 +43,16 @@ class ResumableTrainer(Trainer):
         metrics: the JSONL file.
         stops: the `StopAtSignal` of this training.
         gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
+        decays_in_steps: the learning rate is multiplied by 0.7 every 100 steps.
         kwargs: as for `Trainer`.
     """
 
-    def __init__(self, *args, metrics: Path, stops: "StopAtSignal", gate_learning_rate=None, **kwargs):
+    def __init__(
+        self, *args, metrics: Path, stops: "StopAtSignal", gate_learning_rate=None, decays_in_steps=False, **kwargs
+    ):
         super().__init__(*args, **kwargs)
-        self.metrics, self.gate_learning_rate, self.saving_in = metrics, gate_learning_rate, None
+        self.metrics, self.saving_in = metrics, None
+        self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
         self.add_callback(stops)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.skips_logits = "skip_logits" in inspect.signature(base.forward).parameters
@@ -63,6 +68,11 @@ class ResumableTrainer(Trainer):
                 group["params"] = [p for p in group["params"] if id(p) not in identities]
             optimizer.add_param_group({"params": gates, "lr": self.gate_learning_rate, "weight_decay": 0.0})
         return optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_scheduler is None and self.decays_in_steps:
+            self.lr_scheduler = StepLR(optimizer or self.optimizer, step_size=100, gamma=0.7)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.skips_logits:

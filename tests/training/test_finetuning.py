@@ -42,7 +42,8 @@ def llama(request, tmp_path_factory):
 
 def settings(llama, output, **changes):
     sizes = dict(sequence_length=32, batch_tokens=64, steps=3, learning_rate=1e-2)
-    return FinetuneSettings(model=str(llama), data=str(llama / "text.txt"), output=str(output), **sizes | changes)
+    data = {"data": str(llama / "text.txt"), "output": str(output)}
+    return FinetuneSettings(model=str(llama), **data | sizes | changes)
 
 
 @torch.no_grad()
@@ -99,3 +100,36 @@ def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and
     for when in ("before", "after"):
         assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 512
         assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
+
+
+def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
+    options = dict(recipe="hmt", segment_length=40, sensory_tokens=8, sequence_length=80, batch_tokens=160, steps=3)
+    assert train(settings(llama, tmp_path / "first", **options)) == 0
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "model")
+    assert not first.config.recall
+    options["sequence_length"] = 160
+    assert (
+        train(
+            settings(
+                tmp_path / "first" / "model",
+                tmp_path / "second",
+                **options,
+                tokenizer=str(llama),
+                data=str(llama / "text.txt"),
+            )
+        )
+        == 0
+    )
+    second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
+    assert second.config.recall and second.config.segment_length == 40
+    assert not torch.equal(first.memory.initial, second.memory.initial)
+    with pytest.raises(ValueError, match="has been through both stages"):
+        train(
+            settings(
+                tmp_path / "second" / "model",
+                tmp_path / "third",
+                **options,
+                tokenizer=str(llama),
+                data=str(llama / "text.txt"),
+            )
+        )

@@ -64,7 +64,7 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenize
 def test_a_stream_has_the_rows_of_the_file_and_begins_again(tokenizer, folder, tmp_path):
     pack(folder, tokenizer, tmp_path / "tokens.npy")
     rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, 1024)
-    stream = iter(StreamedRows(folder, tokenizer, 16))
+    stream = iter(StreamedRows(folder, tokenizer, 16, tokenizer.eos_token_id))
     for row in (rows[i] for i in range(len(rows))):
         assert {name: value.tolist() for name, value in next(stream).items()} == {
             name: value.tolist() for name, value in row.items()
