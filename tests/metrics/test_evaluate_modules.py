@@ -52,32 +52,21 @@ TEXT = "In line {i} the {j} foxes of a village met, and {k} of them forgot. "
 TEXT = "".join(TEXT.format(i=i, j=i * i % 97, k=i % 13) for i in range(60))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """evaluate's caches in a new folder, and no network."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", True)
-        patch.setattr(evaluate.config, "HF_MODULES_CACHE", folder / "modules")
-        patch.setattr(evaluate.config, "HF_METRICS_CACHE", folder / "metrics")
-        patch.setattr(sys, "path", [*sys.path])
-        yield folder
-        for name in [name for name in sys.modules if name.split(".")[0] == "evaluate_modules"]:
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("evaluate_cache")
 
 
 @pytest.fixture(scope="module")
-def curve_module(cache):
+def curve_module(evaluate_cache):
     return evaluate.load(module_path("forgetting_curve"))
 
 
 @pytest.fixture(scope="module")
-def rope_module(cache):
+def rope_module(evaluate_cache):
     return evaluate.load(module_path("rope_base_check"))
 
 
 @pytest.fixture(scope="module")
-def loss_module(cache):
+def loss_module(evaluate_cache):
     return evaluate.load(module_path("position_loss"))
 
 
@@ -168,7 +157,7 @@ def test_bare_names_with_a_hub_that_cannot_be_reached(monkeypatch):
         assert evaluate.load("position_loss").name == "position_loss"
 
 
-def test_registering_again_changes_nothing_and_supersedes_older_lines(cache):
+def test_registering_again_changes_nothing_and_supersedes_older_lines(evaluate_cache):
     files = register()
     old = files[0].parent.with_name("0" * 64) / files[0].name
     old.parent.mkdir()
@@ -178,11 +167,11 @@ def test_registering_again_changes_nothing_and_supersedes_older_lines(cache):
     assert [path.name for path in files] == [f"{name}.py" for name in NAMES]
 
 
-def test_the_command_registers(cache, capsys):
+def test_the_command_registers(evaluate_cache, capsys):
     assert cli.main(["register-metrics"]) == 0
     printed = capsys.readouterr().out
     for name in NAMES:
-        assert f'evaluate.load("{name}"): {cache}' in printed
+        assert f'evaluate.load("{name}"): {evaluate_cache}' in printed
 
 
 def test_unknown_names_are_refused():

@@ -193,6 +193,7 @@ def test_measuring(mistake, record_property):
     record_property("mistake", mistake.check())
 
 
+@pytest.mark.usefixtures("evaluate_cache")
 @pytest.mark.parametrize("mistake", EVALUATE, ids=str)
 def test_evaluate_modules(mistake, record_property):
     record_property("mistake", mistake.check())
