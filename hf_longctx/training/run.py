@@ -33,10 +33,11 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..metrics.run.parts import wait
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_fox
+from .starts import changed_model, extend_rope, new_fox, read_undivided
 from .trainer import (
     UNFINISHED,
     ResumableTrainer,
@@ -310,16 +311,18 @@ def digest_of(value) -> str:
 def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     """Where a recipe changes the context: perplexity and retrieval at the new one, in RUN/evaluation.
 
-    "before" is the pretrained model as it is, "after" the one in RUN/model.
+    "before" is the pretrained model as it is, "after" the one in RUN/model. The processes share the work.
     """
-    if getattr(settings, "recipe", None) != "rope-extend" or not is_first_process():
+    if getattr(settings, "recipe", None) != "rope-extend":
         return
     from .evaluation import measure
 
+    wait()  # until the first process has saved the model
     folder = Path(settings.output)
     results = folder / "evaluation" / when
     if (results / "lines.json").exists():  # the last one
         return
+    read_undivided()
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
