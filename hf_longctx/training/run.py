@@ -33,6 +33,7 @@ from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state
 from .recipes import RunSettings, TrainSettings
 from .settings import locked, option, write_settings
 from .starts import changed_model, extend_rope, new_fox
+from .streams import DocumentStreams, StreamTrainer
 from .trainer import ResumableTrainer, StopAtSignal, check_checkpoint, cut_metrics, last_checkpoint
 
 
@@ -73,9 +74,15 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
                 settings.eval_data, folder / "data" / "eval_tokens.npy", settings, tokenizer
             )
 
+    carries_state = getattr(settings, "carry_state", False)
+    if carries_state:
+        streams = settings.batch_tokens // settings.sequence_length
+        rows = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, streams)
+        if evaluation_rows is not None:
+            evaluation_rows = DocumentStreams(evaluation_rows.tokens, rows.length, tokenizer.eos_token_id, streams)
     model, base = start(settings, tokenizer)
     stops = StopAtSignal()
-    trainer = ResumableTrainer(
+    trainer = (StreamTrainer if carries_state else ResumableTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
@@ -128,7 +135,8 @@ def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        trial = dataclasses.replace(settings, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
+        short = dict(steps=3, warmup_steps=0, eval_data=None, streaming=not getattr(settings, "carry_state", False))
+        trial = dataclasses.replace(settings, output=folder, **short)
         train(trial)
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
@@ -173,6 +181,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
         dataloader_drop_last=True,
+        remove_unused_columns=False,  # rows hold what the model or its Trainer takes
         ddp_find_unused_parameters=False,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
