@@ -23,7 +23,6 @@ from . import (
     serve,
     shared,
     train,
-    train_demo,
 )
 
 
@@ -40,7 +39,6 @@ COMMANDS = {
     "gates": gates,
     "train": train,
     "finetune": finetune,
-    "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,
 }

@@ -114,14 +114,24 @@ class Preset(NamedTuple):
     batch_tokens: int = 2**19
     warmup_tokens: int = 2**28
     rows_at_once: int = 1
+    # Initial decay times of the gates in tokens; a half-open gate, the paper's, learns slowly from a small corpus.
+    decay_times: tuple[int, int] | None = None
+    tied: bool = False  # input and output embeddings
 
 
+SMALL = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, rows_at_once=8)
 PRESETS = {
-    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, 512, 2**12, 2**18, 8),  # ours: the demo's size, minutes on a CPU
+    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, **SMALL),  # ours: minutes on a CPU
+    "5M": Preset(5, 256, 8, 672, 3e-3, 2**23, **SMALL, decay_times=(8, 2048), tied=True),  # ours: the demo's models
     "125M": Preset(12, 768, 12, 1792, 2e-3, 2_700_000_000),  # FoX, Tables 4 to 6
     "360M": Preset(24, 1024, 16, 2560, 2e-3, 7_500_000_000),
     "760M": Preset(24, 1536, 24, 3584, 1e-3, 16_000_000_000),
 }
+
+
+def llama_mlp(width: int) -> int:
+    """Width of the MLP of a Llama, and of a FoX (LLaMA): 8/3 of the model's, in multiples of 256."""
+    return -(-width * 8 // (3 * 256)) * 256
 
 
 @dataclass
@@ -129,7 +139,9 @@ class TrainSettings(RunSettings):
     """Settings of a pretraining."""
 
     preset: str = setting("tiny", "size and recipe", tuple(PRESETS))
+    architecture: str = setting("fox", "llama: a Transformer with RoPE, to compare with", ("fox", "llama"))
     pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
+    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, which teaches to remember (ours)")
     dropout: float = setting(0.0, "of attention weights")
 
     def complete(self):
@@ -146,9 +158,15 @@ class TrainSettings(RunSettings):
         self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1.")
+        if self.pro and self.architecture != "fox":
+            raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
+        if not 0 <= self.repeated_rows <= 1:
+            raise ValueError(f"--repeated-rows is {self.repeated_rows}; it is a share, from 0 to 1.")
+        if self.repeated_rows and self.streaming:
+            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
 
     def model_sizes(self) -> dict[str, Any]:
-        """What the settings decide of a `FoxConfig`."""
+        """What the settings decide of a `FoxConfig` or a `LlamaConfig`."""
         preset = PRESETS[self.preset]
         sizes = dict(
             hidden_size=preset.width,
@@ -156,7 +174,12 @@ class TrainSettings(RunSettings):
             num_attention_heads=preset.heads,
             max_position_embeddings=self.sequence_length,
             attention_dropout=self.dropout,
+            tie_word_embeddings=preset.tied,
         )
+        if self.architecture == "llama":
+            return sizes | {"intermediate_size": llama_mlp(preset.width)}
+        if preset.decay_times is not None:
+            sizes["decay_time_min"], sizes["decay_time_max"] = preset.decay_times
         return sizes | {"intermediate_size": preset.pro_mlp, "qk_norm_shared": True} if self.pro else sizes
 
 

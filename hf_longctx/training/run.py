@@ -31,8 +31,9 @@ from transformers import (
 
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
+from .repeated import RowsWithRepeats
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_fox
+from .starts import changed_model, extend_rope, new_model
 from .trainer import ResumableTrainer, StopAtSignal, check_checkpoint, cut_metrics, last_checkpoint
 
 
@@ -63,6 +64,8 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         prepare_folder(folder, resume)
         rows = prepare_rows(settings.data, folder / "data" / "tokens.npy", settings, tokenizer)
         check_lock(folder, settings, rows, tokenizer)
+    if share := getattr(settings, "repeated_rows", 0):
+        rows = RowsWithRepeats(rows, share, tokenizer, settings.seed)
     if (folder / "model").exists():
         say(f"{folder} is finished: the model is in {folder / 'model'}.")
         return 0
@@ -112,7 +115,7 @@ def has_memory(settings: RunSettings) -> bool:
 def start(settings: RunSettings, tokenizer):
     """The model to train, and the identity of the base of its adapter, or None where all parameters are trained."""
     if isinstance(settings, TrainSettings):
-        return new_fox(settings, tokenizer), None
+        return new_model(settings, tokenizer), None
     if settings.recipe == "rope-extend":
         say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
     model = changed_model(settings, tokenizer)
@@ -128,8 +131,10 @@ def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        trial = dataclasses.replace(settings, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
-        train(trial)
+        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
+        if isinstance(settings, TrainSettings):
+            trial["repeated_rows"] = 0.0  # which needs the whole text
+        train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
     else:

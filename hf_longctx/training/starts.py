@@ -3,7 +3,7 @@
 import math
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
@@ -12,9 +12,10 @@ from ..metrics.rope.bounds import rope_base_bound, rope_context_bound
 from .recipes import FinetuneSettings, TrainSettings
 
 
-def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
-    """A FoX with initial weights, for the tokenizer, in float32."""
-    config = (FoxConfig.pro if settings.pro else FoxConfig)(
+def new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
+    """A FoX or a Llama with initial weights, for the tokenizer, in float32."""
+    make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
+    config = make_config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -22,7 +23,7 @@ def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
         **settings.model_sizes(),
     )
     torch.manual_seed(settings.seed)
-    return FoxForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def changed_model(settings: FinetuneSettings, tokenizer):
@@ -123,4 +124,4 @@ def check_length(config, length: int) -> None:
         )
 
 
-__all__ = ["changed_model", "extend_rope", "new_fox"]
+__all__ = ["changed_model", "extend_rope", "new_model"]
