@@ -5,6 +5,7 @@ imports no torch, so that a command line is read at once.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,14 +14,21 @@ from .settings import check_choices, option, setting
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
+POSITIVE = (
+    *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
+    *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
+    *("segment_length",),
+)
+SHARES = ("adam_beta1", "adam_beta2", "dropout", "lora_dropout")
 
 
 @dataclass
 class RunSettings:
     """What every training has. None: the preset or the recipe decides."""
 
-    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset name, or tokens as .npy")
-    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS")
+    # of data, tokenizer and model the contents must stay, not the names
+    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset name, or tokens as .npy", free=True)
+    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS", free=True)
     output: str | None = setting(None, "folder of the run", free=True)
     eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", free=True)
     sequence_length: int | None = setting(None, "tokens of a row")
@@ -58,19 +66,7 @@ class RunSettings:
             run.warmup_steps = 0
         if run.activation_checkpointing is None:
             run.activation_checkpointing = run.sequence_length > 4096
-        for name in (
-            "sequence_length",
-            "batch_tokens",
-            "rows_at_once",
-            "steps",
-            "learning_rate",
-            "max_grad_norm",
-            "save_steps",
-            "keep_checkpoints",
-            "eval_steps",
-        ):
-            if not (value := getattr(run, name)) > 0:
-                raise ValueError(f"{option(name)} is {value}; it must be above 0.")
+        run.check_ranges()
         if not 0 <= run.warmup_steps <= run.steps:
             raise ValueError(f"--warmup-steps is {run.warmup_steps}; it must lie between 0 and the {run.steps} steps.")
         return run
@@ -78,6 +74,21 @@ class RunSettings:
     def complete(self):
         """Fill in what is None; for a copy that nobody else has."""
         raise NotImplementedError
+
+    def check_ranges(self):
+        for name, value in vars(self).items():
+            if name in POSITIVE and value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{option(name)} is {value}; it must be above 0.")
+            if name in SHARES and not 0 <= value < 1:
+                raise ValueError(f"{option(name)} is {value}; it must be at least 0 and below 1.")
+        if self.sequence_length < 2:
+            raise ValueError(
+                "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"--weight-decay is {self.weight_decay}; it must be at least 0.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed is {self.seed}; it must lie between 0 and {2**32 - 1}.")
 
     def fill(self, **values):
         for name, value in values.items():
@@ -156,8 +167,6 @@ class TrainSettings(RunSettings):
         )
         self.fill(steps=max(1, preset.tokens // max(1, self.batch_tokens)))
         self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1.")
         if self.pro and self.architecture != "fox":
             raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
         if not 0 <= self.repeated_rows <= 1:
@@ -211,7 +220,7 @@ GATES_LEARN_FASTER = 100
 class FinetuneSettings(RunSettings):
     """Settings of a fine-tuning."""
 
-    model: str | None = setting(None, "folder or Hub name of a causal language model")
+    model: str | None = setting(None, "folder or Hub name of a causal language model", free=True)
     recipe: str = setting("lora", "what is done to the model", tuple(RECIPES))
     full: bool = setting(False, "train all parameters, without LoRA")
     lora_rank: int = setting(8, "r of LoRA (LongLoRA)")
@@ -246,17 +255,10 @@ class FinetuneSettings(RunSettings):
             merge=recipe.merge,
         )
         self.fill(warmup_steps=self.steps // 20)
-        for name in ("lora_rank", "lora_alpha"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{option(name)} is {getattr(self, name)}; it must be at least 1.")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be at least 0 and below 1.")
         if self.recipe == "fox-from-llama":
             self.fill(
                 decay_time=float(self.sequence_length), gate_learning_rate=GATES_LEARN_FASTER * self.learning_rate
             )
-            if not self.decay_time > 0:
-                raise ValueError(f"--decay-time is {self.decay_time}; it must be a number of tokens above 0.")
         self.refuse_settings_of_others()
 
     def refuse_settings_of_others(self):

@@ -96,7 +96,7 @@ def test_chat_renders_the_prompt_as_a_turn(folder, tmp_path, capsys):
     chat = tmp_path / "chat"
     shutil.copytree(folder, chat)
     (chat / "chat_template.jinja").unlink()
-    assert cli.main(["generate", str(chat), "Hello", "--chat"]) == 1
+    assert cli.main(["generate", str(chat), "Hello", "--chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(chat)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
@@ -145,7 +145,7 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
     for loader in ("AutoModelForCausalLM", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["generate", "no/model", "x"], ["curve", "no/model"], ["rope", "no/model"]):
-        assert cli.main([*arguments, *options]) == 1
+        assert cli.main([*arguments, *options]) == 2
     assert calls == [{"revision": "v1", "code_revision": "abc", "trust_remote_code": True}] * 4
 
 
