@@ -140,7 +140,9 @@ def draw(result, path):
     figure = Figure(figsize=(10, 4), layout="constrained")
     places = [(i + 0.5) * s["read_length"] / BINS for i in range(BINS)]
     for ax, name, title in zip(
-        figure.subplots(1, 2, sharey=True), ("known", "unseen"), ("passages as trained", "longer passages than trained")
+        figure.subplots(1, 2, sharey=True),
+        ("known", "unseen"),
+        ("passages as trained", "longer passages than trained"),
     ):
         for model in MODELS:
             curves = [row[name] for row in result["rows"] if row["model"] == model]
@@ -150,9 +152,9 @@ def draw(result, path):
             ax.fill_between([x for x, _ in columns], low, high, color=line.get_color(), alpha=0.2)
         ax.axvline(s["train_length"], color="grey", linestyle=":", label="training length")
         ax.axhline(math.log(s["vocabulary"]), color="grey", linestyle="--", label="guessing")
-        ax.set(title=title, xlabel="position", ylim=(0, None))
+        ax.set(title=title, xlabel="position")
         ax.legend()
-    figure.axes[0].set_ylabel("loss of copied tokens, nats")
+    figure.axes[0].set(ylabel="loss of copied tokens, nats", ylim=(0, None))
     figure.savefig(path, dpi=110)
 
 
