@@ -31,6 +31,7 @@ from transformers import (
 
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
+from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
 from .starts import changed_model, extend_rope, new_fox
 from .trainer import ResumableTrainer, StopAtSignal, check_checkpoint, cut_metrics, last_checkpoint
@@ -74,14 +75,19 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
             )
 
     model, base = start(settings, tokenizer)
+    shard = None
+    if settings.sequence_parallel > 1:
+        check_model(model, settings.sequence_parallel)
+        shard = SequenceShard(settings.sequence_parallel)
     stops = StopAtSignal()
     trainer = ResumableTrainer(
         model=model,
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluation_rows,
-        data_collator=stack_segments if has_memory(settings) else stack,
+        data_collator=stack_segments if has_memory(settings) else stack if shard is None else shard.collate,
         metrics=folder / "metrics.jsonl",
+        shard=shard,
         stops=stops,
         gate_learning_rate=getattr(settings, "gate_learning_rate", None),
         decays_in_steps=settings.schedule == "step",
@@ -174,6 +180,8 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         dataloader_pin_memory=accelerator,
         dataloader_drop_last=True,
         ddp_find_unused_parameters=False,
+        # processes that share rows each read them, instead of a part of what the first one reads
+        accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
@@ -280,7 +288,7 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
     lines.append(
         f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
-        f"{arguments.world_size} processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
+        f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
 
