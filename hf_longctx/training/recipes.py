@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 POSITIVE = (
     *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
     *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
-    *("segment_length",),
+    *("segment_length", "sequence_parallel"),
 )
 SHARES = ("adam_beta1", "adam_beta2", "dropout", "lora_dropout")
 
@@ -44,6 +44,7 @@ class RunSettings:
     max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)")
     dtype: str = setting("auto", "of the forward pass; auto is bfloat16 on an accelerator", DTYPES)
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", free=True)
+    sequence_parallel: int = setting(1, "processes that share each row, of a FoX", free=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
     seed: int = setting(0, "of new weights, dropout and the order of rows")
     save_steps: int = setting(100, "steps between checkpoints", free=True)
@@ -67,6 +68,11 @@ class RunSettings:
         if run.activation_checkpointing is None:
             run.activation_checkpointing = run.sequence_length > 4096
         run.check_ranges()
+        if run.sequence_length % run.sequence_parallel:
+            raise ValueError(
+                f"--sequence-parallel {run.sequence_parallel} does not divide the {run.sequence_length} tokens of a row; "
+                "change it, or --sequence-length."
+            )
         if not 0 <= run.warmup_steps <= run.steps:
             raise ValueError(f"--warmup-steps is {run.warmup_steps}; it must lie between 0 and the {run.steps} steps.")
         return run
@@ -99,17 +105,28 @@ class RunSettings:
         """Forward passes of each process in an optimizer step.
 
         Raises:
-            ValueError: the processes do not make whole passes of `batch_tokens`.
+            ValueError: the processes do not make whole passes of `batch_tokens`, or whole groups that share rows.
         """
-        at_once = self.sequence_length * self.rows_at_once * processes
+        groups, rest = divmod(processes, self.sequence_parallel)
+        if rest:
+            raise ValueError(
+                f"--sequence-parallel {self.sequence_parallel} does not divide the number of processes, {processes}; "
+                f"start a multiple of it: torchrun --nproc-per-node {self.sequence_parallel} -m hf_longctx ..."
+            )
+        at_once = self.sequence_length * self.rows_at_once * groups
         passes, rest = divmod(self.batch_tokens, at_once)
         if rest:
             raise ValueError(
                 f"--batch-tokens {self.batch_tokens} is no multiple of the {at_once} tokens that are read at once "
-                f"({processes} processes, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
+                f"({self.divide(processes)}, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
                 "--batch-tokens, --sequence-length or --rows-at-once."
             )
         return passes
+
+    def divide(self, processes: int) -> str:
+        """What reads different rows, in words."""
+        n = self.sequence_parallel
+        return f"{processes} processes" if n == 1 else f"{processes // n} x {n} processes that share rows"
 
 
 class Preset(NamedTuple):

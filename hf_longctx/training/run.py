@@ -36,6 +36,7 @@ from transformers import (
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .repeated import RowsWithRepeats
+from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
 from .starts import changed_model, extend_rope, new_model
 from .trainer import (
@@ -98,14 +99,19 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
             evaluation_rows = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", packed, tokenizer)
 
     model, base = start(settings, tokenizer)
+    shard = None
+    if settings.sequence_parallel > 1:
+        check_model(model, settings.sequence_parallel)
+        shard = SequenceShard(settings.sequence_parallel)
     stops = StopAtSignal()
     trainer = ResumableTrainer(
         model=model,
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluation_rows,
-        data_collator=stack_segments if has_memory(settings) else stack,
+        data_collator=stack_segments if has_memory(settings) else stack if shard is None else shard.collate,
         metrics=folder / "metrics.jsonl",
+        shard=shard,
         stops=stops,
         gate_learning_rate=getattr(settings, "gate_learning_rate", None),
         decays_in_steps=settings.schedule == "step",
@@ -199,6 +205,8 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         dataloader_pin_memory=accelerator,
         ddp_timeout=PATIENCE,
         ddp_find_unused_parameters=False,
+        # processes that share rows each read them, instead of a part of what the first one reads
+        accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
@@ -366,7 +374,7 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
     lines.append(
         f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
-        f"{arguments.world_size} processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
+        f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
 

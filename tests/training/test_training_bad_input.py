@@ -133,6 +133,13 @@ SETTINGS = [
         lambda kit: TrainSettings(**NEEDED, batch_tokens=5000).resolve().accumulation(2),
         "5000 is no multiple of the 8192 tokens.*Change --batch-tokens",
     ),
+    refused("rows of no processes", resolve(sequence_parallel=0), "--sequence-parallel is 0; it must be above 0"),
+    refused("rows in unequal parts", resolve(sequence_parallel=3), "3 does not divide the 512 tokens of a row"),
+    refused(
+        "processes in unequal groups",
+        lambda kit: TrainSettings(**NEEDED, sequence_parallel=2).resolve().accumulation(3),
+        "2 does not divide the number of processes, 3; start a multiple",
+    ),
     refused("misspelt key", yaml("learning_rat: 1"), "learning_rat, which is no setting. Did you mean learning_rate?"),
     refused("unknown key", yaml("zzz: 1"), "zzz, which is no setting. The settings are data, tokenizer"),
     refused("word for a number", yaml("steps: many"), "steps to 'many'; it must be int"),
