@@ -1,6 +1,10 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
 A command's module has `add_arguments(parser)` and `run(args)`. It imports what is slow to import inside `run`.
+
+Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
+fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);
+128 + the number of the signal that stopped it: 130 for Ctrl-C, 143 for SIGTERM. An error is one line on stderr.
 """
 
 import argparse
@@ -23,7 +27,6 @@ from . import (
     serve,
     shared,
     train,
-    train_demo,
 )
 
 
@@ -40,7 +43,6 @@ COMMANDS = {
     "gates": gates,
     "train": train,
     "finetune": finetune,
-    "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,
 }
@@ -66,13 +68,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv=None) -> int:
-    """Run a command; an expected error is one line on stderr and exit status 1."""
+    """Run a command, and return its exit code."""
     args = parser().parse_args(argv)
     try:
         args.run(args)
     except shared.EXPECTED as error:
         print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
-        return 1
+        return shared.exit_code(error)
     except KeyboardInterrupt:
         print("hf-longctx: interrupted", file=sys.stderr)
         return 130

@@ -12,7 +12,23 @@ LEAST = {
     **dict.fromkeys(("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens"), 1),
     **dict.fromkeys(("points", "depths"), 2),
 }
-EXPECTED = (ValueError, OSError, ImportError, RuntimeError)  # the last: no such device, out of memory
+# What is wrong with a call, and what can fail although it is right: the disk, the network, memory, the numbers.
+MISTAKES = (
+    *(ValueError, ImportError, NotImplementedError),
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
+)
+FAILURES = (OSError, RuntimeError, FloatingPointError, MemoryError)
+EXPECTED = (*MISTAKES, *FAILURES)
+
+
+def exit_code(error):
+    """2 if the call has to be changed, as after argparse's own errors, and 1 if the same call may succeed later.
+
+    >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
+    (2, 1)
+    """
+    of_a_name = type(error) is OSError and error.errno is None  # from_pretrained's, where a model is not found
+    return 2 if isinstance(error, MISTAKES) or of_a_name else 1
 
 
 def add_model(parser):

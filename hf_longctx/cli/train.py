@@ -8,6 +8,7 @@ Examples:
 
 from ..training.recipes import TrainSettings
 from ..training.settings import add_settings, read_settings, write_settings
+from . import shared
 
 
 def add_arguments(parser):
@@ -35,6 +36,9 @@ def add_run_arguments(parser, settings):
 def run_training(args, kind):
     """Train with the settings that the arguments name; the exit code of a stopped run is 128 + the signal."""
     settings = read_settings(kind, args.config, vars(args))
+    for name in (getattr(settings, "model", None), settings.tokenizer):
+        if name:
+            shared.check_model_name(name)
     if args.print_config:
         print(write_settings(settings.resolve()), end="")
         return

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from .recipes import FinetuneSettings
 
@@ -20,7 +22,7 @@ TARGETS = {
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
-    "mamba": ["in_proj", "x_proj", "out_proj"],
+    "mamba": ["in_proj", "x_proj"],  # Mamba's kernels read the other weights themselves, and PEFT refuses them
 }
 BASE = "base.json"  # beside an adapter: which weights it was trained on
 
@@ -36,7 +38,7 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
     in_full = _names(settings.train_in_full)
     if in_full is None:
         in_full = trained_in_full(model, settings.recipe)
-    linear = {name for name, module in _leaves(model) if hasattr(module, "weight") and module.weight.ndim == 2}
+    linear = {name for name, module in _leaves(model) if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))}
     if targets != "all-linear":
         _check_names("--lora-targets", targets, linear)
     _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})

@@ -6,6 +6,7 @@ made (`.npy`, one or two dimensions of integers). No label crosses a border, and
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,10 @@ class Rows(torch.utils.data.Dataset):
     """
 
     def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
-        tokens = np.load(path, mmap_mode="r")
+        try:
+            tokens = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is no whole file of numpy's ({error}); write one by np.save.") from error
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {tokens.dtype}; a file of tokens holds integers, such as uint16.")
         self.path, self.tokens = Path(path), tokens.reshape(-1)
@@ -44,9 +48,11 @@ class Rows(torch.utils.data.Dataset):
                 f"{path} holds {self.tokens.size} tokens; one row needs {length}. Give more text, or lower "
                 "--sequence-length."
             )
-        if (highest := int(self.tokens.max())) >= vocab_size:
+        lowest, highest = int(self.tokens.min()), int(self.tokens.max())
+        if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"{path} holds token {highest}; the tokenizer has {vocab_size}. Name the tokenizer that made the file."
+                f"{path} holds tokens from {lowest} to {highest}; the tokenizer has {vocab_size}. Name the tokenizer "
+                "that made the file."
             )
 
     def __len__(self):
@@ -143,6 +149,8 @@ def pack(source: str, tokenizer, path: Path) -> None:
             count += len(ids)
         file.seek(0)
         _write_header(file, dtype, count)  # numpy leaves room for the number of tokens to grow
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.rename(path)
 
 

@@ -1,10 +1,12 @@
 """What a longer context is worth: perplexity alone does not show it (arXiv 2405.14591, section 4), retrieval does."""
 
 import warnings
+from itertools import islice
 from pathlib import Path
 
 from ..metrics import line_retrieval, position_loss
 from ..metrics.report.defaults import line_counts
+from .data import StreamedRows
 
 
 ROWS = 4  # of the training or evaluation data
@@ -26,9 +28,9 @@ def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
 
 
 def first_rows(rows, count: int):
-    if hasattr(rows, "__getitem__"):
-        return [rows[i] for i in range(min(count, len(rows)))]
-    return [row for row, _ in zip(rows, range(count))]
+    if isinstance(rows, StreamedRows):
+        return list(islice(rows, count))
+    return [rows[i] for i in range(min(count, len(rows)))]
 
 
 __all__ = ["measure"]

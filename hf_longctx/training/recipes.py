@@ -5,6 +5,7 @@ imports no torch, so that a command line is read at once.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,14 +14,21 @@ from .settings import check_choices, option, setting
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
+POSITIVE = (
+    *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
+    *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
+    *("segment_length", "sequence_parallel"),
+)
+SHARES = ("adam_beta1", "adam_beta2", "dropout", "lora_dropout")
 
 
 @dataclass
 class RunSettings:
     """What every training has. None: the preset or the recipe decides."""
 
-    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset name, or tokens as .npy")
-    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS")
+    # of data, tokenizer and model the contents must stay, not the names
+    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset name, or tokens as .npy", free=True)
+    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS", free=True)
     output: str | None = setting(None, "folder of the run", free=True)
     eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", free=True)
     sequence_length: int | None = setting(None, "tokens of a row")
@@ -59,20 +67,7 @@ class RunSettings:
             run.warmup_steps = 0
         if run.activation_checkpointing is None:
             run.activation_checkpointing = run.sequence_length > 4096
-        for name in (
-            "sequence_length",
-            "batch_tokens",
-            "rows_at_once",
-            "sequence_parallel",
-            "steps",
-            "learning_rate",
-            "max_grad_norm",
-            "save_steps",
-            "keep_checkpoints",
-            "eval_steps",
-        ):
-            if not (value := getattr(run, name)) > 0:
-                raise ValueError(f"{option(name)} is {value}; it must be above 0.")
+        run.check_ranges()
         if run.sequence_length % run.sequence_parallel:
             raise ValueError(
                 f"--sequence-parallel {run.sequence_parallel} does not divide the {run.sequence_length} tokens of a row; "
@@ -85,6 +80,21 @@ class RunSettings:
     def complete(self):
         """Fill in what is None; for a copy that nobody else has."""
         raise NotImplementedError
+
+    def check_ranges(self):
+        for name, value in vars(self).items():
+            if name in POSITIVE and value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{option(name)} is {value}; it must be above 0.")
+            if name in SHARES and not 0 <= value < 1:
+                raise ValueError(f"{option(name)} is {value}; it must be at least 0 and below 1.")
+        if self.sequence_length < 2:
+            raise ValueError(
+                "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"--weight-decay is {self.weight_decay}; it must be at least 0.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed is {self.seed}; it must lie between 0 and {2**32 - 1}.")
 
     def fill(self, **values):
         for name, value in values.items():
@@ -132,14 +142,24 @@ class Preset(NamedTuple):
     batch_tokens: int = 2**19
     warmup_tokens: int = 2**28
     rows_at_once: int = 1
+    # Initial decay times of the gates in tokens; a half-open gate, the paper's, learns slowly from a small corpus.
+    decay_times: tuple[int, int] | None = None
+    tied: bool = False  # input and output embeddings
 
 
+SMALL = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, rows_at_once=8)
 PRESETS = {
-    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, 512, 2**12, 2**18, 8),  # ours: the demo's size, minutes on a CPU
+    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, **SMALL),  # ours: minutes on a CPU
+    "5M": Preset(5, 256, 8, 672, 3e-3, 2**23, **SMALL, decay_times=(8, 2048), tied=True),  # ours: the demo's models
     "125M": Preset(12, 768, 12, 1792, 2e-3, 2_700_000_000),  # FoX, Tables 4 to 6
     "360M": Preset(24, 1024, 16, 2560, 2e-3, 7_500_000_000),
     "760M": Preset(24, 1536, 24, 3584, 1e-3, 16_000_000_000),
 }
+
+
+def llama_mlp(width: int) -> int:
+    """Width of the MLP of a Llama, and of a FoX (LLaMA): 8/3 of the model's, in multiples of 256."""
+    return -(-width * 8 // (3 * 256)) * 256
 
 
 @dataclass
@@ -147,7 +167,9 @@ class TrainSettings(RunSettings):
     """Settings of a pretraining."""
 
     preset: str = setting("tiny", "size and recipe", tuple(PRESETS))
+    architecture: str = setting("fox", "llama: a Transformer with RoPE, to compare with", ("fox", "llama"))
     pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
+    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, which teaches to remember (ours)")
     dropout: float = setting(0.0, "of attention weights")
 
     def complete(self):
@@ -162,11 +184,15 @@ class TrainSettings(RunSettings):
         )
         self.fill(steps=max(1, preset.tokens // max(1, self.batch_tokens)))
         self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1.")
+        if self.pro and self.architecture != "fox":
+            raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
+        if not 0 <= self.repeated_rows <= 1:
+            raise ValueError(f"--repeated-rows is {self.repeated_rows}; it is a share, from 0 to 1.")
+        if self.repeated_rows and self.streaming:
+            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
 
     def model_sizes(self) -> dict[str, Any]:
-        """What the settings decide of a `FoxConfig`."""
+        """What the settings decide of a `FoxConfig` or a `LlamaConfig`."""
         preset = PRESETS[self.preset]
         sizes = dict(
             hidden_size=preset.width,
@@ -174,7 +200,12 @@ class TrainSettings(RunSettings):
             num_attention_heads=preset.heads,
             max_position_embeddings=self.sequence_length,
             attention_dropout=self.dropout,
+            tie_word_embeddings=preset.tied,
         )
+        if self.architecture == "llama":
+            return sizes | {"intermediate_size": llama_mlp(preset.width)}
+        if preset.decay_times is not None:
+            sizes["decay_time_min"], sizes["decay_time_max"] = preset.decay_times
         return sizes | {"intermediate_size": preset.pro_mlp, "qk_norm_shared": True} if self.pro else sizes
 
 
@@ -206,7 +237,7 @@ GATES_LEARN_FASTER = 100
 class FinetuneSettings(RunSettings):
     """Settings of a fine-tuning."""
 
-    model: str | None = setting(None, "folder or Hub name of a causal language model")
+    model: str | None = setting(None, "folder or Hub name of a causal language model", free=True)
     recipe: str = setting("lora", "what is done to the model", tuple(RECIPES))
     full: bool = setting(False, "train all parameters, without LoRA")
     lora_rank: int = setting(8, "r of LoRA (LongLoRA)")
@@ -241,17 +272,10 @@ class FinetuneSettings(RunSettings):
             merge=recipe.merge,
         )
         self.fill(warmup_steps=self.steps // 20)
-        for name in ("lora_rank", "lora_alpha"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{option(name)} is {getattr(self, name)}; it must be at least 1.")
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"--lora-dropout is {self.lora_dropout}; it must be at least 0 and below 1.")
         if self.recipe == "fox-from-llama":
             self.fill(
                 decay_time=float(self.sequence_length), gate_learning_rate=GATES_LEARN_FASTER * self.learning_rate
             )
-            if not self.decay_time > 0:
-                raise ValueError(f"--decay-time is {self.decay_time}; it must be a number of tokens above 0.")
         self.refuse_settings_of_others()
 
     def refuse_settings_of_others(self):

@@ -1,7 +1,7 @@
 """A training run in its folder: it begins, goes on where it was stopped, and ends with a model.
 
 config.yaml      all settings
-lock.json        what must not change when the run goes on: settings, hash of the tokens, tokenizer
+lock.json        what must not change when the run goes on: settings, hashes of tokens, tokenizer, pretrained weights
 data/            the packed tokens
 checkpoints/     complete ones only
 metrics.jsonl    a line a step
@@ -9,8 +9,10 @@ model/           model and tokenizer, once all steps are done
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import json
+import math
 import re
 import resource
 import shutil
@@ -18,8 +20,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,13 +35,24 @@ from transformers import (
 
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
+from .repeated import RowsWithRepeats
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_fox
-from .trainer import ResumableTrainer, StopAtSignal, check_checkpoint, cut_metrics, last_checkpoint
+from .starts import changed_model, extend_rope, new_model
+from .trainer import (
+    UNFINISHED,
+    ResumableTrainer,
+    StopAtSignal,
+    check_checkpoint,
+    cut_metrics,
+    last_checkpoint,
+    room_for,
+)
 
 
 SECONDS_BETWEEN_LINES = 10
+PATIENCE = 7 * 24 * 3600  # seconds in which the other processes wait for the first one, which packs and measures
+IN_USE = ".in_use"  # locked by the process that trains in a folder
 
 
 def train(settings: RunSettings, resume: str = "auto") -> int:
@@ -52,27 +67,36 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         0 when the model is complete, else the number of the signal that stopped the run.
 
     Raises:
-        ValueError: a setting is out of its range, the folder holds something else, a run with other settings or a
-            damaged checkpoint, or the data are too short.
+        ValueError: a setting is out of its range; the folder holds something else, a run with other settings, one that
+            another process trains, or a damaged checkpoint; or the data are too short.
         FloatingPointError: the gradients are not finite.
+        OSError: the disk is full, or a file cannot be read.
     """
     settings = settings.resolve()
     folder = Path(settings.output)
     arguments = training_arguments(settings, folder)
-    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
-    with arguments.main_process_first():
-        prepare_folder(folder, resume)
+    tokenizer = load_tokenizer(settings.tokenizer)
+    with arguments.main_process_first(local=False):
+        in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
+        check_lock(folder, {**locked(settings), "tokenizer": digest_of(tokenizer.get_vocab())})
         rows = prepare_rows(settings.data, folder / "data" / "tokens.npy", settings, tokenizer)
-        check_lock(folder, settings, rows, tokenizer)
+        check_lock(folder, {"data": digest(rows.path) if isinstance(rows, Rows) else settings.data})
+        check_enough(rows, settings)
+    if is_first_process():
+        (folder / "config.yaml").write_text(write_settings(settings))
+    if share := getattr(settings, "repeated_rows", 0):
+        rows = RowsWithRepeats(rows, share, tokenizer, settings.seed)
     if (folder / "model").exists():
+        evaluate(settings, tokenizer, rows, "after")
         say(f"{folder} is finished: the model is in {folder / 'model'}.")
         return 0
+    checkpoint = find_checkpoint(folder / "checkpoints", resume)
+    step = 0 if checkpoint is None else check_checkpoint(checkpoint)
     evaluation_rows = None
     if settings.eval_data is not None:
-        with arguments.main_process_first():
-            evaluation_rows = prepare_rows(
-                settings.eval_data, folder / "data" / "eval_tokens.npy", settings, tokenizer
-            )
+        with arguments.main_process_first(local=False):
+            packed = dataclasses.replace(settings, streaming=False)  # a stream has no end
+            evaluation_rows = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", packed, tokenizer)
 
     model, base = start(settings, tokenizer)
     shard = None
@@ -94,13 +118,12 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         callbacks=[Progress(settings.batch_tokens)],
     )
     trainer.remove_callback(PrinterCallback)
-    checkpoint = last_checkpoint(folder / "checkpoints") if resume in ("auto", "never") else Path(resume)
-    step = 0 if checkpoint is None else check_checkpoint(checkpoint)
     if trainer.is_world_process_zero():
         cut_metrics(trainer.metrics, step)
     say(describe(settings, trainer, step))
     if step == 0:
         evaluate(settings, tokenizer, rows, "before")
+    set_seed(settings.seed, device_specific=True)  # each process has a dropout of its own
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < settings.steps:
         say(f"stopped after step {trainer.state.global_step} of {settings.steps}; the same command goes on.")
@@ -118,24 +141,25 @@ def has_memory(settings: RunSettings) -> bool:
 def start(settings: RunSettings, tokenizer):
     """The model to train, and the identity of the base of its adapter, or None where all parameters are trained."""
     if isinstance(settings, TrainSettings):
-        return new_fox(settings, tokenizer), None
+        return new_model(settings, tokenizer), None
     if settings.recipe == "rope-extend":
         say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
     model = changed_model(settings, tokenizer)
-    if settings.full:
-        return model, None
     from .adapters import add_lora, identity
 
     base = identity(model)
-    return add_lora(model, settings), base
+    check_lock(Path(settings.output), {"model": base["weights"]})
+    return (model, None) if settings.full else (add_lora(model, settings), base)
 
 
 def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        trial = dataclasses.replace(settings, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
-        train(trial)
+        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
+        if isinstance(settings, TrainSettings):
+            trial["repeated_rows"] = 0.0  # which needs the whole text
+        train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
     else:
@@ -168,6 +192,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         bf16=settings.dtype == "bfloat16" or (settings.dtype == "auto" and accelerator),
         use_cpu=not accelerator,
         seed=settings.seed,
+        data_seed=settings.seed,
         save_steps=settings.save_steps,
         save_total_limit=settings.keep_checkpoints,
         eval_strategy="no" if settings.eval_data is None else "steps",
@@ -178,7 +203,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
-        dataloader_drop_last=True,
+        ddp_timeout=PATIENCE,
         ddp_find_unused_parameters=False,
         # processes that share rows each read them, instead of a part of what the first one reads
         accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
@@ -188,21 +213,55 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
     return arguments
 
 
-def prepare_folder(folder: Path, resume: str) -> None:
-    """Make the run's folder, or empty it for a new beginning."""
+def load_tokenizer(name: str):
+    """Raises ValueError if there is no tokenizer of that name."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"--tokenizer {name} cannot be loaded ({str(error).splitlines()[0]}). Name the folder of a tokenizer, or one "
+            "of the Hub."
+        ) from error
+
+
+def prepare_folder(folder: Path, resume: str):
+    """Make the run's folder, or empty it for a new beginning.
+
+    Returns:
+        a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
+        processes of a training but the first.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; --output is the folder of the run.")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "lock.json").exists():
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE} and not (folder / "lock.json").exists():
         raise ValueError(f"{folder} holds something else than a run; give --output a new folder.")
-    if resume == "never" and folder.is_dir():
-        if (folder / "model").exists():
-            raise ValueError(f"{folder} holds a finished model, which --resume never would lose; give a new folder.")
-        for name in ("checkpoints", "data"):
+    if resume == "never" and (folder / "model").exists():
+        raise ValueError(f"{folder} holds a finished model, which --resume never would lose; give a new folder.")
+    if not is_first_process():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    in_use = open(folder / IN_USE, "w")  # noqa: SIM115 - for as long as the training
+    try:
+        fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another process trains in {folder}; wait for it, or give --output a new folder.") from error
+    if resume == "never":
+        for name in ("checkpoints", "data", "evaluation"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("metrics.jsonl", "lock.json"):
             (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / ".model", ignore_errors=True)  # of a run that was killed while it wrote the model
-    folder.mkdir(parents=True, exist_ok=True)
+    for name in (".model", f"checkpoints/{UNFINISHED}"):  # of a run that was killed while it saved
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return in_use
+
+
+def find_checkpoint(folder: Path, resume: str) -> Path | None:
+    """The checkpoint of the run to go on from."""
+    if resume in ("auto", "never"):
+        return last_checkpoint(folder)
+    if Path(resume).resolve().parent != folder.resolve():
+        raise ValueError(f"--resume is {resume}; it must be auto, never, or a checkpoint of this run, in {folder}.")
+    return Path(resume)
 
 
 def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
@@ -213,31 +272,52 @@ def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     if settings.streaming:
         return StreamedRows(source, tokenizer, settings.sequence_length, border)
     state, packed_from = state_of_files(source), path.with_suffix(".source")
-    if not path.exists() or packed_from.read_text() != state:
+    if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
+        packed_from.unlink(missing_ok=True)
         pack(source, tokenizer, path)
         packed_from.write_text(state)
     return Rows(path, settings.sequence_length, border, len(tokenizer))
 
 
-def check_lock(folder: Path, settings: RunSettings, rows, tokenizer) -> None:
-    """Write what the run depends on, or compare it with what the folder's run depends on."""
-    lock = locked(settings)
-    lock["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
-    if isinstance(rows, Rows):
-        lock["data"] = digest(rows.path)
+def check_enough(rows, settings: RunSettings) -> None:
+    """Raise ValueError if the data are less than one step, of which Trainer would make a smaller one in silence."""
+    tokens = len(rows) * settings.sequence_length if isinstance(rows, Rows) else math.inf
+    if tokens < settings.batch_tokens:
+        raise ValueError(
+            f"{settings.data} holds {len(rows)} rows of {settings.sequence_length} tokens, less than the "
+            f"{settings.batch_tokens} tokens of a step. Give more text, or lower --batch-tokens."
+        )
+
+
+def check_lock(folder: Path, facts: dict[str, Any]) -> None:
+    """Compare what the run depends on with what the folder's run depends on, as far as that is known, and note it.
+
+    Raises:
+        ValueError: they differ.
+    """
     file = folder / "lock.json"
-    if file.exists():
-        before = json.loads(file.read_text())
-        changed = [
-            f"{option(name)}: {before.get(name)} -> {lock[name]}" for name in lock if before.get(name) != lock[name]
-        ]
-        if changed:
-            raise ValueError(
-                f"{folder} holds a run with other settings ({'; '.join(changed)}). Go on with the old ones, take a "
-                "new folder, or begin again with --resume never."
-            )
-    (folder / "config.yaml").write_text(write_settings(settings))
-    file.write_text(json.dumps(lock, indent=1) + "\n")
+    try:
+        before = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); begin again with --resume never.") from error
+    changed = [
+        f"{option(name)}: {before[name]} -> {value}"
+        for name, value in facts.items()
+        if name in before and before[name] != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}). Go on with the old ones, take a new "
+            "folder, or begin again with --resume never."
+        )
+    if is_first_process():
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(before | facts, indent=1) + "\n")
+        unfinished.rename(file)
+
+
+def digest_of(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
@@ -250,8 +330,13 @@ def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     from .evaluation import measure
 
     folder = Path(settings.output)
+    results = folder / "evaluation" / when
+    if (results / "lines.json").exists():  # the last one
+        return
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
-    say(f"{when}: {measure(model, tokenizer, rows, settings.sequence_length, folder / 'evaluation' / when)}")
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+    say(f"{when}: {measure(model, tokenizer, rows, settings.sequence_length, results)}")
 
 
 def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] | None) -> None:
@@ -263,7 +348,8 @@ def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] |
     unfinished = folder / ".model"
     if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(str(unfinished))
+    with room_for(trainer.model, folder):
+        trainer.save_model(str(unfinished))
     if not trainer.is_world_process_zero():
         return
     (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust

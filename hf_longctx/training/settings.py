@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import types
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -85,7 +86,7 @@ def _kind(entry):
 def _read_yaml(file):
     try:
         values = yaml.safe_load(Path(file).read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds no settings; it must have lines such as `steps: 1000`.")
@@ -94,13 +95,15 @@ def _read_yaml(file):
 
 def _convert(value, entry, file):
     kind = _kind(entry)
-    if value is None or isinstance(value, kind):
+    if type(value) is kind or (value is None and entry.default is None):
         return value
-    if kind is not bool and not isinstance(value, bool):
-        try:
-            return kind(value)  # YAML takes 1e-3 for a text, and 1 for no float
-        except (TypeError, ValueError):
-            pass
+    if kind is str and type(value) in (int, float):
+        return str(value)  # a folder may be named 2024
+    if kind in (int, float) and type(value) in (int, float, str):
+        with suppress(ValueError):
+            number = float(value)  # YAML takes 1e-3 for a text, and 1 for no float
+            if kind is float or number.is_integer():
+                return kind(number)
     raise ValueError(f"{file} sets {entry.name} to {value!r}; it must be {kind.__name__}: {entry.metadata['help']}.")
 
 

@@ -1,20 +1,27 @@
 """The model that a training starts from: a new one, a pretrained one, or a pretrained one that is changed."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
 from ..hmt import HMTConfig, HMTWrapper
 from ..metrics.rope.bounds import rope_base_bound, rope_context_bound
+from ..metrics.run.engine import check_causal
+from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .recipes import FinetuneSettings, TrainSettings
 
 
-def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
-    """A FoX with initial weights, for the tokenizer, in float32."""
-    config = (FoxConfig.pro if settings.pro else FoxConfig)(
+def new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
+    """A FoX or a Llama with initial weights, for the tokenizer, in float32."""
+    make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
+    config = make_config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -22,7 +29,7 @@ def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
         **settings.model_sizes(),
     )
     torch.manual_seed(settings.seed)
-    return FoxForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def changed_model(settings: FinetuneSettings, tokenizer):
@@ -32,20 +39,54 @@ def changed_model(settings: FinetuneSettings, tokenizer):
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
     """
     torch.manual_seed(settings.seed)  # a new memory is the same whenever this is called
-    config = AutoConfig.from_pretrained(settings.model)
+    config = read_config(settings.model)
+    vocab_size = getattr(config, "backbone_config", config).get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}; name the model's own.")
     if settings.recipe == "hmt":
         return with_memory(config, settings)
     if settings.recipe == "rope-extend":
         extend_rope(config, settings)
-    model = AutoModelForCausalLM.from_pretrained(settings.model, config=config, dtype=torch.float32)
-    if len(tokenizer) > model.config.vocab_size:
+    try:
+        model = load_language_model(settings.model, config=config, dtype=torch.float32)
+    except SafetensorError as error:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}; name the model's own."
-        )
-    check_length(model.config, settings.sequence_length)
+            f"the weights of {settings.model} cannot be read ({error}); its files are damaged."
+        ) from error
+    check_length(model, settings.sequence_length)
+    check_sees_the_past_only(model)
     if settings.recipe == "fox-from-llama":
         model = from_llama(model, decay_time=settings.decay_time)
     return model
+
+
+def read_config(name: str):
+    """The configuration of a model in a folder or on the Hub.
+
+    Raises:
+        ValueError: the folder holds an adapter, an encoder-decoder, or a damaged configuration.
+    """
+    if (Path(name) / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name} holds an adapter; name its base, or train it with --merge to go on with the whole model."
+        )
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except StrictDataclassError as error:
+        raise ValueError(f"{name}/config.json is damaged: {error}") from error
+    check_decoder(config)
+    return config
+
+
+def check_sees_the_past_only(model) -> None:
+    """Raise ValueError for BERT and its relatives, which would learn to copy their labels from their input."""
+    ids = np.arange(1, 16)[None]
+
+    @torch.no_grad()
+    def read(ids):
+        return model(torch.from_numpy(ids)).logits
+
+    check_causal(model, ids, read(ids), read)
 
 
 def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
@@ -113,14 +154,17 @@ def round_up(value: float, digits: int) -> float:
     return math.ceil(value / unit) * unit
 
 
-def check_length(config, length: int) -> None:
+def check_length(model, length: int) -> None:
     """Raise ValueError if a model with positions is trained beyond them."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and length > limit and getattr(config, "rope_parameters", None):
+    table = position_limit(model)
+    if table is not None and length > table:
+        raise ValueError(f"--sequence-length {length} is more than the {table} positions of this model.")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
         raise ValueError(
             f"--sequence-length {length} is more than the {limit} tokens of this model; extend its context first, by "
             "--recipe rope-extend."
         )
 
 
-__all__ = ["changed_model", "extend_rope", "new_fox"]
+__all__ = ["changed_model", "extend_rope", "new_model"]

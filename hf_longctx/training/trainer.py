@@ -4,6 +4,7 @@ What Trainer lacks: its checkpoints appear before they are complete, a signal en
 loss that is not a number is trained on.
 """
 
+import errno
 import inspect
 import json
 import math
@@ -11,10 +12,13 @@ import os
 import re
 import shutil
 import signal
+import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import StepLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
@@ -74,6 +78,11 @@ class ResumableTrainer(Trainer):
         if is_new and self.gate_learning_rate is not None:
             parameters = (self.model if model is None else model).named_parameters()
             gates = [p for name, p in parameters if GATE.search(name) and p.requires_grad]
+            if not gates:
+                raise ValueError(
+                    "--gate-learning-rate is for forget gates, and none are trained here. Leave it out; for LoRA on a "
+                    "FoX, train them by --train-in-full f_proj."
+                )
             identities = {id(gate) for gate in gates}
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in identities]
@@ -92,6 +101,11 @@ class ResumableTrainer(Trainer):
             inputs = {**inputs, "shard": self.shard}
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        self.control.should_training_stop = True  # resumed after the last step, of which Trainer would take one more
+
     def _get_dataloader(self, *args, **kwargs):
         loader = super()._get_dataloader(*args, **kwargs)
         return loader if self.shard is None else self.shard.share_rows(loader)
@@ -108,7 +122,8 @@ class ResumableTrainer(Trainer):
                 shutil.rmtree(self.saving_in, ignore_errors=True)
                 os.makedirs(self.saving_in)
             _wait_for_all()
-            super()._save_checkpoint(model, trial)
+            with room_for(self.model, Path(checkpoints)):
+                super()._save_checkpoint(model, trial)
         finally:
             unfinished, self.saving_in = self.saving_in, None
         _wait_for_all()
@@ -175,11 +190,8 @@ class StopAtSignal(TrainerCallback):
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint in a folder, or None. Removes one that was being saved when the run was killed."""
-    if not folder.is_dir():
-        return None
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    last = get_last_checkpoint(str(folder))
+    """The last complete checkpoint in a folder, or None."""
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     return None if last is None else Path(last)
 
 
@@ -187,14 +199,31 @@ def check_checkpoint(folder: Path) -> int:
     """The step of a checkpoint.
 
     Raises:
-        ValueError: files are missing.
+        ValueError: files are missing, or cut short.
     """
     missing = [part for part, patterns in PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
     if missing:
         raise ValueError(
             f"{folder} is no complete checkpoint: {', '.join(missing)} missing. Resume from another one of the run."
         )
+    damaged = [path.name for path in folder.rglob("*") if _is_damaged(path)]
+    if damaged:
+        raise ValueError(
+            f"{folder} is damaged: {', '.join(damaged)} cannot be read. Remove this folder, and the run goes on from "
+            "the checkpoint before it."
+        )
     return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
+def _is_damaged(file):
+    try:
+        if file.suffix == ".safetensors":
+            safe_open(file, "pt")
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+    except (SafetensorError, ValueError):
+        return True
+    return file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file)  # torch.save writes archives
 
 
 def cut_metrics(metrics: Path, step: int) -> None:
@@ -202,10 +231,36 @@ def cut_metrics(metrics: Path, step: int) -> None:
     if not metrics.exists():
         return
     lines = metrics.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    try:
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{metrics} has a line that this training did not write ({error}). Remove the line, or the file."
+        ) from error
     unfinished = metrics.with_suffix(".unfinished")
     unfinished.write_text("".join(kept))
     unfinished.rename(metrics)
+
+
+@contextmanager
+def room_for(model, folder: Path):
+    """Say how many bytes lack where saving a model, or a checkpoint of its training, fills the disk.
+
+    Raises:
+        OSError: ENOSPC.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # of plain files, torch, safetensors
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        needed, free = 3 * trained, shutil.disk_usage(folder).free  # weights, and two moments of AdamW
+        if free > needed and "No space left" not in str(error):
+            raise
+        message = (
+            f"there is no room to save in {folder}: a checkpoint takes about {needed / 1e6:.0f} MB, and "
+            f"{free / 1e6:.0f} MB are free. Make room, and the same command goes on from the last checkpoint"
+        )
+        raise OSError(errno.ENOSPC, message) from error
 
 
 def _wait_for_all():
@@ -221,4 +276,4 @@ def _flush(folder):
         os.close(descriptor)
 
 
-__all__ = ["ResumableTrainer", "StopAtSignal", "check_checkpoint", "cut_metrics", "last_checkpoint"]
+__all__ = ["ResumableTrainer", "StopAtSignal", "check_checkpoint", "cut_metrics", "last_checkpoint", "room_for"]

@@ -18,19 +18,6 @@ from hf_longctx import __version__, cli
 DEMO = Path(__file__).parents[2] / "model_cards" / "fox-demo"
 
 
-@pytest.mark.slow
-def test_train_demo_leaves_a_model_and_its_log(tmp_path):
-    pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
-    assert cli.main(["train-demo", str(tmp_path), "--steps", "2", "--context", "64"]) == 0
-    files = {path.name for path in tmp_path.iterdir()}
-    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_fox.py"} <= files
-    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2]
-    assert (tmp_path / "chat_template.jinja").read_text() == (DEMO / "chat_template.jinja").read_text()
-    published = json.loads((DEMO / "generation_config.json").read_text())
-    assert json.loads((tmp_path / "generation_config.json").read_text()).items() >= published.items()
-
-
 def test_rope_tells_the_verdict(tmp_path, capsys):
     LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
     assert cli.main(["rope", str(tmp_path)]) == 0
@@ -109,7 +96,7 @@ def test_chat_renders_the_prompt_as_a_turn(folder, tmp_path, capsys):
     chat = tmp_path / "chat"
     shutil.copytree(folder, chat)
     (chat / "chat_template.jinja").unlink()
-    assert cli.main(["generate", str(chat), "Hello", "--chat"]) == 1
+    assert cli.main(["generate", str(chat), "Hello", "--chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(chat)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}Q: {{ message['content'] }} A:{% endfor %}"
@@ -158,7 +145,7 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
     for loader in ("AutoModelForCausalLM", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["generate", "no/model", "x"], ["curve", "no/model"], ["rope", "no/model"]):
-        assert cli.main([*arguments, *options]) == 1
+        assert cli.main([*arguments, *options]) == 2
     assert calls == [{"revision": "v1", "code_revision": "abc", "trust_remote_code": True}] * 4
 
 

@@ -56,5 +56,5 @@ def test_a_markdown_file_gets_the_table(files, capsys):
 )
 def test_what_cannot_be_compared(files, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(files)
-    assert cli.main(["compare", *arguments]) == 1
+    assert cli.main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err

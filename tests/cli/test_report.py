@@ -30,7 +30,7 @@ def test_options_reach_the_report(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_nothing_to_measure(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path / "nowhere"), "--output", str(tmp_path / "report")]) == 1
+    assert cli.main(["report", str(tmp_path / "nowhere"), "--output", str(tmp_path / "report")]) == 2
     error = capsys.readouterr().err
     assert error.count("error: ") == 1 and "nowhere" in error
 

@@ -22,7 +22,7 @@ BATCHING = "--continuous-batching --cb-block-size 32 --cb-num-blocks 64 --cb-max
 
 def test_missing_packages_are_named(monkeypatch, capsys):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert cli.main(["serve", str(DEMO)]) == 1
+    assert cli.main(["serve", str(DEMO)]) == 2
     assert "pip install 'hf-longctx[serve]'" in capsys.readouterr().err
 
 

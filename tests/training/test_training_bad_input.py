@@ -1,5 +1,8 @@
 """What users of `hf-longctx train` get wrong."""
 
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,14 +12,26 @@ from mistakes import refused
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from hf_longctx import cli
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import encode
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
 from hf_longctx.training.settings import read_settings
-from hf_longctx.training.trainer import check_checkpoint
+from hf_longctx.training.trainer import ResumableTrainer, check_checkpoint, last_checkpoint
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -29,7 +44,7 @@ def resolve(**changes):
 
 def yaml(text):
     def read(kit):
-        (kit.path / "config.yaml").write_text(text)
+        (kit.path / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
         read_settings(TrainSettings, kit.path / "config.yaml", {})
 
     return read
@@ -38,9 +53,10 @@ def yaml(text):
 def run(resume="auto", **changes):
     def begin(kit):
         sizes = dict(sequence_length=64, batch_tokens=64, rows_at_once=1, steps=2, save_steps=1)
-        here = dict(data=str(kit.path / "text.txt"), tokenizer=kit.tokenizer, output=str(kit.path / "run"))
+        here = dict(data=str(kit.text), tokenizer=kit.tokenizer, output=str(kit.path / "run"))
         paths = {name: str(kit.path / value[2:]) for name, value in changes.items() if str(value)[:2] == "./"}
-        train(TrainSettings(**here | sizes | changes | paths), resume)
+        where = str(kit.path / resume[2:]) if resume[:2] == "./" else resume
+        train(TrainSettings(**here | sizes | changes | paths), where)
 
     return begin
 
@@ -58,6 +74,8 @@ def write(name, content="something"):
         (kit.path / name).parent.mkdir(exist_ok=True)
         if isinstance(content, str):
             (kit.path / name).write_text(content)
+        elif isinstance(content, bytes):
+            (kit.path / name).write_bytes(content)
         else:
             np.save(kit.path / name, content)
 
@@ -70,11 +88,36 @@ def without_eos(kit):
     next(encode(iter(["text"]), tokenizer))
 
 
+def damaged(name, content="{"):
+    """A run without its model, as if killed before the model was saved, one of whose files is damaged."""
+
+    def prepare(kit):
+        shutil.copytree(kit.finished, kit.path / "run")
+        shutil.rmtree(kit.path / "run" / "model")
+        file = kit.path / "run" / name
+        file.write_bytes(file.read_bytes()[:100] if content == "cut" else content.encode())
+
+    return prepare
+
+
+def in_use(kit):
+    """Another process trains in the folder."""
+    (kit.path / "run").mkdir()
+    lock = "import fcntl, sys; fcntl.lockf(f := open(sys.argv[1], 'w'), fcntl.LOCK_EX); print('', flush=True); input()"
+    command = [sys.executable, "-c", lock, str(kit.path / "run" / ".in_use")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        try:
+            run()(kit)
+        finally:
+            other.kill()
+
+
 SETTINGS = [
     refused("no data", resolve(data=None), "--data is missing: text file, JSONL"),
     refused("no tokenizer", resolve(tokenizer=None), "--tokenizer is missing"),
     refused("no output", resolve(output=""), "--output is missing"),
-    refused("unknown preset", resolve(preset="1B"), "'1B'; it must be one of tiny, 125M"),
+    refused("unknown preset", resolve(preset="1B"), "'1B'; it must be one of tiny, 5M, 125M"),
     refused("unknown schedule", resolve(schedule="linear"), "'linear'; it must be one of cosine"),
     refused("unknown dtype", resolve(dtype="fp8"), "'fp8'; it must be one of auto"),
     refused("rows of no tokens", resolve(sequence_length=0), "--sequence-length is 0; it must be above 0"),
@@ -104,6 +147,16 @@ SETTINGS = [
     refused("list for a number", yaml("steps: [1]"), r"steps to \[1\]; it must be int"),
     refused("no mapping", yaml("- steps"), "holds no settings; it must have lines such as"),
     refused("no YAML", yaml("a: [1"), "is no YAML"),
+    refused("null for a number", yaml("save_steps: null"), "save_steps to None; it must be int"),
+    refused("fraction of a step", yaml("steps: 2.5"), "steps to 2.5; it must be int"),
+    refused("switch for a number", yaml("steps: true"), "steps to True; it must be int"),
+    refused("list of files", yaml("data: [a.txt, b.txt]"), r"data to \['a.txt', 'b.txt'\]; it must be str"),
+    refused("settings that are no text", yaml(b"\xff\xfe"), "config.yaml is no YAML"),
+    refused("negative seed", resolve(seed=-1), "--seed is -1; it must lie between 0 and 4294967295"),
+    refused("beta of one", resolve(adam_beta2=1.0), "--adam-beta2 is 1.0; it must be at least 0 and below 1"),
+    refused("negative decay", resolve(weight_decay=-0.1), "--weight-decay is -0.1; it must be at least 0"),
+    refused("infinite learning rate", resolve(learning_rate=float("inf")), "--learning-rate is inf"),
+    refused("rows of one token", resolve(sequence_length=1), "--sequence-length is 1; a row needs at least 2"),
     refused("no such file", lambda kit: read_settings(TrainSettings, kit.path / "no.yaml", {}), "no.yaml"),
 ]
 
@@ -113,7 +166,7 @@ def finetune(**changes):
 
     def begin(kit):
         model = kit.llama() if "model" not in changes else changes["model"]
-        here = dict(model=model, data=str(kit.path / "text.txt"), output=str(kit.path / "run"))
+        here = dict(model=model, data=str(kit.text), output=str(kit.path / "run"))
         train(FinetuneSettings(**here | sizes | changes))
 
     return begin
@@ -136,13 +189,43 @@ def larger_tokenizer(kit):
     finetune(tokenizer=str(kit.path / "tokenizer"))(kit)
 
 
+def adapter_as_model(kit):
+    finetune()(kit)
+    finetune(model=str(kit.path / "run" / "model"), output=str(kit.path / "second"))(kit)
+
+
+def other_weights(kit):
+    """The base of an adapter changes before the run goes on."""
+    finetune()(kit)
+    shutil.rmtree(kit.path / "run" / "model")
+    finetune(model=kit.llama(initializer_range=0.5))(kit)
+
+
+def other_model(model, config, **sizes):
+    def begin(kit):
+        sizes_of_all = dict(vocab_size=1024, num_attention_heads=2, intermediate_size=8)
+        model(config(**sizes_of_all | sizes)).save_pretrained(kit.path / "other")
+        finetune(model=str(kit.path / "other"), tokenizer=kit.tokenizer)(kit)
+
+    return begin
+
+
+def damaged_model(name, content="damaged"):
+    def begin(kit):
+        model = kit.llama()
+        (kit.path / "llama" / name).write_text(content)
+        finetune(model=model, tokenizer=kit.tokenizer)(kit)
+
+    return begin
+
+
 FINETUNING = [
     refused("no model", finetune(model=None), "MODEL is missing"),
     refused("no such model", finetune(model="/no/such/folder"), "/no/such/folder"),
     refused("no sequence length", finetune(sequence_length=None), "--sequence-length is missing"),
     refused("unknown recipe", finetune(recipe="longlora"), "'longlora'; it must be one of lora"),
-    refused("rank of 0", finetune(lora_rank=0), "--lora-rank is 0; it must be at least 1"),
-    refused("alpha of 0", finetune(lora_alpha=0), "--lora-alpha is 0; it must be at least 1"),
+    refused("rank of 0", finetune(lora_rank=0), "--lora-rank is 0; it must be above 0"),
+    refused("alpha of 0", finetune(lora_alpha=0), "--lora-alpha is 0; it must be above 0"),
     refused("dropout of LoRA above 1", finetune(lora_dropout=2.0), "--lora-dropout is 2.0"),
     refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is no such module.*did you mean q_proj?"),
     refused("misspelt module", finetune(train_in_full="nrom"), "--train-in-full names nrom.*did you mean norm?"),
@@ -160,6 +243,29 @@ FINETUNING = [
         "base below the bound",
         finetune(recipe="rope-extend", sequence_length=256, batch_tokens=256, rope_base=100.0),
         "--rope-base 100 is below the bound of .*--allow-below-bound",
+    ),
+    refused("base that is no number", finetune(recipe="rope-extend", rope_base=-5.0), "--rope-base is -5.0"),
+    refused("negative rate of gates", finetune(gate_learning_rate=-1.0), "--gate-learning-rate is -1.0"),
+    refused("rate of gates of a Llama", finetune(gate_learning_rate=1.0), "for forget gates, and none are trained"),
+    refused(
+        "gates as targets of LoRA",
+        finetune(model="model_cards/fox-demo", lora_targets="f_proj"),
+        "--lora-targets names f_proj, which is no such module",
+    ),
+    refused("adapter for a model", adapter_as_model, "holds an adapter; name its base"),
+    refused("encoder-decoder", other_model(T5ForConditionalGeneration, T5Config, d_model=8), "is an encoder-decoder"),
+    refused("reads ahead", other_model(BertForMaskedLM, BertConfig, hidden_size=8), "is not causal"),
+    refused(
+        "rows beyond a table of positions",
+        other_model(GPT2LMHeadModel, GPT2Config, n_embd=8, n_positions=16, num_hidden_layers=1),
+        "32 is more than the 16 positions",
+    ),
+    refused("other weights for a run", other_weights, r"other settings \(--model: "),
+    refused("damaged weights", damaged_model("model.safetensors"), "weights of .*llama cannot be read.*damaged"),
+    refused(
+        "damaged configuration",
+        damaged_model("config.json", '{"model_type": "llama", "hidden_size": "x"}'),
+        "is damaged",
     ),
     refused("a FoX for a Llama", finetune(model="model_cards/fox-demo", recipe="fox-from-llama"), "(?i)llama"),
     refused("RoPE of a FoX", finetune(model="model_cards/fox-demo", recipe="rope-extend"), "one RoPE base"),
@@ -180,9 +286,56 @@ RUNS = [
     refused(
         "tokens of another tokenizer",
         after(write("far.npy", np.full(999, 70000)), run(data="./far.npy")),
-        "holds token 70000; the tokenizer has 1024",
+        "holds tokens from 70000 to 70000; the tokenizer has 1024",
     ),
-    refused("output is a file", run(output="./text.txt"), "is a file; --output is the folder"),
+    refused(
+        "negative tokens",
+        after(write("minus.npy", np.full(999, -1)), run(data="./minus.npy")),
+        "holds tokens from -1 to -1; the tokenizer has 1024",
+    ),
+    *(
+        refused(f"{name} as tokens", after(write("no.npy", content), run(data="./no.npy")), "no whole file of numpy's")
+        for name, content in {
+            "an empty file": b"",
+            "something else": b"tokens",
+            "half a file": b"\x93NUMPY\1\0v",
+        }.items()
+    ),
+    refused("no such tokens", run(data="/no/tokens.npy"), "/no/tokens.npy"),
+    refused("text of less than a step", run(batch_tokens=2**16), r"holds \d+ rows of 64 tokens, less than the 65536"),
+    refused(
+        "evaluation text of less than a row",
+        after(write("short.txt", "a fox"), run(eval_data="./short.txt")),
+        "one row needs 64",
+    ),
+    refused(
+        "not UTF-8",
+        after(write("text.txt", "café ".encode("latin-1") * 99), run(data="./text.txt")),
+        "is not text in UTF-8",
+    ),
+    refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), 'column "text"'),
+    refused("dataset name without a network", run(data="no/dataset"), "no/dataset is no file or folder"),
+    refused("no such tokenizer", run(tokenizer="./none"), "--tokenizer .*none cannot be loaded.*Name the folder"),
+    refused("unknown way to resume", run("always"), "--resume is always; it must be auto, never, or a checkpoint"),
+    refused(
+        "checkpoint of another run",
+        after(damaged("metrics.jsonl", ""), run("./run/checkpoints/checkpoint-2", output="./other")),
+        "it must be auto, never, or a checkpoint of this run",
+    ),
+    *(
+        refused(f"damaged {name}", after(damaged(f"checkpoints/checkpoint-2/{name}", "cut"), run()), says)
+        for name, says in {
+            name: f"checkpoint-2 is damaged: {name} cannot be read. Remove this folder"
+            for name in ("model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json")
+        }.items()
+    ),
+    refused("damaged metrics", after(damaged("metrics.jsonl", "x\n"), run()), "metrics.jsonl has a line that this"),
+    refused("damaged tokens", after(damaged("data/tokens.npy", "cut"), run()), "tokens.npy is no whole file"),
+    refused("damaged lock", after(damaged("lock.json"), run()), "lock.json is damaged"),
+    refused("two trainings in one folder", in_use, "another process trains in .*run; wait for it"),
+    refused(
+        "output is a file", after(write("text.txt"), run(output="./text.txt")), "is a file; --output is the folder"
+    ),
     refused("folder of something else", after(write("run/thesis.tex"), run()), "holds something else than a run"),
     refused("tokenizer without an EOS", without_eos, "no EOS, which ends a document"),
     refused(
@@ -193,10 +346,18 @@ RUNS = [
 ]
 
 
-@pytest.fixture
-def kit(tmp_path):
-    (tmp_path / "text.txt").write_text("The fox forgets what it no longer needs. " * 40)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished run, beside its text."""
+    folder = tmp_path_factory.mktemp("finished")
+    text = folder / "text.txt"
+    text.write_text("The fox forgets what it no longer needs. " * 40)
+    run()(SimpleNamespace(path=folder, text=text, tokenizer="model_cards/fox-demo"))
+    return folder / "run"
 
+
+@pytest.fixture
+def kit(tmp_path, finished):
     def llama(**changes):
         sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
         config = LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
@@ -204,7 +365,8 @@ def kit(tmp_path):
         AutoTokenizer.from_pretrained("model_cards/fox-demo").save_pretrained(tmp_path / "llama")
         return str(tmp_path / "llama")
 
-    return SimpleNamespace(path=tmp_path, tokenizer="model_cards/fox-demo", llama=llama)
+    text = finished.parent / "text.txt"
+    return SimpleNamespace(path=tmp_path, text=text, tokenizer="model_cards/fox-demo", llama=llama, finished=finished)
 
 
 @pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS, *FINETUNING], ids=str)
@@ -219,7 +381,7 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
         run(learning_rate=0.1, seed=1)(kit)
     (kit.path / "text.txt").write_text("Another text about a fox that forgets. " * 40)
     with pytest.raises(ValueError, match=r"other settings \(--data: "):
-        run()(kit)
+        run(data="./text.txt")(kit)
     with pytest.raises(ValueError, match="a finished model, which --resume never would lose"):
         run("never")(kit)
 
@@ -227,3 +389,33 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(kit):
     with pytest.raises(FloatingPointError, match=r"gradients of step \d+ is (nan|inf). The weights are those of step"):
         run(learning_rate=1e38, max_grad_norm=1e30, weight_decay=0.0, steps=5, schedule="constant")(kit)
+
+
+def test_the_exit_code_of_a_mistake_is_2_and_of_an_overflow_1(kit, capsys):
+    sizes = "--sequence-length 64 --batch-tokens 64 --rows-at-once 1 --steps 5 --tokenizer model_cards/fox-demo"
+    command = ["train", *sizes.split(), "--data", str(kit.text), "--output", str(kit.path / "run")]
+    overflow = "--learning-rate 1e38 --max-grad-norm 1e30 --weight-decay 0 --schedule constant"
+    for code, options in [(2, "--learning-rate 0"), (2, "--config none.yaml"), (1, overflow)]:
+        assert cli.main([*command, *options.split()]) == code
+        assert capsys.readouterr().err.splitlines()[-1].startswith("hf-longctx: error: ")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_full_disk_is_named_and_leaves_the_older_checkpoints(error, kit, monkeypatch):
+    save = ResumableTrainer._save_optimizer_and_scheduler
+
+    def fill(self, folder):
+        if self.state.global_step == 2:
+            raise error
+        save(self, folder)
+
+    monkeypatch.setattr(ResumableTrainer, "_save_optimizer_and_scheduler", fill)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5e6))
+    with pytest.raises(OSError, match=r"no room to save .* takes about 26 MB, and 5 MB are free") as raised:
+        run()(kit)
+    assert cli.shared.exit_code(raised.value) == 1
+    monkeypatch.undo()
+    checkpoints = kit.path / "run" / "checkpoints"
+    assert last_checkpoint(checkpoints).name == "checkpoint-1"
+    run()(kit)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-1", "checkpoint-2"]

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
+from hf_longctx.training.data import Rows, stack
 from hf_longctx.training.recipes import TrainSettings
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import ResumableTrainer
@@ -142,6 +143,27 @@ def uninterrupted(apart, text, tmp_path_factory):
     return run
 
 
+def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path):
+    """Three rows, which are fewer than two forward passes, of a text that a stream would repeat without end."""
+    (tmp_path / "other.txt").write_text("The fox forgets what it no longer needs. " * 6)
+    losses = []
+    for streaming in (False, True):
+        folder = tmp_path / str(streaming)
+        evaluated = dict(eval_data=str(tmp_path / "other.txt"), eval_steps=2, streaming=streaming)
+        train(settings(text, folder, preset="tiny", steps=4, **evaluated))
+        losses.append([line["eval_loss"] for line in metrics(folder) if "eval_loss" in line])
+    assert [len(values) for values in losses] == [2, 2]
+    model = FoxForCausalLM.from_pretrained(tmp_path / "False" / "model")
+    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, 1024)
+    assert len(rows) == 3
+    with torch.no_grad():
+        passes = [float(model(**stack(part)).loss) for part in ([rows[0], rows[1]], [rows[2]])]
+    assert losses[0][-1] == pytest.approx((2 * passes[0] + passes[1]) / 3, rel=1e-5)
+    plain = tmp_path / "plain"
+    train(settings(text, plain, preset="tiny", steps=4))
+    assert metrics(plain) == [line for line in metrics(tmp_path / "False") if "loss" in line]
+
+
 FAULTS = {
     "killed before the first checkpoint": (die_at, 2),
     "killed after a checkpoint": (die_at, 5),
@@ -175,6 +197,8 @@ def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp
     assert apart(run, *FAULTS[fault], processes=2, sharded=sharded) != 0
     assert apart(run, processes=2, sharded=sharded) == 0
     assert metrics(tmp_path) == uninterrupted(processes=2, sharded=sharded)
+    states = [torch.load(file, weights_only=False)["cpu"] for file in tmp_path.glob("checkpoints/checkpoint-9/rng_*")]
+    assert len(states) == 2 and not torch.equal(*states)  # of dropout
 
 
 @pytest.mark.slow
