@@ -27,7 +27,6 @@ from . import (
     serve,
     shared,
     train,
-    train_demo,
 )
 
 
@@ -44,7 +43,6 @@ COMMANDS = {
     "gates": gates,
     "train": train,
     "finetune": finetune,
-    "train-demo": train_demo,
     "convert": convert,
     "register-metrics": register_metrics,
 }

@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 POSITIVE = (
     *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
     *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
-    *("segment_length",),
+    *("segment_length", "sequence_parallel"),
 )
 SHARES = ("adam_beta1", "adam_beta2", "dropout", "lora_dropout")
 
@@ -44,6 +44,7 @@ class RunSettings:
     max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)")
     dtype: str = setting("auto", "of the forward pass; auto is bfloat16 on an accelerator", DTYPES)
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", free=True)
+    sequence_parallel: int = setting(1, "processes that share each row, of a FoX", free=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
     seed: int = setting(0, "of new weights, dropout and the order of rows")
     save_steps: int = setting(100, "steps between checkpoints", free=True)
@@ -67,6 +68,11 @@ class RunSettings:
         if run.activation_checkpointing is None:
             run.activation_checkpointing = run.sequence_length > 4096
         run.check_ranges()
+        if run.sequence_length % run.sequence_parallel:
+            raise ValueError(
+                f"--sequence-parallel {run.sequence_parallel} does not divide the {run.sequence_length} tokens of a row; "
+                "change it, or --sequence-length."
+            )
         if not 0 <= run.warmup_steps <= run.steps:
             raise ValueError(f"--warmup-steps is {run.warmup_steps}; it must lie between 0 and the {run.steps} steps.")
         return run
@@ -99,17 +105,28 @@ class RunSettings:
         """Forward passes of each process in an optimizer step.
 
         Raises:
-            ValueError: the processes do not make whole passes of `batch_tokens`.
+            ValueError: the processes do not make whole passes of `batch_tokens`, or whole groups that share rows.
         """
-        at_once = self.sequence_length * self.rows_at_once * processes
+        groups, rest = divmod(processes, self.sequence_parallel)
+        if rest:
+            raise ValueError(
+                f"--sequence-parallel {self.sequence_parallel} does not divide the number of processes, {processes}; "
+                f"start a multiple of it: torchrun --nproc-per-node {self.sequence_parallel} -m hf_longctx ..."
+            )
+        at_once = self.sequence_length * self.rows_at_once * groups
         passes, rest = divmod(self.batch_tokens, at_once)
         if rest:
             raise ValueError(
                 f"--batch-tokens {self.batch_tokens} is no multiple of the {at_once} tokens that are read at once "
-                f"({processes} processes, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
+                f"({self.divide(processes)}, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
                 "--batch-tokens, --sequence-length or --rows-at-once."
             )
         return passes
+
+    def divide(self, processes: int) -> str:
+        """What reads different rows, in words."""
+        n = self.sequence_parallel
+        return f"{processes} processes" if n == 1 else f"{processes // n} x {n} processes that share rows"
 
 
 class Preset(NamedTuple):
@@ -125,14 +142,24 @@ class Preset(NamedTuple):
     batch_tokens: int = 2**19
     warmup_tokens: int = 2**28
     rows_at_once: int = 1
+    # Initial decay times of the gates in tokens; a half-open gate, the paper's, learns slowly from a small corpus.
+    decay_times: tuple[int, int] | None = None
+    tied: bool = False  # input and output embeddings
 
 
+SMALL = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, rows_at_once=8)
 PRESETS = {
-    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, 512, 2**12, 2**18, 8),  # ours: the demo's size, minutes on a CPU
+    "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, **SMALL),  # ours: minutes on a CPU
+    "5M": Preset(5, 256, 8, 672, 3e-3, 2**23, **SMALL, decay_times=(8, 2048), tied=True),  # ours: the demo's models
     "125M": Preset(12, 768, 12, 1792, 2e-3, 2_700_000_000),  # FoX, Tables 4 to 6
     "360M": Preset(24, 1024, 16, 2560, 2e-3, 7_500_000_000),
     "760M": Preset(24, 1536, 24, 3584, 1e-3, 16_000_000_000),
 }
+
+
+def llama_mlp(width: int) -> int:
+    """Width of the MLP of a Llama, and of a FoX (LLaMA): 8/3 of the model's, in multiples of 256."""
+    return -(-width * 8 // (3 * 256)) * 256
 
 
 @dataclass
@@ -140,7 +167,9 @@ class TrainSettings(RunSettings):
     """Settings of a pretraining."""
 
     preset: str = setting("tiny", "size and recipe", tuple(PRESETS))
+    architecture: str = setting("fox", "llama: a Transformer with RoPE, to compare with", ("fox", "llama"))
     pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
+    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, which teaches to remember (ours)")
     dropout: float = setting(0.0, "of attention weights")
 
     def complete(self):
@@ -155,9 +184,15 @@ class TrainSettings(RunSettings):
         )
         self.fill(steps=max(1, preset.tokens // max(1, self.batch_tokens)))
         self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
+        if self.pro and self.architecture != "fox":
+            raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
+        if not 0 <= self.repeated_rows <= 1:
+            raise ValueError(f"--repeated-rows is {self.repeated_rows}; it is a share, from 0 to 1.")
+        if self.repeated_rows and self.streaming:
+            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
 
     def model_sizes(self) -> dict[str, Any]:
-        """What the settings decide of a `FoxConfig`."""
+        """What the settings decide of a `FoxConfig` or a `LlamaConfig`."""
         preset = PRESETS[self.preset]
         sizes = dict(
             hidden_size=preset.width,
@@ -165,7 +200,12 @@ class TrainSettings(RunSettings):
             num_attention_heads=preset.heads,
             max_position_embeddings=self.sequence_length,
             attention_dropout=self.dropout,
+            tie_word_embeddings=preset.tied,
         )
+        if self.architecture == "llama":
+            return sizes | {"intermediate_size": llama_mlp(preset.width)}
+        if preset.decay_times is not None:
+            sizes["decay_time_min"], sizes["decay_time_max"] = preset.decay_times
         return sizes | {"intermediate_size": preset.pro_mlp, "qk_norm_shared": True} if self.pro else sizes
 
 
@@ -212,6 +252,9 @@ class FinetuneSettings(RunSettings):
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
     segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
+    carry_state: bool = setting(
+        False, "hmt: rows are chunks of one document each, and the memory goes from each chunk to the next"
+    )
 
     def complete(self):
         if not self.model:
@@ -241,10 +284,14 @@ class FinetuneSettings(RunSettings):
     def refuse_settings_of_others(self):
         """A setting that the recipe would ignore is a mistake."""
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
-        of_recipe |= {"segment_length": "hmt", "sensory_tokens": "hmt"}
+        of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
             if getattr(self, name) and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
+        if self.carry_state and self.streaming:
+            raise ValueError(
+                "--carry-state reads many places of a text at once; leave out --streaming, which reads one."
+            )
         if self.full and (self.lora_targets or self.train_in_full):
             raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
 

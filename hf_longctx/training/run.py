@@ -36,8 +36,11 @@ from transformers import (
 from ..metrics.run.parts import wait
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
+from .repeated import RowsWithRepeats
+from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_fox, read_undivided
+from .starts import changed_model, extend_rope, new_model, read_undivided
+from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
     ResumableTrainer,
@@ -83,6 +86,8 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         check_enough(rows, settings)
     if is_first_process():
         (folder / "config.yaml").write_text(write_settings(settings))
+    if share := getattr(settings, "repeated_rows", 0):
+        rows = RowsWithRepeats(rows, share, tokenizer, settings.seed)
     if (folder / "model").exists():
         evaluate(settings, tokenizer, rows, "after")
         say(f"{folder} is finished: the model is in {folder / 'model'}.")
@@ -95,15 +100,26 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
             packed = dataclasses.replace(settings, streaming=False)  # a stream has no end
             evaluation_rows = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", packed, tokenizer)
 
+    carries_state = getattr(settings, "carry_state", False)
+    if carries_state:
+        streams = settings.batch_tokens // settings.sequence_length
+        rows = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, streams)
+        if evaluation_rows is not None:
+            evaluation_rows = DocumentStreams(evaluation_rows.tokens, rows.length, tokenizer.eos_token_id, streams)
     model, base = start(settings, tokenizer)
+    shard = None
+    if settings.sequence_parallel > 1:
+        check_model(model, settings.sequence_parallel)
+        shard = SequenceShard(settings.sequence_parallel)
     stops = StopAtSignal()
-    trainer = ResumableTrainer(
+    trainer = (StreamTrainer if carries_state else ResumableTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluation_rows,
-        data_collator=stack_segments if has_memory(settings) else stack,
+        data_collator=stack_segments if has_memory(settings) else stack if shard is None else shard.collate,
         metrics=folder / "metrics.jsonl",
+        shard=shard,
         stops=stops,
         gate_learning_rate=getattr(settings, "gate_learning_rate", None),
         decays_in_steps=settings.schedule == "step",
@@ -133,7 +149,7 @@ def has_memory(settings: RunSettings) -> bool:
 def start(settings: RunSettings, tokenizer):
     """The model to train, and the identity of the base of its adapter, or None where all parameters are trained."""
     if isinstance(settings, TrainSettings):
-        return new_fox(settings, tokenizer), None
+        return new_model(settings, tokenizer), None
     if settings.recipe == "rope-extend":
         say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
     model = changed_model(settings, tokenizer)
@@ -148,8 +164,12 @@ def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        trial = dataclasses.replace(settings, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
-        train(trial)
+        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
+        if isinstance(settings, TrainSettings):
+            trial["repeated_rows"] = 0.0  # which needs the whole text
+        elif settings.carry_state:
+            trial["streaming"] = False
+        train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
     else:
@@ -193,8 +213,11 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
+        remove_unused_columns=False,  # rows hold what the model or its Trainer takes
         ddp_timeout=PATIENCE,
         ddp_find_unused_parameters=False,
+        # processes that share rows each read them, instead of a part of what the first one reads
+        accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
@@ -364,7 +387,7 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
     lines.append(
         f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
-        f"{arguments.world_size} processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
+        f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..fox import FoxConfig, FoxForCausalLM
@@ -19,9 +19,10 @@ from ..metrics.run.model import check_decoder, load_language_model, position_lim
 from .recipes import FinetuneSettings, TrainSettings
 
 
-def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
-    """A FoX with initial weights, for the tokenizer, in float32."""
-    config = (FoxConfig.pro if settings.pro else FoxConfig)(
+def new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
+    """A FoX or a Llama with initial weights, for the tokenizer, in float32."""
+    make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
+    config = make_config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -29,7 +30,7 @@ def new_fox(settings: TrainSettings, tokenizer) -> FoxForCausalLM:
         **settings.model_sizes(),
     )
     torch.manual_seed(settings.seed)
-    return FoxForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def changed_model(settings: FinetuneSettings, tokenizer):
@@ -176,4 +177,4 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["changed_model", "extend_rope", "new_fox", "read_undivided"]
+__all__ = ["changed_model", "extend_rope", "new_model", "read_undivided"]

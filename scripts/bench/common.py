@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "flash-linear-attention", "fla-core",
             "forgetting-transformer")  # fmt: skip
+NO_SETTINGS = ("name", "output", "table", "work", "picture")  # options that change no figure
 
 
 # Measuring.
@@ -228,7 +229,7 @@ def run(parser, measure, table, arguments=None):
         return result
     result = describe_run(parser, args, arguments)
     for row in measure(args):
-        result["settings"] = {key: x for key, x in vars(args).items() if key not in ("name", "output", "table")}
+        result["settings"] = {key: x for key, x in vars(args).items() if key not in NO_SETTINGS}
         result["rows"].append(row)
         save(args.output, result)
         print(row, file=sys.stderr, flush=True)

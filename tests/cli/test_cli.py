@@ -18,19 +18,6 @@ from hf_longctx import __version__, cli
 DEMO = Path(__file__).parents[2] / "model_cards" / "fox-demo"
 
 
-@pytest.mark.slow
-def test_train_demo_leaves_a_model_and_its_log(tmp_path):
-    pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
-    assert cli.main(["train-demo", str(tmp_path), "--steps", "2", "--context", "64"]) == 0
-    files = {path.name for path in tmp_path.iterdir()}
-    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_fox.py"} <= files
-    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2]
-    assert (tmp_path / "chat_template.jinja").read_text() == (DEMO / "chat_template.jinja").read_text()
-    published = json.loads((DEMO / "generation_config.json").read_text())
-    assert json.loads((tmp_path / "generation_config.json").read_text()).items() >= published.items()
-
-
 def test_rope_tells_the_verdict(tmp_path, capsys):
     LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
     assert cli.main(["rope", str(tmp_path)]) == 0

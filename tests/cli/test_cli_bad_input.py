@@ -54,8 +54,6 @@ PARSER = [
     ("lines {fox} --lines few", "'few'; give whole numbers"),
     ("compare", "required: FILE.json"),
     ("rope {llama} --context-length 4k", "invalid int value: '4k'"),
-    ("train-demo", "required: FOLDER"),
-    ("train-demo {new} --steps all", "invalid int value: 'all'"),
     ("register-metrics curve", "unrecognized arguments: curve"),
 ]
 
@@ -128,7 +126,7 @@ MODELS = [
     ("report {nowhere} --output {new}", "there is no folder"),
 ]
 
-# -- gates, convert, compare, train-demo
+# -- gates, convert, compare
 
 FILES = [
     ("gates {fox} --text {text} --layers 99", r"layers is \[99\]"),
@@ -169,8 +167,6 @@ FILES = [
     ("compare {curve} --names a b", "2 names for 1 files"),
     ("compare {curve} {curve} --names a a", "give each file a different one"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
-    ("train-demo {new} --text {nowhere}.txt", r"nowhere\.txt"),
-    ("train-demo {new} --text {text} --context 100000", "rows of 100000 tokens need a longer one"),
 ]
 
 # -- measuring: options that all commands share

@@ -20,6 +20,6 @@ def evaluate_cache(tmp_path_factory):
         patch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", True)
         patch.setattr(evaluate.config, "HF_MODULES_CACHE", folder / "modules")
         patch.setattr(evaluate.config, "HF_METRICS_CACHE", folder / "metrics")
-        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "path", [str(folder / "modules"), *sys.path])  # before the user's
         yield folder
     forget_modules()

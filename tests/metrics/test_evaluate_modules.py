@@ -44,7 +44,7 @@ from hf_longctx.metrics import (
     rope_report,
 )
 from hf_longctx.metrics.evaluate_modules import NAMES, average_log_probs, check_bases, score_predictions
-from hf_longctx.training.copying import train_tokenizer
+from hf_longctx.training.tokenizer import train_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(TEXT, 320)
+    return train_tokenizer([TEXT], 320)
 
 
 # -- how they are found

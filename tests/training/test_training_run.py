@@ -205,6 +205,22 @@ def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp
 
 
 @pytest.mark.slow
+def test_processes_share_rows_and_go_on_too(apart, uninterrupted, text, tmp_path):
+    evaluated = dict(dropout=0.0, eval_data=os.path.join(text, "004.txt"), eval_steps=4)
+    sharing = evaluated | dict(sequence_parallel=2, activation_checkpointing=True)
+    run = settings(text, tmp_path, **sharing)
+    assert apart(run, *FAULTS["killed after a checkpoint"], processes=2) != 0
+    assert apart(run, processes=2) == 0
+    assert metrics(tmp_path) == uninterrupted(processes=2, **sharing)
+    two, one = metrics(tmp_path), uninterrupted(**evaluated)
+    assert sum("eval_loss" in line for line in one) == 3
+    assert two[0] == pytest.approx(one[0], rel=1e-5)  # before steps of AdamW enlarge what rounding changes
+    for line, expected in zip(two, one, strict=True):
+        for name in line.keys() & {"loss", "eval_loss"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
 def test_processes_divide_a_step(sharded, uninterrupted):
     one, two = (uninterrupted(n, sharded=sharded and n == 2, dropout=0.0) for n in (1, 2))

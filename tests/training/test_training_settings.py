@@ -50,3 +50,34 @@ def test_the_presets_have_the_papers_sizes(preset, pro, millions):
 def test_print_config_prints_all_settings(capsys):
     assert main(["train", *["--data", "t", "--tokenizer", "gpt2", "--output", "run", "--print-config"]]) == 0
     assert "learning_rate: 0.003\n" in capsys.readouterr().out
+
+
+def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
+    from hf_longctx.training.starts import new_model
+
+    class Tokenizer:
+        pad_token_id = bos_token_id = eos_token_id = 1
+
+        def __len__(self):
+            return 4096
+
+    sizes = {}
+    for options in (dict(pro=True), dict(architecture="llama")):
+        settings = TrainSettings(**NEEDED, preset="5M", **options).resolve()
+        model = new_model(settings, Tokenizer())
+        sizes[model.config.model_type] = model.num_parameters()
+    assert sizes["fox"] == pytest.approx(sizes["llama"], rel=0.01)
+    assert sizes["fox"] == pytest.approx(5.3e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(architecture="llama", pro=True), "--pro is a FoX; --architecture llama"),
+        (dict(repeated_rows=1.5), "--repeated-rows is 1.5; it is a share"),
+        (dict(repeated_rows=0.5, streaming=True), "leave out --streaming"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(**NEEDED, **options).resolve()

@@ -1,0 +1,250 @@
+"""SmolLM2-135M becomes a FoX: loss, gates, forgetting curve and pruned cache, beside the same training of the Llama.
+
+    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.evidence.llama_to_fox [--steps 30] [--contexts 4096] [--full] [--device cuda]
+
+Two runs of `hf-longctx finetune` see the same rows in the same order, with equal steps and learning rates:
+`--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. What both gain is adaptation to the
+text; the difference is due to the gates. `--full` trains all parameters of both, too.
+
+Measured, on a novel that is not trained on: the loss of rows as long as the trained ones, and its difference from the
+untrained Llama row by row; how many tokens each head needs to forget by a factor e; the forgetting curve; and what a
+pruned cache (observed bound of the logits) drops of a longer text.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_longctx.corpus import load_tokens
+from hf_longctx.fox import PrunedCache
+from hf_longctx.fox.convert import from_llama
+from hf_longctx.metrics import forgetting_curve
+from hf_longctx.training.data import pack
+from scripts.bench import common
+from scripts.bench.pruned import megabytes
+from scripts.evidence.parts import make_parser, measure_parts
+from scripts.fetch_smollm2 import FOLDER
+
+
+TEXT = common.ROOT / "demo_output" / "corpus"
+RUNS = {  # of hf-longctx finetune: name of the model, options
+    "Llama, LoRA": ["--recipe", "lora", "--merge"],
+    "FoX, LoRA": ["--recipe", "fox-from-llama"],
+    "Llama, all parameters": ["--recipe", "lora", "--full"],
+    "FoX, all parameters": ["--recipe", "fox-from-llama", "--full"],
+}
+CONVERTED = {"FoX, open gates": None, "FoX, gates of one row": "row"}
+CHUNK = 512  # tokens that are read at once before the cache is pruned
+LOSSES = """
+| model | loss | to the untrained Llama | largest change of logits | training loss, first and last quarter |
+| {model} | {loss:.4f} | {difference:+.4f} ± {error:.4f} | {change:.1e} | {training} |
+"""
+GATES = """
+| model | fastest | 5 % | 25 % | median | 75 % | slowest | heads below a row |
+| {model} | {fastest:.0f} | {q05:.0f} | {q25:.0f} | {median:.0f} | {q75:.0f} | {slowest:.0f} | {fast:.1%} |
+"""
+PRUNED = """
+| model | tokens | dropped | of the head with most | bound of logits, median | cache MB | full cache MB | loss |\
+ with the full cache | largest change of logits |
+| {model} | {tokens} | {dropped:.1%} | {most:.1%} | {bound:.0f} | {cache_mb:.0f} | {full_mb:.0f} | {loss:.4f} |\
+ {full_loss:.4f} | {change:.1e} |
+"""
+
+
+def run_folder(model, args):
+    return args.work / "llama_to_fox" / model.lower().replace(", ", "_").replace(" ", "_")
+
+
+def train(name, args):
+    """Fine-tune by the command, which goes on where it was interrupted; losses of the steps."""
+    tokens = args.work / "llama_to_fox" / "tokens.npy"
+    if not tokens.exists():
+        pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(FOLDER), tokens)
+    output = run_folder(name, args)
+    rate = args.full_learning_rate if "--full" in RUNS[name] else args.learning_rate
+    command = [sys.executable, "-m", "hf_longctx", "finetune", FOLDER, *RUNS[name], "--output", output]
+    options = {"--data": tokens, "--sequence-length": args.length, "--batch-tokens": args.rows * args.length}
+    options |= {"--steps": args.steps, "--learning-rate": rate, "--save-steps": max(1, args.steps // 3)}
+    subprocess.run([*command, *(x for option in options.items() for x in map(str, option))], check=True)
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {"losses": [step["loss"] for step in steps if "loss" in step]}
+
+
+def load(model, args):
+    if model in RUNS:
+        return AutoModelForCausalLM.from_pretrained(run_folder(model, args) / "model").to(args.device).eval()
+    llama = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(args.device).eval()
+    if model == "Llama":
+        return llama
+    return from_llama(llama, decay_time=CONVERTED[model] and float(args.length)).eval()
+
+
+def held_out(args):
+    """The novel that is not trained on, (N,)."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    return torch.from_numpy(load_tokens(tokenizer, str(TEXT / "held_out.txt")).tokens).to(args.device)
+
+
+@torch.no_grad()
+def loss(name, args):
+    """Loss of each of some rows; of a conversion, what it changes in the logits of the first row."""
+    model, tokens = load(name, args), held_out(args)
+    starts = np.linspace(0, len(tokens) - args.length, args.held_out_rows).astype(int)
+    rows = [tokens[None, start : start + args.length] for start in starts]
+    entry = {"losses": [model(input_ids=row, labels=row).loss.item() for row in rows]}
+    if name in CONVERTED:
+        entry["change"] = (model(rows[0]).logits - load("Llama", args)(rows[0]).logits).abs().max().item()
+    return entry
+
+
+@torch.no_grad()
+def gates(name, args):
+    """Tokens in which each head forgets by a factor e, by the mean of log f over a text; ascending."""
+    model, means = load(name, args), []
+    for layer in model.model.layers:
+        layer.self_attn.f_proj.register_forward_hook(lambda _, __, log_f: means.append(log_f.mean((0, 2))))
+    model(held_out(args)[None, : args.length], logits_to_keep=1)
+    return {"decay_times": sorted((-1 / torch.cat(means)).tolist())}
+
+
+def curve(name, args):
+    tokens = held_out(args).cpu().numpy()
+    measured = forgetting_curve(load(name, args), tokens, lengths=args.curve_lengths, repeats=args.repeats)
+    return {"copied": [p.copy_mean for p in measured.points], "guessed": [p.lm_mean for p in measured.points]}
+
+
+@torch.no_grad()
+def pruned(name, args):
+    """Texts that are read in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
+    model, tokens = load(name, args), held_out(args)
+    return {"contexts": [pruned_context(model, tokens[None, :length], args) for length in args.contexts]}
+
+
+def pruned_context(model, ids, args):
+    pruned = PrunedCache(model, args.tolerance, logit_bound="observed", prune_every=CHUNK)
+    caches = {"full": DynamicCache(config=model.config), "pruned": pruned}
+    loss, logits = {}, {}
+    for kind, cache in caches.items():
+        *chunks, last = ids.split(CHUNK, dim=1)
+        for chunk in chunks:
+            model(chunk, past_key_values=cache, logits_to_keep=1)
+        output = model(last, past_key_values=cache, labels=last)
+        loss[kind], logits[kind] = output.loss.item(), output.logits
+    pruned.prune()
+    dropped = pruned.dropped.float() / ids.shape[1]
+    return {
+        "tokens": ids.shape[1],
+        "dropped": dropped.mean().item(),
+        "most": dropped.max().item(),
+        "bound": torch.stack([layer.logit_bound() for layer in pruned.layers]).median().item(),
+        "cache_mb": megabytes(pruned),
+        "full_mb": megabytes(caches["full"]),
+        "loss": loss["pruned"],
+        "full_loss": loss["full"],
+        "change": (logits["pruned"] - logits["full"]).abs().max().item(),
+    }
+
+
+PARTS = {"training": train, "loss": loss, "gates": gates, "curve": curve, "pruned": pruned}
+
+
+def one_part(kind, model, args):
+    return {"kind": kind, "model": model, **PARTS[kind](model, args)}
+
+
+def measure(args):
+    trained = [model for model in RUNS if args.full or "--full" not in RUNS[model]]
+    keys = [("loss", model) for model in ("Llama", *CONVERTED)]
+    keys += [(kind, model) for model in trained for kind in ("training", "loss")]
+    keys += [("gates", model) for model in trained if model.startswith("FoX")]
+    keys += [("curve", model) for model in ("Llama", *trained)]
+    keys += [("pruned", model) for model in trained if model.startswith("FoX")]
+    yield from measure_parts(one_part, keys, args)
+
+
+def table(result):
+    s = result["settings"]
+    rows = {kind: [row for row in result["rows"] if row["kind"] == kind] for kind in PARTS}
+    training = {row["model"]: row["losses"] for row in rows["training"]}
+    losses = []
+    for row in rows["loss"]:
+        entry = {"model": row["model"], "loss": statistics.mean(row["losses"]), "change": row.get("change")}
+        if row["model"] != "Llama":
+            differences = [a - b for a, b in zip(row["losses"], rows["loss"][0]["losses"])]
+            error = statistics.stdev(differences) / len(differences) ** 0.5
+            entry |= {"difference": statistics.mean(differences), "error": error}
+        if steps := training.get(row["model"]):
+            quarter = max(1, len(steps) // 4)
+            entry["training"] = f"{statistics.mean(steps[:quarter]):.3f}, {statistics.mean(steps[-quarter:]):.3f}"
+        losses.append(entry)
+    quantiles = []
+    for row in rows["gates"]:
+        times = row["decay_times"]
+        names = {"fastest": 0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "slowest": 1}
+        entry = {name: np.quantile(times, share) for name, share in names.items()}
+        quantiles.append({"model": row["model"], "fast": np.mean(np.array(times) < s["length"]), **entry})
+    curves = [
+        {"model": row["model"], "kind": kind, **{f"n{n}": share for n, share in zip(s["curve_lengths"], row[field])}}
+        for row in rows["curve"]
+        for kind, field in (("copied", "copied"), ("guessed without the copy", "guessed"))
+    ]
+    lengths = s["curve_lengths"]
+    curve_table = f"""
+| model | share of tokens | {" | ".join(f"{n} tokens" for n in lengths)} |
+| {{model}} | {{kind}} | {" | ".join(f"{{n{n}:.1%}}" for n in lengths)} |
+"""
+    contexts = [{"model": row["model"], **context} for row in rows["pruned"] for context in row["contexts"]]
+    text = (
+        f"Rows of {s['length']} tokens, {s['rows']} of them a step, {s['steps']} steps, learning rate "
+        f"{s['learning_rate']:g}. Loss of {s['held_out_rows']} rows of the held-out novel (± standard error of the "
+        "difference):"
+    )
+    parts = [
+        (text, losses, LOSSES),
+        ("Tokens in which the heads forget by a factor e (before training: a row):", quantiles, GATES),
+        (f"Forgetting curve, {s['repeats']} passages of the novel for each length:", curves, curve_table),
+        (
+            f"Pruned cache, tolerance {s['tolerance']:g}; the loss is that of the last {CHUNK} tokens:",
+            contexts,
+            PRUNED,
+        ),
+    ]
+    return "\n\n".join(f"{text}\n\n{common.markdown(lines, form)}" for text, lines, form in parts if lines)
+
+
+def draw(result, path):
+    """Training losses of both runs, and the decay times of the heads before and after."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for row in result["rows"]:
+        if row["kind"] == "training":
+            left.plot(range(1, len(row["losses"]) + 1), row["losses"], label=row["model"])
+        if row["kind"] == "gates":
+            right.plot(row["decay_times"], label=row["model"])
+    left.set(xlabel="step", ylabel="training loss, nats")
+    right.axhline(result["settings"]["length"], color="grey", linestyle="--", label="before training")
+    right.set(xlabel="heads, the fastest first", ylabel="decay time, tokens", yscale="log")
+    for ax in (left, right):
+        ax.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments=None):
+    training = {"length": 512, "rows": 2, "steps": 30, "learning_rate": 2e-4, "full_learning_rate": 2e-5}
+    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 5, "contexts": [4096]}
+    parser = make_parser(__spec__.name, __doc__, "llama_to_fox", **training, **reading, tolerance=1e-2, device="cpu")
+    parser.add_argument("--full", action="store_true", help="train all parameters, too")
+    result = common.run(parser, measure, table, arguments)
+    draw(result, parser.parse_args(arguments).picture)
+
+
+if __name__ == "__main__":
+    main()

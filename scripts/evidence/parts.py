@@ -1,0 +1,39 @@
+"""An experiment in parts, each of which is kept when it is done: the same command continues after an interruption."""
+
+from pathlib import Path
+
+import torch
+
+from hf_longctx.metrics import Journal
+from scripts.bench import common
+
+
+def make_parser(module, description, name, **defaults):
+    """The parser of a benchmark, with a folder to keep parts in, and a picture."""
+    parser = common.make_parser(module, description, name, **defaults)
+    work, picture = common.ROOT / "demo_output" / "evidence", common.ROOT / "model_cards" / "evidence" / f"{name}.png"
+    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="keeps what is done")
+    parser.add_argument("--picture", type=Path, default=picture, metavar="FILE", help=f"default: {picture.name}")
+    return parser
+
+
+def measure_parts(measure, keys, args):
+    """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work."""
+    torch.set_num_threads(1)
+    settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, "seeds")}
+    settings |= {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
+    args.work.mkdir(parents=True, exist_ok=True)
+    with Journal(args.work / f"{args.name}.jsonl", settings) as journal:
+        for key in keys:
+            if key not in journal.done:
+                journal.append(key, measure(*key, args))
+            yield journal.done[key]
+
+
+def mean_and_range(values, decimals=2):
+    """
+    >>> mean_and_range([0.5, 0.25, 0.75])
+    '0.50 (0.25 to 0.75)'
+    """
+    mean, low, high = sum(values) / len(values), min(values), max(values)
+    return f"{mean:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
