@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -126,6 +127,8 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         callbacks=[Progress(settings.batch_tokens)],
     )
     trainer.remove_callback(PrinterCallback)
+    if checkpoint is not None:
+        trainer.check_division(checkpoint)
     if trainer.is_world_process_zero():
         cut_metrics(trainer.metrics, step)
     say(describe(settings, trainer, step))
@@ -389,6 +392,8 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
         f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        lines.append("accelerate has no FSDP on a CPU; every process holds the whole model")
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
 
 

@@ -100,6 +100,17 @@ def damaged(name, content="{"):
     return prepare
 
 
+def divided(name):
+    """A run whose last checkpoint was saved by processes that divide the model."""
+
+    def prepare(kit):
+        shutil.copytree(kit.finished, kit.path / "run")
+        shutil.rmtree(kit.path / "run" / "model")
+        (kit.path / "run" / "checkpoints" / "checkpoint-2" / name).mkdir()
+
+    return prepare
+
+
 def in_use(kit):
     """Another process trains in the folder."""
     (kit.path / "run").mkdir()
@@ -328,6 +339,12 @@ RUNS = [
             name: f"checkpoint-2 is damaged: {name} cannot be read. Remove this folder"
             for name in ("model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json")
         }.items()
+    ),
+    *(
+        refused(
+            f"checkpoint of {kind}", after(divided(file), run()), f"with {kind}, and these have whole models. Go on"
+        )
+        for kind, file in {"FSDP": "pytorch_model_fsdp_0", "DeepSpeed": "global_step2"}.items()
     ),
     refused("damaged metrics", after(damaged("metrics.jsonl", "x\n"), run()), "metrics.jsonl has a line that this"),
     refused("damaged tokens", after(damaged("data/tokens.npy", "cut"), run()), "tokens.npy is no whole file"),
