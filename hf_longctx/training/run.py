@@ -54,6 +54,7 @@ from .trainer import (
 
 
 SECONDS_BETWEEN_LINES = 10
+MANY_ROWS = 1000  # the gradient of a gate is proportional to 1 / decay time, and 1e-7 of the others' at 1e5 rows
 PATIENCE = 7 * 24 * 3600  # seconds in which the other processes wait for the first one, which packs and measures
 IN_USE = ".in_use"  # locked by the process that trains in a folder
 
@@ -155,6 +156,10 @@ def start(settings: RunSettings, tokenizer):
         return new_model(settings, tokenizer), None
     if settings.recipe == "rope-extend":
         say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
+    if settings.recipe == "fox-from-llama" and settings.decay_time > MANY_ROWS * settings.sequence_length:
+        say(
+            f"gates that forget after {settings.decay_time:g} tokens hardly learn from rows of {settings.sequence_length}"
+        )
     model = changed_model(settings, tokenizer)
     from .adapters import add_lora, identity
 

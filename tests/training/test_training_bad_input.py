@@ -221,11 +221,11 @@ def other_model(model, config, **sizes):
     return begin
 
 
-def damaged_model(name, content="damaged"):
+def damaged_model(name, content="damaged", **changes):
     def begin(kit):
         model = kit.llama()
         (kit.path / "llama" / name).write_text(content)
-        finetune(model=model, tokenizer=kit.tokenizer)(kit)
+        finetune(model=model, tokenizer=kit.tokenizer, **changes)(kit)
 
     return begin
 
@@ -272,6 +272,13 @@ FINETUNING = [
         "32 is more than the 16 positions",
     ),
     refused("other weights for a run", other_weights, r"other settings \(--model: "),
+    refused(
+        "merging into a quantized base",
+        damaged_model(
+            "config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "x"}}', merge=True
+        ),
+        "is quantized, and merging an adapter",
+    ),
     refused("damaged weights", damaged_model("model.safetensors"), "weights of .*llama cannot be read.*damaged"),
     refused(
         "damaged configuration",
