@@ -48,6 +48,7 @@ from .trainer import (
     StopAtSignal,
     check_checkpoint,
     cut_metrics,
+    drop_later,
     last_checkpoint,
     room_for,
 )
@@ -132,6 +133,7 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         trainer.check_division(checkpoint)
     if trainer.is_world_process_zero():
         cut_metrics(trainer.metrics, step)
+        drop_later(folder / "checkpoints", step)
     say(describe(settings, trainer, step))
     if step == 0:
         evaluate(settings, tokenizer, rows, "before")

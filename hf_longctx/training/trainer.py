@@ -211,6 +211,13 @@ def last_checkpoint(folder: Path) -> Path | None:
     return None if last is None else Path(last)
 
 
+def drop_later(folder: Path, step: int) -> None:
+    """Remove the checkpoints after a step, with which a training that goes on from it would mix."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if int(checkpoint.name.rpartition("-")[2]) > step:
+            shutil.rmtree(checkpoint)
+
+
 def check_checkpoint(folder: Path) -> int:
     """The step of a checkpoint.
 
@@ -292,4 +299,12 @@ def _flush(folder):
         os.close(descriptor)
 
 
-__all__ = ["ResumableTrainer", "StopAtSignal", "check_checkpoint", "cut_metrics", "last_checkpoint", "room_for"]
+__all__ = [
+    "ResumableTrainer",
+    "StopAtSignal",
+    "check_checkpoint",
+    "cut_metrics",
+    "drop_later",
+    "last_checkpoint",
+    "room_for",
+]

@@ -414,6 +414,23 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(kit):
         run(learning_rate=1e38, max_grad_norm=1e30, weight_decay=0.0, steps=5, schedule="constant")(kit)
 
 
+def test_a_run_goes_on_from_an_earlier_checkpoint_and_drops_the_later_one(kit, monkeypatch):
+    folder = kit.path / "run"
+    shutil.copytree(kit.finished, folder)
+    shutil.rmtree(folder / "model")
+
+    def end(*args, **kwargs):
+        raise InterruptedError
+
+    monkeypatch.setattr(ResumableTrainer, "train", end)
+    with pytest.raises(InterruptedError):
+        run("./run/checkpoints/checkpoint-1")(kit)
+    monkeypatch.undo()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-1"]
+    run()(kit)
+    assert (folder / "metrics.jsonl").read_text() == (kit.finished / "metrics.jsonl").read_text()
+
+
 def test_the_same_command_says_that_the_run_is_finished(kit, capsys):
     folder = kit.path / "run"
     shutil.copytree(kit.finished, folder)
