@@ -252,6 +252,9 @@ class FinetuneSettings(RunSettings):
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
     segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
+    carry_state: bool = setting(
+        False, "hmt: rows are chunks of one document each, and the memory goes from each chunk to the next"
+    )
 
     def complete(self):
         if not self.model:
@@ -281,10 +284,14 @@ class FinetuneSettings(RunSettings):
     def refuse_settings_of_others(self):
         """A setting that the recipe would ignore is a mistake."""
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
-        of_recipe |= {"segment_length": "hmt", "sensory_tokens": "hmt"}
+        of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
             if getattr(self, name) and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
+        if self.carry_state and self.streaming:
+            raise ValueError(
+                "--carry-state reads many places of a text at once; leave out --streaming, which reads one."
+            )
         if self.full and (self.lora_targets or self.train_in_full):
             raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
 

@@ -39,6 +39,7 @@ from .repeated import RowsWithRepeats
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
 from .starts import changed_model, extend_rope, new_model
+from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
     ResumableTrainer,
@@ -98,13 +99,19 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
             packed = dataclasses.replace(settings, streaming=False)  # a stream has no end
             evaluation_rows = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", packed, tokenizer)
 
+    carries_state = getattr(settings, "carry_state", False)
+    if carries_state:
+        streams = settings.batch_tokens // settings.sequence_length
+        rows = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, streams)
+        if evaluation_rows is not None:
+            evaluation_rows = DocumentStreams(evaluation_rows.tokens, rows.length, tokenizer.eos_token_id, streams)
     model, base = start(settings, tokenizer)
     shard = None
     if settings.sequence_parallel > 1:
         check_model(model, settings.sequence_parallel)
         shard = SequenceShard(settings.sequence_parallel)
     stops = StopAtSignal()
-    trainer = ResumableTrainer(
+    trainer = (StreamTrainer if carries_state else ResumableTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
@@ -159,6 +166,8 @@ def dry_run(settings: RunSettings) -> None:
         trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
         if isinstance(settings, TrainSettings):
             trial["repeated_rows"] = 0.0  # which needs the whole text
+        elif settings.carry_state:
+            trial["streaming"] = False
         train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
@@ -203,6 +212,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
+        remove_unused_columns=False,  # rows hold what the model or its Trainer takes
         ddp_timeout=PATIENCE,
         ddp_find_unused_parameters=False,
         # processes that share rows each read them, instead of a part of what the first one reads
