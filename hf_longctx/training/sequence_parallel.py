@@ -66,39 +66,34 @@ class SequenceShard:
 
     def token_before(self, x: torch.Tensor) -> torch.Tensor:
         """The last token of the part before; 0 for the first part: (B, t, ...) -> (B, 1, ...)"""
-        batch, last = len(x), x[:, -1]
-        sizes = [[batch * (other == self.rank + step) for other in range(self.size)] for step in (1, -1)]
-        before = Trade.apply(last[: sum(sizes[0])], *sizes, self.group)
-        missing = last.new_zeros(batch - len(before), *last.shape[1:])
-        return torch.cat([before, missing])[:, None]
+        ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
+        to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
+        return Trade.apply(to_next, self.group)[self.rank - 1]  # of the last part, the first has got 0
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, t, ...) -> (B, H / N, T, ...)"""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
-        return Trade.apply(x, None, None, self.group).movedim(0, 2).flatten(2, 3)
+        return Trade.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, H / N, ...) -> (B, t, H, ...)"""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
-        return Trade.apply(x, None, None, self.group).movedim(0, 2).flatten(2, 3)
+        return Trade.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
 
 class Trade(torch.autograd.Function):
-    """Send to process i the i-th part of the first dimension, and return what comes from all of them.
-
-    Sizes of the parts; None: equal ones. The gradients go back the same ways.
-    """
+    """x[i] of (N, ...) goes to process i; returns what has come from each, (N, ...). Gradients go the same ways."""
 
     @staticmethod
-    def forward(ctx, x, sent, received, group):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        out = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-        return out
+    def forward(ctx, x, group):
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
 
     @staticmethod
     def backward(ctx, gradient):
-        return Trade.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+        return Trade.apply(gradient, ctx.group), None
 
 
 def check_model(model, size: int) -> None:
