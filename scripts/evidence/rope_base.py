@@ -1,6 +1,6 @@
 """Does a RoPE base below the bound cost retrieval, but not perplexity? Small Llamas, from scratch in minutes.
 
-    python -m scripts.evidence.rope_base [--bases 100 1000 10000 100000] [--seeds 0 1 2] [--device cuda]
+    python -m scripts.evidence.rope_base [--bases 100 1000 10000 100000] [--steps 400] [--seeds 0 1 2] [--device cuda]
 
 As in Figure 3 of Men et al. 2024 (arXiv 2405.14591), a model that retrieves is trained on longer rows with another
 base. A Llama of two layers learns to copy random tokens on rows of 64 tokens with base 10000. Then it goes on with
@@ -28,7 +28,7 @@ HEAD_DIM = 32
 RUN_TOKENS = VOCABULARY // 4  # the others are for passages
 PASSAGES, PASSAGE = 4, 8  # of a row; tokens of each
 FIRST_BASE = 10_000.0
-ROWS = 128  # that are read
+ROWS = 64  # that are read
 TABLE = """
 | training on {length} tokens | base | reach by the bound | loss of runs | loss of second passages | {lags} |
 | {when} | {base:g} | {reach} | {runs} | {copies} | {shares} |
@@ -210,7 +210,7 @@ def draw(result, path):
 def main(arguments=None):
     lengths = {"first_length": 64, "length": 256, "first_steps": 400, "steps": 400, "rows": 8}
     options = {
-        "bases": [100.0, 1000.0, 10_000.0, 100_000.0],
+        "bases": [100.0, 10_000.0, 100_000.0],
         "seeds": [0, 1, 2],
         "vocabulary": 64,
         "learning_rate": 3e-3,
