@@ -1,0 +1,65 @@
+"""A Hub on this machine, and clients of it in processes of their own, which may lack this package."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+
+CLIENTS = Path(__file__).parent / "clients"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    for name in ("starlette", "uvicorn", "python_multipart", "lz4"):
+        pytest.importorskip(name, reason=f"the local Hub needs {name}: pip install 'hf-longctx[dev]'")
+    from server import serve
+
+    with serve(tmp_path_factory.mktemp("blobs")) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server):
+    """The running `Hub`. A test fails if something happened there that must never happen; see `Hub.problems`."""
+    server.log.clear()
+    server.knobs = type(server.knobs)()
+    yield server
+    assert not server.problems(), "\n".join(server.problems())
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory):
+    """An interpreter with the installed libraries and without hf_longctx, even where it is installed for editing."""
+    folder = tmp_path_factory.mktemp("python")
+    venv.create(folder, symlinks=True)
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    packages = next(folder.glob("lib/python*/site-packages"), folder / "Lib" / "site-packages")
+    (packages / "libraries.pth").write_text("\n".join(libraries))  # .pth files in these folders are not read
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+@pytest.fixture
+def run_client(hub, tmp_path, request):
+    """Runs a file of clients/ and gives what it printed; it fails if the file does.
+
+    Its environment has the address of the hub, a token of alice, and an empty cache that calls of one test share.
+    """
+
+    def run(name, *arguments, python=sys.executable, timeout=300, **variables):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": "hf_of_alice"}
+        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        environment |= {"PYTHONPATH": str(CLIENTS), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
+        command = [python, CLIENTS / name, *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=timeout, check=False
+        )
+        assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+        assert "hf_of_" not in done.stdout + done.stderr, "a token was printed"
+        return done.stdout
+
+    return run
