@@ -189,9 +189,9 @@ def module_names(file, auto_map):
 
 
 def code_file(folder, name):
-    """The package's own file, else the folder's."""
+    """The package's own file, else the folder's; which backbone is in use, only the folder says."""
     path = folder / name
-    if name in PACKAGE_CODE:
+    if name in PACKAGE_CODE and not (name == "custom_backbone_hmt.py" and path.is_file()):
         return PACKAGE_CODE[name]
     if not path.is_file():
         raise ValueError(

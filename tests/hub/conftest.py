@@ -10,6 +10,7 @@ import pytest
 
 
 CLIENTS = Path(__file__).parent / "clients"
+PACKAGE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +32,23 @@ def hub(server):
     assert not server.problems(), "\n".join(server.problems())
 
 
+@pytest.fixture
+def publish(hub):
+    """Puts a bundle onto the hub, without a client: `publish(bundle, id, private=False)` gives the commit."""
+    from server.repos import GITATTRIBUTES, File, Repo
+
+    def publish(bundle, id, private=False):
+        files = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
+        for path, content in bundle.files.items():
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            sha256 = hub.put(data)
+            files[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
+        repo = hub.repos.setdefault(("model", id), Repo("model", id, private, None))
+        return repo.commit("main", files, "by a test")
+
+    return publish
+
+
 @pytest.fixture(scope="session")
 def bare_python(tmp_path_factory):
     """An interpreter with the installed libraries and without hf_longctx, even where it is installed for editing."""
@@ -43,20 +61,21 @@ def bare_python(tmp_path_factory):
 
 
 @pytest.fixture
-def run_client(hub, tmp_path, request):
+def run_client(hub, tmp_path):
     """Runs a file of clients/ and gives what it printed; it fails if the file does.
 
     Its environment has the address of the hub, a token of alice, and an empty cache that calls of one test share.
     """
 
-    def run(name, *arguments, python=sys.executable, timeout=300, **variables):
+    def run(name, *arguments, python=sys.executable, with_package=False, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": "hf_of_alice"}
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
-        environment |= {"PYTHONPATH": str(CLIENTS), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
+        path = os.pathsep.join(map(str, [CLIENTS, PACKAGE] if with_package else [CLIENTS]))
+        environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
         command = [python, CLIENTS / name, *map(str, arguments)]
         done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=timeout, check=False
+            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=400, check=False
         )
         assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
         assert "hf_of_" not in done.stdout + done.stderr, "a token was printed"

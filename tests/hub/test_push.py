@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 from mistakes import refused
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import hf_longctx
+from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
+from hf_longctx.hmt import custom_backbone_hmt
 from hf_longctx.hub import build_bundle, loading_lines, push
 
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "model_cards" / "fox-demo"
+TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 
 
 @pytest.fixture
@@ -63,6 +67,17 @@ def test_a_bundle_of_an_adapter(adapter):
     bundle = build_bundle(adapter)
     assert set(bundle.files) == {"adapter_config.json", "adapter_model.safetensors", "hf_longctx.json"}
     assert 'AutoPeftModelForCausalLM.from_pretrained("alice/a", revision="b")' in loading_lines(bundle, "alice/a", "b")
+
+
+def test_the_code_of_a_backbone_goes_along(tmp_path):
+    HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(tmp_path)
+    files = build_bundle(tmp_path).files
+    assert "from .modeling_fox import FoxForCausalLM as MODEL_CLASS" in files["custom_backbone_hmt.py"].read_text()
+    assert files["modeling_fox.py"] == Path(modeling_fox.__file__)
+    HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path)
+    files = build_bundle(tmp_path).files
+    assert "modeling_fox.py" not in files
+    assert files["custom_backbone_hmt.py"].read_text() == Path(custom_backbone_hmt.__file__).read_text()
 
 
 def test_code_of_another_model_comes_from_its_folder(folder):
@@ -176,7 +191,5 @@ def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [{}, {"HF_HUB_DISABLE_XET": "1"}], ids=["Xet", "LFS"])
-def test_pushes(run_client, variables):
-    path = os.pathsep.join([str(Path(__file__).parent / "clients"), str(ROOT)])
-    run_client("push.py", DEMO, PYTHONPATH=path, **variables)
+def test_pushes(run_client):
+    run_client("push.py", DEMO, with_package=True)
