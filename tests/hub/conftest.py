@@ -34,17 +34,17 @@ def hub(server):
 
 @pytest.fixture
 def publish(hub):
-    """Puts a bundle onto the hub, without a client: `publish(bundle, id, private=False)` gives the commit."""
+    """Puts {path: content or file} onto the hub, as it is: `publish(files, id, private=False)` gives the commit."""
     from server.repos import GITATTRIBUTES, File, Repo
 
-    def publish(bundle, id, private=False):
-        files = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
-        for path, content in bundle.files.items():
+    def publish(files, id, private=False):
+        rows = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
+        for path, content in files.items():
             data = content if isinstance(content, bytes) else content.read_bytes()
             sha256 = hub.put(data)
-            files[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
+            rows[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
         repo = hub.repos.setdefault(("model", id), Repo("model", id, private, None))
-        return repo.commit("main", files, "by a test")
+        return repo.commit("main", rows, "by a test")
 
     return publish
 
@@ -71,6 +71,7 @@ def run_client(hub, tmp_path):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": "hf_of_alice"}
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        environment |= {"DISABLE_SAFETENSORS_CONVERSION": "1"}  # which would ask a Space of huggingface.co
         path = os.pathsep.join(map(str, [CLIENTS, PACKAGE] if with_package else [CLIENTS]))
         environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
         command = [python, CLIENTS / name, *map(str, arguments)]

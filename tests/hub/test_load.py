@@ -35,7 +35,7 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
         tokenizer.save_pretrained(folder)
         with torch.no_grad():
             expected[name] = model(ids).logits
-        return publish(build_bundle(folder), f"alice/{name}", private=name == "private")
+        return publish(build_bundle(folder).files, f"alice/{name}", private=name == "private")
 
     torch.manual_seed(0)
     commits["old"] = save(FoxForCausalLM(FoxConfig.pro(**TINY)), "fox")

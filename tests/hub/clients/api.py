@@ -152,6 +152,7 @@ def check_pull_requests():
     assert download(REPO, "pr.txt", revision=by_commit.pr_revision) == b"1"
     number = by_commit.pr_num
     assert api.get_discussion_details(REPO, number).title == "by commit"
+    assert [discussion.num for discussion in api.get_repo_discussions(REPO)] == [number]
     api.merge_pull_request(REPO, number)
     assert "pr.txt" in api.list_repo_files(REPO)
     api.upload_folder(repo_id=REPO, folder_path="folder", path_in_repo="pr", create_pr=True)

@@ -88,7 +88,8 @@ class Repo:
         number = len(self.discussions) + 1
         self.pull_requests[f"refs/pr/{number}"] = self.branches["main"]
         discussion = {"num": number, "title": title, "status": "draft", "isPullRequest": True, "createdAt": now()}
-        self.discussions.append(discussion | {"author": {"name": author}})
+        discussion |= {"author": {"name": author}, "repo": {"name": self.id, "type": self.type}}
+        self.discussions.append(discussion)
         return number
 
 
@@ -287,6 +288,12 @@ def change_ref(refs, name, method, commit):
 # -- discussions
 
 
+@endpoint(f"{API}/discussions")
+async def discussions(hub, request, plural, id):
+    rows = hub.repo(request, TYPES[plural], id).discussions
+    return {"discussions": rows, "count": len(rows), "start": 0}
+
+
 @endpoint(f"{API}/discussions", "POST")
 async def discuss(hub, request, plural, id):
     body = await request.json()
@@ -298,7 +305,7 @@ async def discuss(hub, request, plural, id):
 @endpoint(rf"{API}/discussions/(?P<number>\d+)")
 async def discussion(hub, request, plural, id, number):
     repo = hub.repo(request, TYPES[plural], id)
-    details = {"repo": {"name": id, "type": repo.type}, "events": [], "diff": "", "filesWithConflicts": []}
+    details = {"events": [], "diff": "", "filesWithConflicts": []}
     changes = {"base": "refs/heads/main", "mergeCommitId": None}
     return repo.discussions[int(number) - 1] | details | {"changes": changes}
 
