@@ -83,7 +83,7 @@ def main():
     with tempfile.TemporaryDirectory() as temporary, serve(Path(temporary)) as hub:
         work = Path(temporary, "work")
         work.mkdir()
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": f"{temporary}/home", "HF_TOKEN": "hf_of_alice"}
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONSAFEPATH": "1"}
         with_package = {"PYTHONPATH": str(ROOT)}

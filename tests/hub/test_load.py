@@ -38,7 +38,8 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
         return publish(build_bundle(folder).files, f"alice/{name}", private=name == "private")
 
     torch.manual_seed(0)
-    commits["old"] = save(FoxForCausalLM(FoxConfig.pro(**TINY)), "fox")
+    old = FoxForCausalLM(FoxConfig.pro(**TINY))
+    commits["old"] = save(old, "fox")
     expected["old"] = expected["fox"]
     fox = FoxForCausalLM(FoxConfig.pro(**TINY, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     commits["new"] = save(fox, "fox")
@@ -50,8 +51,8 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
     save(fox, "private", max_shard_size="50kB")
 
     llama = LlamaForCausalLM(LlamaConfig(**TINY))
-    for name, backbone in (("llama", llama), ("fox", fox)):
-        commit = save(backbone, "llama") if name == "llama" else commits["new"]
+    for name, backbone in (("llama", llama), ("fox", old)):  # a pointer keeps to its commit
+        commit = save(backbone, "llama") if name == "llama" else commits["old"]
         hmt = HMTWrapper.from_backbone(backbone, HMTConfig(**SETTINGS))
         save(hmt, f"hmt-{name}")
         hmt.config.backbone_in_checkpoint = False

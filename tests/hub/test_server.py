@@ -6,7 +6,6 @@ import urllib.request
 import pytest
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"HF_HUB_DISABLE_XET": "1"}], ids=["Xet", "LFS"])
 def test_the_client_of_the_hub_works(run_client, hub, variables):
     run_client("api.py", RUN="lfs" if variables else "xet", **variables)

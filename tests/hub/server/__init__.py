@@ -38,6 +38,8 @@ def serve(folder):
     """
     hub = Hub(folder, tokens=dict(USERS))
     sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "127.0.0.2")]
+    for listening in sockets:  # an answer goes out in two pieces, and the second must not wait for an acknowledgement
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     hub.url, hub.blob_url = ("http://{}:{}".format(*s.getsockname()) for s in sockets)
     server = uvicorn.Server(
         uvicorn.Config(application(hub), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
