@@ -24,6 +24,7 @@ TARGETS = {
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
     "mamba": ["in_proj", "x_proj"],  # Mamba's kernels read the other weights themselves, and PEFT refuses them
 }
+QUERIES_AND_VALUES = ["q_proj", "v_proj"]  # what HMT adapts, where a model has these names (PEFT's default for Llama)
 BASE = "base.json"  # beside an adapter: which weights it was trained on
 
 
@@ -34,11 +35,14 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
         ValueError: a name is none of the model's, or the adapter would corrupt tied embeddings when it is merged.
     """
     config = getattr(model.config, "backbone_config", model.config)  # of a model with memory: the backbone's
-    targets = _names(settings.lora_targets) or TARGETS.get(config.model_type, "all-linear")
+    targets = _names(settings.lora_targets)
     in_full = _names(settings.train_in_full)
     if in_full is None:
         in_full = trained_in_full(model, settings.recipe)
     linear = {name for name, module in _leaves(model) if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))}
+    if targets is None and settings.recipe == "hmt" and linear.issuperset(QUERIES_AND_VALUES):
+        targets = QUERIES_AND_VALUES
+    targets = targets or TARGETS.get(config.model_type, "all-linear")
     if targets != "all-linear":
         _check_names("--lora-targets", targets, linear)
     _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})

@@ -288,14 +288,17 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
 def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
     border = None if has_memory(settings) else tokenizer.eos_token_id  # a memory reads on
+    construction = settings.made_of_documents()
     if source.endswith(".npy"):
+        if construction is not None:
+            raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
         return Rows(source, settings.sequence_length, border, len(tokenizer))
     if settings.streaming:
-        return StreamedRows(source, tokenizer, settings.sequence_length, border)
+        return StreamedRows(source, tokenizer, settings.sequence_length, border, construction)
     state, packed_from = state_of_files(source), path.with_suffix(".source")
     if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
         packed_from.unlink(missing_ok=True)
-        pack(source, tokenizer, path)
+        pack(source, tokenizer, path, construction)
         packed_from.write_text(state)
     return Rows(path, settings.sequence_length, border, len(tokenizer))
 

@@ -117,6 +117,18 @@ class ResumableTrainer(Trainer):
                 "again with --resume never."
             )
 
+    def prediction_step(self, *args, **kwargs):
+        if self.shard is not None:
+            self.gather_function = self.gather_losses_of_groups
+        return super().prediction_step(*args, **kwargs)
+
+    def gather_losses_of_groups(self, losses):
+        """Losses of all groups' rows, of which each process has a part: (B,) -> (groups * B,), at the end fewer."""
+        groups = self.accelerator.gather(losses).view(-1, self.shard.size, len(losses))
+        state = self.accelerator.gradient_state
+        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return groups.mean(1).flatten()[:rows]
+
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)

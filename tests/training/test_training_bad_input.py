@@ -85,7 +85,7 @@ def write(name, content="something"):
 def without_eos(kit):
     tokenizer = AutoTokenizer.from_pretrained(kit.tokenizer)
     tokenizer.eos_token = None
-    next(encode(iter(["text"]), tokenizer))
+    next(encode("text.txt", tokenizer))
 
 
 def damaged(name, content="{"):
@@ -138,6 +138,10 @@ SETTINGS = [
     refused("no clipping", resolve(max_grad_norm=0), "--max-grad-norm is 0"),
     refused("never saving", resolve(save_steps=0), "--save-steps is 0"),
     refused("dropout of one", resolve(dropout=1.0), "--dropout is 1.0; it must be at least 0 and below 1"),
+    refused("warmup of a schedule without", resolve(schedule="step", warmup_steps=6), "--schedule step has no warmup"),
+    refused("unknown construction", resolve(construction="mixed"), "'mixed'; it must be one of interleave, dilate"),
+    refused("size of no construction", resolve(construction_size=9), "--construction-size belongs to --construction"),
+    refused("turns of nothing", resolve(construction="dilate", construction_size=0), "--construction-size is 0"),
     refused("warmup beyond the end", resolve(steps=5, warmup_steps=6), "between 0 and the 5 steps"),
     refused(
         "a batch of no whole passes",
@@ -248,6 +252,10 @@ FINETUNING = [
     refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
     refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
+    refused("memory of another recipe", finetune(carry_state=True), "--carry-state belongs to --recipe hmt"),
+    refused(
+        "many places of a stream", finetune(recipe="hmt", carry_state=True, streaming=True), "leave out --streaming"
+    ),
     refused("negative decay time", finetune(recipe="fox-from-llama", decay_time=-1.0), "--decay-time is -1.0"),
     refused("no longer context", finetune(recipe="rope-extend"), "32 does not extend the context of 64"),
     refused(
@@ -300,6 +308,11 @@ RUNS = [
         "tokens that are no integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
         "holds float64; a file of tokens holds integers",
+    ),
+    refused(
+        "texts made of tokens",
+        after(write("ids.npy", np.ones(999, int)), run(data="./ids.npy", construction="interleave")),
+        "ids.npy holds tokens; give the texts",
     ),
     refused(
         "tokens of another tokenizer",
