@@ -89,8 +89,8 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         check_enough(rows, settings)
     if is_first_process():
         (folder / "config.yaml").write_text(write_settings(settings))
-    if share := getattr(settings, "repeated_rows", 0):
-        rows = RowsWithRepeats(rows, share, tokenizer, settings.seed)
+    if settings.repeated_rows:
+        rows = RowsWithRepeats(rows, settings.repeated_rows, tokenizer, settings.seed)
     if (folder / "model").exists():
         evaluate(settings, tokenizer, rows, "after")
         say(f"{folder} is finished: the model is in {folder / 'model'}.")
@@ -174,11 +174,8 @@ def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
-        if isinstance(settings, TrainSettings):
-            trial["repeated_rows"] = 0.0  # which needs the whole text
-        elif settings.carry_state:
-            trial["streaming"] = False
+        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None)
+        trial["streaming"] = not (settings.repeated_rows or getattr(settings, "carry_state", False))
         train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
