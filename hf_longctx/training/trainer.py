@@ -64,13 +64,16 @@ class ResumableTrainer(Trainer):
         shard: SequenceShard | None = None,
         **kwargs,
     ):
-        check_arguments(kwargs["args"])
         super().__init__(*args, **kwargs)
         self.metrics, self.saving_in, self.shard = metrics, None, shard
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
         self.add_callback(stops)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self.skips_logits = "skip_logits" in inspect.signature(base.forward).parameters
+
+    def create_accelerator_and_postprocess(self):
+        check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
