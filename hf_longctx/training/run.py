@@ -33,12 +33,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..metrics.run.parts import wait
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .repeated import RowsWithRepeats
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_model
+from .starts import changed_model, extend_rope, new_model, read_undivided
 from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
@@ -277,14 +278,17 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
 def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
     border = None if has_memory(settings) else tokenizer.eos_token_id  # a memory reads on
+    construction = settings.made_of_documents()
     if source.endswith(".npy"):
+        if construction is not None:
+            raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
         return Rows(source, settings.sequence_length, border, len(tokenizer))
     if settings.streaming:
-        return StreamedRows(source, tokenizer, settings.sequence_length, border)
+        return StreamedRows(source, tokenizer, settings.sequence_length, border, construction)
     state, packed_from = state_of_files(source), path.with_suffix(".source")
     if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
         packed_from.unlink(missing_ok=True)
-        pack(source, tokenizer, path)
+        pack(source, tokenizer, path, construction)
         packed_from.write_text(state)
     return Rows(path, settings.sequence_length, border, len(tokenizer))
 
@@ -333,16 +337,18 @@ def digest_of(value) -> str:
 def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     """Where a recipe changes the context: perplexity and retrieval at the new one, in RUN/evaluation.
 
-    "before" is the pretrained model as it is, "after" the one in RUN/model.
+    "before" is the pretrained model as it is, "after" the one in RUN/model. The processes share the work.
     """
-    if getattr(settings, "recipe", None) != "rope-extend" or not is_first_process():
+    if getattr(settings, "recipe", None) != "rope-extend":
         return
     from .evaluation import measure
 
+    wait()  # until the first process has saved the model
     folder = Path(settings.output)
     results = folder / "evaluation" / when
     if (results / "lines.json").exists():  # the last one
         return
+    read_undivided()
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())

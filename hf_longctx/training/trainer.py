@@ -28,10 +28,10 @@ from .sequence_parallel import SequenceShard, check_arguments
 
 UNFINISHED = ".saving"
 GATE = re.compile(r"\bf_proj\b")
-# What a complete checkpoint holds; a file, or a folder where the model is sharded.
+# What a complete checkpoint holds: files, or folders where FSDP or DeepSpeed divides the model.
 PARTS = {
-    "weights": ("*model*", "pytorch_model_fsdp*"),
-    "optimizer": ("optimizer*",),
+    "weights": ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*/*model_states.pt"),
+    "optimizer": ("optimizer*", "global_step*/*optim_states.pt"),
     "schedule": ("scheduler.pt",),
     "random state": ("rng_state*",),
     "trainer state": ("trainer_state.json",),

@@ -269,16 +269,17 @@ def test_ddp_finds_no_unused_parameter(make_wrapper, tokens, one_process_group):
     assert model.module.memory.wq.grad.any()
 
 
-def test_fsdp2_gives_the_same_gradients(make_wrapper, tokens, one_process_group):
+@pytest.mark.parametrize("kept", [0, 1], ids=["all logits", "last logits"])
+def test_fsdp2_gives_the_same_gradients(make_wrapper, tokens, one_process_group, kept):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     model = make_wrapper().train()
-    model(tokens, labels=tokens).loss.backward()
+    model(tokens, labels=tokens, logits_to_keep=kept).loss.backward()
     expected = gradients(model)
     model.zero_grad()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     for module in (*model.backbone.model.layers, model):
         fsdp.fully_shard(module, mesh=mesh)
-    model(tokens, labels=tokens).loss.backward()
+    model(tokens, labels=tokens, logits_to_keep=kept).loss.backward()
     assert_same_gradients({n: p.grad.full_tensor() for n, p in model.named_parameters()}, expected)
 
 
