@@ -15,9 +15,10 @@ ALLOWED = {
     "hmt": {"hmt"},
     "metrics": {"metrics"},
     "training": {"training", "fox", "hmt", "metrics", "corpus"},
+    "hub": {"hub", "fox", "hmt", "metrics"},
     "corpus": set(),
     "_registration": set(),
-    "cli": {"cli", "corpus", "fox", "metrics", "training"},
+    "cli": {"cli", "corpus", "fox", "hub", "metrics", "training"},
     "__main__": {"cli"},
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}

@@ -21,6 +21,7 @@ from . import (
     lines,
     loss,
     needle,
+    push,
     register_metrics,
     report,
     rope,
@@ -44,6 +45,7 @@ COMMANDS = {
     "train": train,
     "finetune": finetune,
     "convert": convert,
+    "push": push,
     "register-metrics": register_metrics,
 }
 

@@ -139,15 +139,20 @@ def plan(config_dict, source_format, destination_format, decay_time):
 def find_companions(source: Path) -> list[Path]:
     """The files to copy. A link that leaves the folder is refused, as the copy may be published with the weights."""
     companions = [path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()]
-    home = source.resolve()
-    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]  # the latter: Hub's cache
     for path in companions:
-        if not any(path.resolve().is_relative_to(folder) for folder in homes):
+        if leads_outside(path, source):
             raise ValueError(
                 f"{path} is a link to {path.resolve()}, outside of {source}, and would be copied into the result. Remove "
                 "it, or put the file itself in its place."
             )
     return companions
+
+
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Whether a path within a folder is a link to something outside. In the Hub's cache, links lead to the blobs."""
+    home = folder.resolve()
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    return not any(path.resolve().is_relative_to(home) for home in homes)
 
 
 def save_code_and_config(config, dtype, folder):

@@ -1,10 +1,15 @@
 """Configuration of the Hierarchical Memory Transformer around a causal language model (arXiv 2405.06067)."""
 
 import difflib
+from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
+from .custom_backbone_hmt import __doc__ as ABOUT
 
 
 # Names that the base class takes beside its fields.
@@ -94,6 +99,19 @@ class HMTConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
+    def save_pretrained(self, save_directory, **kwargs):
+        """As in transformers; the code of a backbone that transformers lacks is saved too, and used by name."""
+        super().save_pretrained(save_directory, **kwargs)
+        lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
+        if classes := custom_classes(self.backbone_config):
+            lines = [
+                f"from .{x.__module__.split('.')[-1]} import {x.__name__} as {name}" for name, x in classes.items()
+            ]
+        for x in classes.values():
+            custom_object_save(x, save_directory)
+        text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
+        Path(save_directory, "custom_backbone_hmt.py").write_text(text)
+
     @classmethod
     def _check_names(cls, names):
         for name in names:
@@ -174,12 +192,34 @@ class HMTConfig(PreTrainedConfig):
 def config_from_dict(values: dict) -> PreTrainedConfig:
     """The backbone's configuration object from its json form; ValueError if its type is not registered."""
     model_type = values.get("model_type")
+    if CONFIG_CLASS is not None and CONFIG_CLASS.model_type == model_type:
+        return CONFIG_CLASS.from_dict(values)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"The backbone has model_type {model_type!r}, which this version of transformers does not know. "
             "Import the package that registers it first."
         )
     return CONFIG_MAPPING[model_type].from_dict(values)
+
+
+def custom_classes(config: PreTrainedConfig | None) -> dict[str, type]:
+    """Classes of a backbone whose code is to be saved, by their names in `custom_backbone_hmt.py`; else {}."""
+    config_class, model_class = type(config), None
+    if config_class is CONFIG_CLASS:
+        model_class = MODEL_CLASS
+    elif getattr(config_class, "_auto_class", None) is not None:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    return {"CONFIG_CLASS": config_class, "MODEL_CLASS": model_class} if model_class else {}
+
+
+def custom_model_class(config: PreTrainedConfig | None) -> type | None:
+    """The causal LM of a backbone's configuration, if its code came with the checkpoint.
+
+    This class is used and not registered with the Auto classes, where another checkpoint's would take its place.
+    """
+    if CONFIG_CLASS is None or getattr(config, "model_type", None) != CONFIG_CLASS.model_type:
+        return None
+    return MODEL_CLASS
 
 
 __all__ = ["HMTConfig"]

@@ -58,7 +58,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_generation, check_ids
-from .configuration_hmt import HMTConfig
+from .configuration_hmt import HMTConfig, custom_model_class
 from .memory_hmt import SIMILARITY_GAIN, HMTMemory, HMTState, pad_front, pick, recall_distance
 from .pages_hmt import MemoryPages, PageFile
 from .rows_hmt import Chunk, Rows, Span, align
@@ -142,7 +142,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                     "HMTConfig has no backbone_config. Use HMTWrapper.from_backbone(model_or_name, config)."
                 )
             config.check()
-            backbone = AutoModelForCausalLM.from_config(config.backbone_config)
+            custom = custom_model_class(config.backbone_config)
+            build = custom._from_config if custom else AutoModelForCausalLM.from_config
+            backbone = build(config.backbone_config)
         lm = Backbone(backbone)
         config.backbone_config = lm.model.config
         config.check()
@@ -868,8 +870,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers.
 
         With `output_loading_info=True`, the loading info of a pointer is that of the backbone, under the backbone's
-        own parameter names; the memory's weights must be complete. `trust_remote_code` holds for this checkpoint; code
-        in the repository of the backbone runs only with `backbone_trust_remote_code=True`.
+        own parameter names; the memory's weights must be complete. `trust_remote_code` holds for this checkpoint,
+        where the code of a FoX is saved too; code in the repository of the backbone runs only with
+        `backbone_trust_remote_code=True`.
 
         Raises:
             ValueError: settings beside a configuration object; not an HMT checkpoint; a backbone with code of its own.
@@ -894,8 +897,9 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         # AutoModel keeps its argument attn_implementation in the config
         backbone_kwargs.setdefault("attn_implementation", hmt_config._attn_implementation)
         backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
+        loader = custom_model_class(hmt_config.backbone_config) or AutoModelForCausalLM
         try:
-            backbone = AutoModelForCausalLM.from_pretrained(hmt_config.backbone_name_or_path, **backbone_kwargs)
+            backbone = loader.from_pretrained(hmt_config.backbone_name_or_path, **backbone_kwargs)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise

@@ -82,13 +82,14 @@ def embedding_names(model) -> set[str]:
 
 
 def identity(model) -> dict[str, str]:
-    """What tells a base from another one: its architecture and a hash of some weights."""
+    """What tells a base from another one: its architecture, and a hash of some weights, rounded to bfloat16."""
     config = model.config
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters())[:: max(1, len(list(model.parameters())) // 8)]:
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].float().cpu()
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].bfloat16().float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     shape = {n: getattr(config, n, None) for n in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    shape["rope_theta"] = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     return {**{name: str(value) for name, value in shape.items()}, "weights": digest.hexdigest()}
 
 

@@ -33,12 +33,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..metrics.run.parts import wait
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .repeated import RowsWithRepeats
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_model
+from .starts import changed_model, extend_rope, new_model, read_undivided
 from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
@@ -336,16 +337,18 @@ def digest_of(value) -> str:
 def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     """Where a recipe changes the context: perplexity and retrieval at the new one, in RUN/evaluation.
 
-    "before" is the pretrained model as it is, "after" the one in RUN/model.
+    "before" is the pretrained model as it is, "after" the one in RUN/model. The processes share the work.
     """
-    if getattr(settings, "recipe", None) != "rope-extend" or not is_first_process():
+    if getattr(settings, "recipe", None) != "rope-extend":
         return
     from .evaluation import measure
 
+    wait()  # until the first process has saved the model
     folder = Path(settings.output)
     results = folder / "evaluation" / when
     if (results / "lines.json").exists():  # the last one
         return
+    read_undivided()
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())

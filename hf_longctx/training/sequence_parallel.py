@@ -54,6 +54,7 @@ class SequenceShard:
         dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
         dealer.num_processes //= self.size
         dealer.process_index //= self.size
+        dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
         return loader
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,8 +102,8 @@ def check_model(model, size: int) -> None:
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence-parallel {size} is for FoX, and this model is a {config.model_type}. Leave it out, or turn the "
-            "model into a FoX first: --recipe fox-from-llama."
+            f"--sequence-parallel {size} is for FoX, and this model is a {config.model_type}. Leave it out, or take a "
+            "FoX, which --recipe fox-from-llama makes of a Llama."
         )
     if config.num_key_value_heads % size:
         raise ValueError(

@@ -28,10 +28,10 @@ from .sequence_parallel import SequenceShard, check_arguments
 
 UNFINISHED = ".saving"
 GATE = re.compile(r"\bf_proj\b")
-# What a complete checkpoint holds; a file, or a folder where the model is sharded.
+# What a complete checkpoint holds: files, or folders where FSDP or DeepSpeed divides the model.
 PARTS = {
-    "weights": ("*model*", "pytorch_model_fsdp*"),
-    "optimizer": ("optimizer*",),
+    "weights": ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*/*model_states.pt"),
+    "optimizer": ("optimizer*", "global_step*/*optim_states.pt"),
     "schedule": ("scheduler.pt",),
     "random state": ("rng_state*",),
     "trainer state": ("trainer_state.json",),
@@ -100,6 +100,18 @@ class ResumableTrainer(Trainer):
         if self.shard is not None:
             inputs = {**inputs, "shard": self.shard}
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, *args, **kwargs):
+        if self.shard is not None:
+            self.gather_function = self.gather_losses_of_groups
+        return super().prediction_step(*args, **kwargs)
+
+    def gather_losses_of_groups(self, losses):
+        """Losses of all groups' rows, of which each process has a part: (B,) -> (groups * B,), at the end fewer."""
+        groups = self.accelerator.gather(losses).view(-1, self.shard.size, len(losses))
+        state = self.accelerator.gradient_state
+        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return groups.mean(1).flatten()[:rows]
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:

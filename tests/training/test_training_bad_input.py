@@ -389,7 +389,6 @@ def test_mistakes(mistake, kit, record_property):
 
 def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
     run()(kit)
-    run()(kit)  # finished
     with pytest.raises(ValueError, match=r"other settings \(--learning-rate: 0.003 -> 0.1; --seed: 0 -> 1\).*never"):
         run(learning_rate=0.1, seed=1)(kit)
     (kit.path / "text.txt").write_text("Another text about a fox that forgets. " * 40)
@@ -402,6 +401,15 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(kit):
     with pytest.raises(FloatingPointError, match=r"gradients of step \d+ is (nan|inf). The weights are those of step"):
         run(learning_rate=1e38, max_grad_norm=1e30, weight_decay=0.0, steps=5, schedule="constant")(kit)
+
+
+def test_the_same_command_says_that_the_run_is_finished(kit, capsys):
+    folder = kit.path / "run"
+    shutil.copytree(kit.finished, folder)
+    metrics = (folder / "metrics.jsonl").read_text()
+    assert cli.main(["train", "--config", str(folder / "config.yaml"), "--output", str(folder)]) == 0
+    assert f"{folder} is finished: the model is in {folder / 'model'}." in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == metrics
 
 
 def test_the_exit_code_of_a_mistake_is_2_and_of_an_overflow_1(kit, capsys):

@@ -1,0 +1,50 @@
+"""Push the folder of a model or adapter to the Hub, in one commit.
+
+DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
+so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files and links out
+of DIR are refused. The token is that of `hf auth login`, or of the environment variable HF_TOKEN.
+
+Examples:
+  hf-longctx push model alice/fox --dry-run
+  hf-longctx push model alice/fox --private --verify
+"""
+
+
+def add_arguments(parser):
+    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
+    parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if there is none")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument(
+        "--revision", metavar="BRANCH", help="branch, which is created if there is none (default: main)"
+    )
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="load the commit back in a process without hf-longctx, and compare logits",
+    )
+
+
+def run(args):
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..hub import build_bundle, check_pushed, loading_lines, push
+
+    validate_repo_id(args.repo)
+    if args.repo.count("/") != 1:
+        raise ValueError(f"{args.repo!r} is no name of a repository; give NAMESPACE/NAME, such as alice/fox.")
+    bundle = build_bundle(args.folder)
+    for path in sorted(bundle.files):
+        print(f"{bundle.size(path):>14,}  {path}")
+    if bundle.left_out:
+        print(f"left out: {', '.join(bundle.left_out)}")
+    if args.dry_run:
+        print(f"nothing was sent to {args.repo}")
+        return
+    commit = push(bundle, args.repo, private=args.private, revision=args.revision, create_pr=args.create_pr)
+    print(commit.pr_url or commit.commit_url)
+    print(loading_lines(bundle, args.repo, commit.oid))
+    if args.verify:
+        hashes = {path: bundle.sha256(path) for path in bundle.files}
+        print(check_pushed(args.folder, hashes, args.repo, commit.oid))

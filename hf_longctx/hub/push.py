@@ -1,0 +1,66 @@
+"""One commit on the Hub, of a bundle."""
+
+import fnmatch
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+from .. import __version__
+from .bundle import Bundle
+
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def push(
+    bundle: Bundle, repo: str, *, private: bool = False, revision: str | None = None, create_pr: bool = False
+) -> CommitInfo:
+    """Push a bundle in one commit; where nothing has changed, none is made.
+
+    The repository and the branch are created if there are none. Weights that the bundle lacks are removed from the
+    repository: transformers would prefer a `model.safetensors` of before to the shards of now.
+
+    The token is that of `hf auth login` or of the environment variable HF_TOKEN.
+
+    Args:
+        repo: NAMESPACE/NAME.
+        private: create a private repository.
+        revision: a branch. Default: main.
+        create_pr: open a pull request instead of changing the branch.
+
+    Raises:
+        ValueError: there is no token, `repo` is no name, or the repository is public although `private`.
+        HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile.
+    """
+    if get_token() is None:
+        raise ValueError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
+    api = HfApi(library_name="hf_longctx", library_version=__version__)
+    api.create_repo(repo, private=private or None, exist_ok=True)
+    if private and not api.repo_info(repo).private:
+        raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
+    if revision is not None:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    head = api.repo_info(repo, revision=revision)
+    old = [file.rfilename for file in head.siblings if any(fnmatch.fnmatch(file.rfilename, p) for p in WEIGHTS)]
+    operations = [CommitOperationDelete(path) for path in old if path not in bundle.files]
+    # fresh objects: create_commit marks those that it has sent
+    operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
+    return api.create_commit(
+        repo,
+        operations,
+        commit_message=f"Push with hf-longctx {__version__}",
+        revision=revision,
+        parent_commit=head.sha,
+        create_pr=create_pr,
+    )
+
+
+def loading_lines(bundle: Bundle, repo: str, commit: str) -> str:
+    """Python that loads what was pushed: this commit and no other, its code included."""
+    arguments = [f'"{repo}"', f'revision="{commit}"']
+    if "auto_map" in bundle.config or any(path.endswith(".py") for path in bundle.files):
+        arguments.append("trust_remote_code=True")
+    if bundle.is_adapter:
+        return f"from peft import AutoPeftModelForCausalLM\nAutoPeftModelForCausalLM.from_pretrained({', '.join(arguments)})"
+    return (
+        f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({', '.join(arguments)})"
+    )

@@ -1,0 +1,112 @@
+"""The whole way to the Hub and back, on this machine: push, load without hf_longctx, load again offline.
+
+    python scripts/hub_roundtrip.py
+
+A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, an HMT around it and a LoRA adapter are pushed
+with `hf-longctx push`. A second environment, without this package, loads them by HTTP, generates, and compares the
+logits; then it does so again offline. The exit status is 0 if all logits are the same, and the server saw no unknown
+endpoint, no defect of its own, and no token at the blob host.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "model_cards" / "fox-demo"
+PROMPT = "The import statement"
+SAVE = """
+import sys
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_longctx import HMTConfig, HMTWrapper
+
+demo, prompt = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(demo)
+ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
+fox = AutoModelForCausalLM.from_pretrained(demo)
+hmt = HMTWrapper.from_backbone(fox, HMTConfig(segment_length=32, sensory_tokens=8)).eval()
+with torch.no_grad():
+    logits = {"ids": ids, "fox": fox.eval()(ids).logits, "hmt": hmt(ids).logits}
+    hmt.save_pretrained("hmt")
+    tokenizer.save_pretrained("hmt")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(fox, lora).eval()
+    adapted.peft_config["default"].base_model_name_or_path = "alice/fox"
+    adapted.save_pretrained("adapter")
+    logits["adapter"] = adapted(input_ids=ids).logits
+save_file(logits, "logits.safetensors")
+"""
+LOAD = """
+import importlib.util
+import sys
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+assert importlib.util.find_spec("hf_longctx") is None
+logits, same = load_file("logits.safetensors"), True
+ids = logits["ids"]
+for name in ("fox", "hmt", "adapter"):
+    model = AutoModelForCausalLM.from_pretrained(f"alice/{name}", trust_remote_code=True).eval()
+    with torch.no_grad():
+        difference = (model(input_ids=ids).logits - logits[name]).abs().max().item()
+    same &= difference == 0
+    tokenizer = AutoTokenizer.from_pretrained("alice/fox")
+    prompt = tokenizer(sys.argv[1], return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0])
+    print(f"{name}: logits differ by {difference}; it generates {text!r}")
+sys.exit(not same)
+"""
+
+
+def bare_python(folder):
+    """An interpreter in `folder` with the libraries of this one, and without hf_longctx."""
+    venv.create(folder, symlinks=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+    return folder / "bin" / "python"
+
+
+def main():
+    sys.path.insert(0, str(ROOT / "tests" / "hub"))
+    from server import serve
+
+    with tempfile.TemporaryDirectory() as temporary, serve(Path(temporary)) as hub:
+        work = Path(temporary, "work")
+        work.mkdir()
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": f"{temporary}/home", "HF_TOKEN": "hf_of_alice"}
+        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONSAFEPATH": "1"}
+        with_package = {"PYTHONPATH": str(ROOT)}
+
+        def step(title, *command, **variables):
+            start, requests = time.perf_counter(), len(hub.log)
+            print(f"\n== {title}", flush=True)
+            subprocess.run(list(map(str, command)), env=environment | variables, cwd=work, check=True)
+            print(f"   {len(hub.log) - requests} requests, {time.perf_counter() - start:.1f} s", flush=True)
+
+        print(f"A Hub at {hub.url}, its blobs at {hub.blob_url}")
+        step(
+            "make an HMT around the demo FoX, and an adapter", sys.executable, "-c", SAVE, DEMO, PROMPT, **with_package
+        )
+        for name, folder in (("fox", DEMO), ("hmt", "hmt"), ("adapter", "adapter")):
+            command = ("push", folder, f"alice/{name}", *(["--verify"] * (name == "fox")))
+            step(f"hf-longctx push {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
+        python = bare_python(Path(temporary, "python"))
+        step("load and generate without hf_longctx", python, "-c", LOAD, PROMPT)
+        step("the same, offline", python, "-c", LOAD, PROMPT, HF_HUB_OFFLINE="1")
+        print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
+        return bool(hub.problems())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

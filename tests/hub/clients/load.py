@@ -1,0 +1,103 @@
+"""Loads what a test has published, in a process that has no hf_longctx: the logits must be the same, bit for bit."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import checks
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    pipeline,
+)
+
+
+assert importlib.util.find_spec("hf_longctx") is None
+EXPECTED = load_file(sys.argv[1])
+COMMITS = json.loads(Path(sys.argv[2]).read_text())
+OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+BOB = "hf_of_" + "bob"
+
+
+def load(name, auto_class=AutoModelForCausalLM, **options):
+    return auto_class.from_pretrained(f"alice/{name}", **{"trust_remote_code": True} | options)
+
+
+@torch.no_grad()
+def same(model, name):
+    outputs = model.eval()(EXPECTED["ids"])
+    actual = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    difference = (actual - EXPECTED[name]).abs().max().item()
+    assert difference == 0, f"{name}: {difference}"
+
+
+def refused(name, says, **options):
+    try:
+        load(name, **options)
+    except (OSError, ValueError) as error:
+        assert says in str(error), error
+    else:
+        raise AssertionError(f"{name} was loaded")
+
+
+def check_configuration():
+    assert type(load("fox", AutoConfig)).__module__.startswith("transformers_modules.alice.fox.")
+
+
+def check_no_code_runs_without_trust():
+    refused("fox", "trust_remote_code", trust_remote_code=False)
+
+
+def check_every_kind_of_model():
+    same(load("fox", AutoModel), "fox-base")
+    same(load("fox"), "fox")
+    same(load("classifier", AutoModelForSequenceClassification), "classifier")
+
+
+def check_pipeline():
+    options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    text = pipeline("text-generation", "alice/fox", trust_remote_code=True)("The import statement", **options)
+    assert text[0]["generated_text"] == COMMITS["text"]
+
+
+def check_sharded_and_private():
+    if not OFFLINE:
+        refused("private", "not a valid model identifier", token=False)
+        refused("private", "not a valid model identifier", token=BOB)
+    same(load("private"), "fox")
+
+
+def check_pinned_revision_and_code():
+    old, new = COMMITS["old"], COMMITS["new"]
+    model = load("fox", revision=old)
+    same(model, "old")
+    assert f".{old}." in type(model).__module__
+    model = load("fox", revision=old, code_revision=new)
+    same(model, "old")
+    assert f".{new}." in type(model).__module__
+
+
+def check_hmt_around_a_llama():
+    same(load("hmt-llama"), "hmt-llama")
+    same(load("hmt-llama-pointer"), "hmt-llama")
+
+
+def check_hmt_around_a_fox():
+    for name in ("hmt-fox", "hmt-fox-pointer"):
+        model = load(name)
+        same(model, "hmt-fox")
+        assert type(model.backbone).__module__.startswith(
+            f"transformers_modules.alice.{name.replace('-', '_hyphen_')}"
+        )
+        model.save_pretrained(f"again-{name}")  # and from a folder
+        same(AutoModelForCausalLM.from_pretrained(f"again-{name}", trust_remote_code=True), "hmt-fox")
+
+
+if __name__ == "__main__":
+    checks.run(dict(globals()))

@@ -1,0 +1,133 @@
+"""`hf-longctx push`, as one runs it, with the folder of a model as its argument."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import checks
+from huggingface_hub import HfApi, get_session, hf_hub_download
+from transformers import AutoModelForCausalLM
+
+from hf_longctx import cli, fox
+from hf_longctx.hub import check
+
+
+DEMO = sys.argv[1]
+api = HfApi()
+
+
+def turn(**knobs):
+    assert get_session().put(f"{api.endpoint}/knobs", json=knobs).status_code == 200
+
+
+def push(*words, code=0):
+    """What the command prints."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = cli.main(["push", *words])
+    text = out.getvalue() + errors.getvalue()
+    assert status == code, text
+    assert "hf_of_" not in text
+    return text
+
+
+def titles(repo):
+    return [commit.title for commit in api.list_repo_commits(repo)]
+
+
+def check_a_killed_push_leaves_nothing_and_can_be_repeated():
+    """First, because the process that is killed is a copy of this one, and Xet's threads are not copied."""
+    turn(slow=100)
+    if (child := os.fork()) == 0:
+        push(DEMO, "alice/killed")
+        os._exit(0)
+    while not api.repo_exists("alice/killed"):
+        time.sleep(0.05)
+    time.sleep(2)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    turn()
+    assert api.list_repo_files("alice/killed") == [".gitattributes"]
+    push(DEMO, "alice/killed")
+    assert len(titles("alice/killed")) == 2 and "model.safetensors" in api.list_repo_files("alice/killed")
+
+
+def check_a_dry_run_sends_nothing():
+    text = push(DEMO, "alice/fox", "--dry-run")
+    assert "model.safetensors" in text and "left out: training_log.jsonl" in text
+    assert not api.repo_exists("alice/fox")
+
+
+def check_a_push_is_one_commit_that_loads_without_the_package():
+    text = push(DEMO, "alice/fox", "--verify")
+    assert titles("alice/fox")[1:] == ["initial commit"]
+    sha = api.repo_info("alice/fox").sha
+    assert f'AutoModelForCausalLM.from_pretrained("alice/fox", revision="{sha}", trust_remote_code=True)' in text
+    assert "the logits of 64 tokens are the same" in text
+    contents = json.loads(Path(hf_hub_download("alice/fox", "hf_longctx.json")).read_text())
+    assert set(contents["sha256"]) == set(api.list_repo_files("alice/fox")) - {".gitattributes", "hf_longctx.json"}
+    for name, digest in contents["sha256"].items():
+        content = Path(hf_hub_download("alice/fox", name)).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest
+        if name.endswith(".py"):
+            assert content == Path(fox.__file__).with_name(name).read_bytes()
+
+
+def check_bytes_that_differ_are_noticed():
+    sha = api.repo_info("alice/fox").sha
+    Path("hashes.json").write_text(json.dumps({"README.md": 64 * "0"}))
+    try:
+        check.main("alice/fox", sha, "hashes.json", "logits.safetensors")
+    except ValueError as error:
+        assert "README.md has other bytes" in str(error)
+    else:
+        raise AssertionError("nothing was noticed")
+
+
+def check_a_second_push_makes_no_commit():
+    push(DEMO, "alice/fox")
+    assert len(titles("alice/fox")) == 2
+
+
+def check_branch_and_pull_request():
+    shutil.copytree(DEMO, "changed")
+    Path("changed/README.md").write_text("# Another")
+    push("changed", "alice/fox", "--revision", "dev")
+    assert len(titles("alice/fox")) == 2 and len(list(api.list_repo_commits("alice/fox", revision="dev"))) == 3
+    assert "/discussions/1" in push("changed", "alice/fox", "--create-pr")
+    assert len(titles("alice/fox")) == 2
+
+
+def check_private():
+    push(DEMO, "alice/fox-private", "--private")
+    assert api.repo_info("alice/fox-private").private
+    assert "alice/fox is public" in push(DEMO, "alice/fox", "--private", code=2)
+
+
+def check_old_weights_do_not_stay_beside_new_ones():
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    model.save_pretrained("shards", max_shard_size="1MB")
+    push("shards", "alice/fox-private")
+    files = api.list_repo_files("alice/fox-private")
+    assert "model.safetensors" not in files and "model.safetensors.index.json" in files
+    push(DEMO, "alice/fox-private")
+    assert [name for name in api.list_repo_files("alice/fox-private") if "model" in name and ".py" not in name] == [
+        "model.safetensors"
+    ]
+
+
+def check_what_the_hub_refuses_is_one_line():
+    text = push(DEMO, "bob/fox", code=1)
+    assert "403" in text and text.count("\n") == text.rstrip().count("\n") + 1
+    assert "three/parts/no" in push(DEMO, "three/parts/no", "--dry-run", code=2)
+
+
+if __name__ == "__main__":
+    checks.run(dict(globals()))

@@ -1,0 +1,85 @@
+"""A Hub on this machine, and clients of it in processes of their own, which may lack this package."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+
+CLIENTS = Path(__file__).parent / "clients"
+PACKAGE = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    for name in ("starlette", "uvicorn", "python_multipart", "lz4"):
+        pytest.importorskip(name, reason=f"the local Hub needs {name}: pip install 'hf-longctx[dev]'")
+    from server import serve
+
+    with serve(tmp_path_factory.mktemp("blobs")) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server):
+    """The running `Hub`. A test fails if something happened there that must never happen; see `Hub.problems`."""
+    server.log.clear()
+    server.knobs = type(server.knobs)()
+    yield server
+    assert not server.problems(), "\n".join(server.problems())
+
+
+@pytest.fixture
+def publish(hub):
+    """Puts {path: content or file} onto the hub, as it is: `publish(files, id, private=False)` gives the commit."""
+    from server.repos import GITATTRIBUTES, File, Repo
+
+    def publish(files, id, private=False):
+        rows = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
+        for path, content in files.items():
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            sha256 = hub.put(data)
+            rows[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
+        repo = hub.repos.setdefault(("model", id), Repo("model", id, private, None))
+        return repo.commit("main", rows, "by a test")
+
+    return publish
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory):
+    """An interpreter with the installed libraries and without hf_longctx, even where it is installed for editing."""
+    folder = tmp_path_factory.mktemp("python")
+    venv.create(folder, symlinks=True)
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    packages = next(folder.glob("lib/python*/site-packages"), folder / "Lib" / "site-packages")
+    (packages / "libraries.pth").write_text("\n".join(libraries))  # .pth files in these folders are not read
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+@pytest.fixture
+def run_client(hub, tmp_path):
+    """Runs a file of clients/ and gives what it printed; it fails if the file does.
+
+    Its environment has the address of the hub, a token of alice, and an empty cache that calls of one test share.
+    """
+
+    def run(name, *arguments, python=sys.executable, with_package=False, **variables):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": "hf_of_alice"}
+        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        environment |= {"DISABLE_SAFETENSORS_CONVERSION": "1"}  # which would ask a Space of huggingface.co
+        path = os.pathsep.join(map(str, [CLIENTS, PACKAGE] if with_package else [CLIENTS]))
+        environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
+        command = [python, CLIENTS / name, *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=400, check=False
+        )
+        assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+        assert "hf_of_" not in done.stdout + done.stderr, "a token was printed"
+        return done.stdout
+
+    return run

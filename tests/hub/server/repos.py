@@ -1,0 +1,378 @@
+"""Repositories: their commits, branches, tags and pull requests, and the endpoints that make, name and list them."""
+
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from urllib.parse import quote, unquote
+
+import yaml
+from starlette.responses import JSONResponse, Response
+
+from .app import API, ID, TYPES, Refusal, endpoint, page_url
+
+
+BINARY = ("safetensors", "bin", "pt", "pth", "pkl", "parquet", "arrow", "zip", "gz", "npz", "so", "png")
+GITATTRIBUTES = "".join(f"*.{ending} filter=lfs diff=lfs merge=lfs -text\n" for ending in BINARY).encode()
+FRONT_MATTER = re.compile(r"^\s*---[\r\n]+([\S\s]*?)[\r\n]+---([\r\n]|$)")
+COUNTER = itertools.count()
+
+
+@dataclass
+class File:
+    """A file of a commit; `oid` is git's, of the content or, for LFS, of the pointer."""
+
+    oid: str
+    sha256: str
+    size: int
+    lfs: bool = False
+
+    @classmethod
+    def of(cls, data, sha256):
+        return cls(git_oid("blob", data), sha256, len(data))
+
+    @classmethod
+    def pointer(cls, sha256, size):
+        text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n"
+        return cls(git_oid("blob", text.encode()), sha256, size, lfs=True)
+
+    @property
+    def content_oid(self):
+        return self.sha256 if self.lfs else self.oid
+
+
+@dataclass
+class Commit:
+    sha: str
+    parent: str | None
+    files: dict  # path: File
+    title: str
+    message: str
+    author: str
+    date: str
+
+
+@dataclass
+class Repo:
+    type: str
+    id: str
+    private: bool
+    sdk: str | None
+    created: str = field(default_factory=lambda: now())
+    commits: dict = field(default_factory=dict)  # sha: Commit
+    branches: dict = field(default_factory=dict)  # name: sha
+    tags: dict = field(default_factory=dict)
+    pull_requests: dict = field(default_factory=dict)  # refs/pr/N: sha
+    discussions: list = field(default_factory=list)
+
+    def commit(self, ref, files, title, message="", author="alice"):
+        """Add a commit to a branch or pull request; its sha."""
+        refs = self.pull_requests if ref.startswith("refs/pr/") else self.branches
+        parent = refs.get(ref)
+        sha = git_oid("commit", f"{self.type} {self.id} {parent} {title} {next(COUNTER)}".encode())
+        self.commits[sha] = Commit(sha, parent, files, title, message, author, now())
+        refs[ref] = sha
+        return sha
+
+    def at(self, revision):
+        """The commit of a branch, tag, pull request or sha, quoted as in an address; 404 if there is none."""
+        name = unquote(revision).removeprefix("refs/heads/").removeprefix("refs/tags/")
+        sha = (self.branches | self.tags | self.pull_requests).get(name, name)
+        if sha not in self.commits:
+            raise Refusal(404, f"Invalid rev id: {name}", "RevisionNotFound")
+        return self.commits[sha]
+
+    def open_pull_request(self, title, author):
+        number = len(self.discussions) + 1
+        self.pull_requests[f"refs/pr/{number}"] = self.branches["main"]
+        discussion = {"num": number, "title": title, "status": "draft", "isPullRequest": True, "createdAt": now()}
+        discussion |= {"author": {"name": author}, "repo": {"name": self.id, "type": self.type}}
+        self.discussions.append(discussion)
+        return number
+
+
+def now():
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+def git_oid(kind, data):
+    return hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).hexdigest()
+
+
+def card_data(hub, commit):
+    """The YAML at the head of README.md, {} if there is none."""
+    file = commit.files.get("README.md")
+    match = file and FRONT_MATTER.match(hub.path(file.sha256).read_text())
+    return (match and yaml.safe_load(match[1])) or {}
+
+
+# -- users and cards
+
+
+@endpoint("/api/whoami-v2")
+async def whoami(hub, request):
+    user = hub.signed_in(request)
+    access = {"type": "access_token", "accessToken": {"displayName": "tests", "role": user.role}}
+    return {"type": "user", "id": user.name, "name": user.name, "fullname": user.name, "orgs": [], "auth": access}
+
+
+@endpoint(r"/api/organizations/(?P<name>[\w.-]+)/overview")
+async def organization(hub, request, name):
+    raise Refusal(404, f"There is no organization {name}")
+
+
+@endpoint("/api/validate-yaml", "POST")
+async def validate_yaml(hub, request):
+    body = await request.json()
+    match, errors = FRONT_MATTER.match(body["content"]), []
+    if match is None:
+        return {"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card", "line": 1}]}
+    try:
+        data = yaml.safe_load(match[1]) or {}
+    except yaml.YAMLError as error:
+        data, errors = {}, [str(error)]
+    if any("results" not in index for index in data.get("model-index", [])):
+        errors.append('"model-index[0].results" is required')
+    if body["repoType"] == "space" and data.get("sdk") not in ("gradio", "docker", "static"):
+        errors.append('"sdk" must be one of [gradio, docker, static]')
+    errors = [{"message": message, "line": 1} for message in errors]
+    return JSONResponse({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+
+# -- repositories
+
+
+@endpoint("/api/repos/create", "POST")
+async def create(hub, request):
+    body = await request.json()
+    type, name = body.get("type") or "model", body.get("organization") or hub.signed_in(request).name
+    hub.owner(request, name, f"create a {type}")
+    id = f"{name}/{body['name']}"
+    if (type, id) in hub.repos:
+        url = page_url(hub, hub.repos[type, id])
+        raise Refusal(409, f"You already created this {type} repo", url=url)
+    if type == "space" and body.get("sdk") is None:
+        raise Refusal(400, '"sdk" is required')
+    repo = hub.repos[type, id] = Repo(type, id, body.get("visibility") == "private", body.get("sdk"))
+    repo.commit("main", {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}, "initial commit")
+    return {"url": page_url(hub, repo), "name": id, "id": id}
+
+
+@endpoint("/api/repos/delete", "DELETE")
+async def delete(hub, request):
+    body = await request.json()
+    type, name = body.get("type") or "model", body.get("organization") or hub.signed_in(request).name
+    del hub.repos[type, hub.repo(request, type, f"{name}/{body['name']}", write=True).id]
+    return {}
+
+
+@endpoint("/api/repos/move", "POST")
+async def move(hub, request):
+    body = await request.json()
+    repo = hub.repo(request, body["type"], body["fromRepo"], write=True)
+    hub.owner(request, body["toRepo"].partition("/")[0], "create a repo")
+    hub.repos[repo.type, body["toRepo"]] = hub.repos.pop((repo.type, repo.id))
+    repo.id = body["toRepo"]
+    return {}
+
+
+@endpoint(f"{API}/settings", "PUT")
+async def settings(hub, request, plural, id):
+    body = await request.json()
+    repo = hub.repo(request, TYPES[plural], id, write=True)
+    repo.private = body.get("visibility", "public") == "private"
+    return {"private": repo.private}
+
+
+@endpoint(f"{API}/auth-check")
+async def auth_check(hub, request, plural, id):
+    hub.repo(request, TYPES[plural], id)
+    return {}
+
+
+@endpoint("/api/(?P<plural>models|datasets|spaces|kernels)")
+async def listing(hub, request, plural):
+    user, author = hub.user(request), request.query_params.get("author")
+    repos = [repo for (type, _), repo in hub.repos.items() if type == TYPES[plural]]
+    seen = [repo for repo in repos if not repo.private or (user and repo.id.startswith(f"{user.name}/"))]
+    return [info_of(hub, repo, repo.at("main")) for repo in seen if author in (None, repo.id.partition("/")[0])]
+
+
+@endpoint(f"/api/spaces/{ID}/runtime")
+async def runtime(hub, request, id):
+    hub.repo(request, "space", id)
+    return {"stage": "RUNNING", "hardware": {"current": "cpu-basic", "requested": "cpu-basic"}, "storage": None}
+
+
+@endpoint(rf"{API}(?:/revision/(?P<revision>[^/]+))?")
+async def info(hub, request, plural, id, revision):
+    repo = hub.repo(request, TYPES[plural], id)
+    return info_of(hub, repo, repo.at(revision or "main"), "blobs" in request.query_params)
+
+
+def info_of(hub, repo, commit, blobs=False):
+    card = card_data(hub, commit)
+    siblings = []
+    for path, file in sorted(commit.files.items()):
+        row = {"rfilename": path} | ({"blobId": file.oid, "size": file.size} if blobs else {})
+        if blobs and file.lfs:
+            row["lfs"] = {"sha256": file.sha256, "size": file.size, "pointerSize": 134}
+        siblings.append(row)
+    values = {"_id": repo.id, "id": repo.id, "author": repo.id.partition("/")[0], "sha": commit.sha}
+    values |= {"lastModified": commit.date, "createdAt": repo.created, "private": repo.private, "gated": False}
+    values |= {"disabled": False, "downloads": 0, "likes": 0, "tags": list(card.get("tags") or [])}
+    values |= {"cardData": card, "siblings": siblings}
+    if repo.type == "space":
+        values |= {"sdk": repo.sdk or card.get("sdk")}
+    if "config.json" in commit.files:
+        config = json.loads(hub.path(commit.files["config.json"].sha256).read_text())
+        values["config"] = {key: config[key] for key in ("architectures", "model_type", "auto_map") if key in config}
+    return values
+
+
+# -- names of commits
+
+
+@endpoint(f"{API}/refs")
+async def refs(hub, request, plural, id):
+    repo = hub.repo(request, TYPES[plural], id)
+    kinds = {"branches": ("refs/heads/", repo.branches), "tags": ("refs/tags/", repo.tags)}
+    if "include_prs" in request.query_params:
+        kinds["pullRequests"] = ("", repo.pull_requests)
+    rows = {
+        kind: [{"name": name, "ref": prefix + name, "targetCommit": sha} for name, sha in names.items()]
+        for kind, (prefix, names) in kinds.items()
+    }
+    return {"converts": [], **rows}
+
+
+@endpoint(f"{API}/commits/(?P<revision>[^/]+)")
+async def commits(hub, request, plural, id, revision):
+    repo = hub.repo(request, TYPES[plural], id)
+    rows, commit = [], repo.at(revision)
+    while commit is not None:
+        row = {"id": commit.sha, "title": commit.title, "message": commit.message, "date": commit.date}
+        rows.append(row | {"authors": [{"user": commit.author}]})
+        commit = repo.commits.get(commit.parent)
+    return rows
+
+
+@endpoint(f"{API}/branch/(?P<name>[^/]+)", "POST", "DELETE")
+async def branch(hub, request, plural, id, name):
+    body = await request.body()
+    repo, start = hub.repo(request, TYPES[plural], id, write=True), json.loads(body or b"{}").get("startingPoint")
+    return change_ref(repo.branches, unquote(name), request.method, lambda: repo.at(quote(start or "main", safe="")))
+
+
+@endpoint(f"{API}/tag/(?P<revision>[^/]+)", "POST", "DELETE")
+async def tag(hub, request, plural, id, revision):
+    body = await request.body()
+    repo = hub.repo(request, TYPES[plural], id, write=True)
+    name = json.loads(body)["tag"] if request.method == "POST" else unquote(revision)
+    return change_ref(repo.tags, name, request.method, lambda: repo.at(revision))
+
+
+def change_ref(refs, name, method, commit):
+    if method == "DELETE":
+        if refs.pop(name, None) is None:
+            raise Refusal(404, f"Reference {name} not found", "RevisionNotFound")
+        return Response()
+    if name in refs:
+        raise Refusal(409, f"Reference already exists: {name}")
+    refs[name] = commit().sha
+    return Response(status_code=201)
+
+
+# -- discussions
+
+
+@endpoint(f"{API}/discussions")
+async def discussions(hub, request, plural, id):
+    rows = hub.repo(request, TYPES[plural], id).discussions
+    return {"discussions": rows, "count": len(rows), "start": 0}
+
+
+@endpoint(f"{API}/discussions", "POST")
+async def discuss(hub, request, plural, id):
+    body = await request.json()
+    repo = hub.repo(request, TYPES[plural], id)
+    number = repo.open_pull_request(body["title"], hub.signed_in(request).name)
+    return {"num": number, "url": f"{page_url(hub, repo)}/discussions/{number}"}
+
+
+@endpoint(rf"{API}/discussions/(?P<number>\d+)")
+async def discussion(hub, request, plural, id, number):
+    repo = hub.repo(request, TYPES[plural], id)
+    details = {"events": [], "diff": "", "filesWithConflicts": []}
+    changes = {"base": "refs/heads/main", "mergeCommitId": None}
+    return repo.discussions[int(number) - 1] | details | {"changes": changes}
+
+
+@endpoint(rf"{API}/discussions/(?P<number>\d+)/(?P<change>merge|status)", "POST")
+async def change_discussion(hub, request, plural, id, number, change):
+    body = await request.body()
+    repo = hub.repo(request, TYPES[plural], id, write=True)
+    status = "merged" if change == "merge" else json.loads(body)["status"]
+    if change == "merge":
+        repo.branches["main"] = repo.pull_requests[f"refs/pr/{number}"]
+    repo.discussions[int(number) - 1]["status"] = status
+    return {"newStatus": status}
+
+
+# -- files of a commit
+
+
+def row_of(hub, path, file, commit, expand):
+    row = {"type": "file", "oid": file.oid, "size": file.size, "path": path}
+    if file.lfs:
+        row["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 134}
+        if hub.knobs.xet and file.sha256 in hub.xet_hashes:
+            row["xetHash"] = hub.xet_hashes[file.sha256]
+    if expand:
+        row["lastCommit"] = {"id": commit.sha, "title": commit.title, "date": commit.date}
+        row["securityFileStatus"] = {"status": "safe", "avScan": {}, "pickleImportScan": None}
+    return row
+
+
+def folder_row(path):
+    return {"type": "directory", "oid": git_oid("tree", path.encode()), "size": 0, "path": path}
+
+
+@endpoint(f"{API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.*))?")
+async def tree(hub, request, plural, id, revision, folder):
+    repo, query = hub.repo(request, TYPES[plural], id), request.query_params
+    commit, prefix = repo.at(revision), f"{unquote(folder).rstrip('/')}/" if folder else ""
+    expand, recursive = (query.get(name, "").lower() == "true" for name in ("expand", "recursive"))
+    rows = {}
+    for path, file in sorted(commit.files.items()):
+        if path.startswith(prefix):
+            parts = path.removeprefix(prefix).split("/")
+            for depth in range(1, len(parts) if recursive else min(len(parts), 2)):
+                inner = prefix + "/".join(parts[:depth])
+                rows.setdefault(inner, folder_row(inner))
+            if recursive or len(parts) == 1:
+                rows[path] = row_of(hub, path, file, commit, expand)
+    headers = {"X-Repo-Commit": commit.sha}
+    if prefix and not rows:
+        raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound", headers)
+    start = int(query.get("cursor", 0))
+    if (end := start + hub.knobs.page) < len(rows):
+        others = "".join(f"{quote(key)}={quote(value)}&" for key, value in query.items() if key != "cursor")
+        path = request.scope["raw_path"].decode()
+        headers["Link"] = f'<{hub.url}{path}?{others}cursor={end}>; rel="next"'
+    return JSONResponse(list(rows.values())[start:end], headers=headers)
+
+
+@endpoint(f"{API}/paths-info/(?P<revision>[^/]+)", "POST")
+async def paths_info(hub, request, plural, id, revision):
+    form = await request.form()
+    commit = hub.repo(request, TYPES[plural], id).at(revision)
+    rows, expand = [], form.get("expand", "").lower() == "true"
+    for path in form.getlist("paths"):
+        if path in commit.files:
+            rows.append(row_of(hub, path, commit.files[path], commit, expand))
+        elif any(other.startswith(f"{path}/") for other in commit.files):
+            rows.append(folder_row(path))
+    return rows

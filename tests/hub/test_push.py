@@ -1,0 +1,195 @@
+"""`hf-longctx push`: what is taken, what is refused, one commit, and no secret anywhere."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from mistakes import refused
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import hf_longctx
+from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
+from hf_longctx.fox import modeling_fox
+from hf_longctx.hmt import custom_backbone_hmt
+from hf_longctx.hub import build_bundle, loading_lines, push
+
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "model_cards" / "fox-demo"
+TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(DEMO, tmp_path / "model")
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    path = tmp_path / "adapter"
+    path.mkdir()
+    write(path / "adapter_config.json", {"base_model_name_or_path": "alice/fox", "peft_type": "LORA"})
+    shutil.copyfile(DEMO / "model.safetensors", path / "adapter_model.safetensors")
+    return path
+
+
+def write(path, values):
+    path.write_text(json.dumps(values))
+
+
+def change(path, **values):
+    write(path, json.loads(path.read_text()) | values)
+
+
+def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
+    (folder / "modeling_fox.py").write_text("# of an older version")
+    (folder / "notes.txt").write_text("not for everybody")
+    (folder / "checkpoint-5").mkdir()
+    (folder / ".gitattributes").touch()
+    bundle = build_bundle(folder)
+    code = {Path(path).name for path in get_relative_import_files(modeling_fox.__file__)} | {"modeling_fox.py"}
+    assert {path for path in bundle.files if path.endswith(".py")} == code
+    assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
+    documents = {"README.md", "forgetting_curve.json", "forgetting_curve.png", "gates.png", "hf_longctx.json"}
+    tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    model = {"config.json", "generation_config.json", "model.safetensors"}
+    assert set(bundle.files) == code | documents | tokenizer | model
+    assert set(bundle.left_out) == {"checkpoint-5", "notes.txt", "training_log.jsonl"}
+    assert json.loads(bundle.files["config.json"])["auto_map"]["AutoConfig"] == "configuration_fox.FoxConfig"
+    versions = json.loads(bundle.files["hf_longctx.json"])["versions"]
+    assert versions["hf_longctx"] == hf_longctx.__version__
+
+
+def test_a_bundle_of_an_adapter(adapter):
+    bundle = build_bundle(adapter)
+    assert set(bundle.files) == {"adapter_config.json", "adapter_model.safetensors", "hf_longctx.json"}
+    assert 'AutoPeftModelForCausalLM.from_pretrained("alice/a", revision="b")' in loading_lines(bundle, "alice/a", "b")
+
+
+def test_the_code_of_a_backbone_goes_along(tmp_path):
+    HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(tmp_path)
+    files = build_bundle(tmp_path).files
+    assert "from .modeling_fox import FoxForCausalLM as MODEL_CLASS" in files["custom_backbone_hmt.py"].read_text()
+    assert files["modeling_fox.py"] == Path(modeling_fox.__file__)
+    HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path)
+    files = build_bundle(tmp_path).files
+    assert "modeling_fox.py" not in files
+    assert files["custom_backbone_hmt.py"].read_text() == Path(custom_backbone_hmt.__file__).read_text()
+
+
+def test_code_of_another_model_comes_from_its_folder(folder):
+    change(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Model"})
+    (folder / "mine.py").write_text("from .more import x\nfrom .attention_fox import y\n")
+    (folder / "more.py").touch()
+    files = build_bundle(folder).files
+    assert files["mine.py"] == folder / "mine.py" and files["more.py"] == folder / "more.py"
+    assert files["attention_fox.py"] == Path(modeling_fox.__file__).with_name("attention_fox.py")
+    assert files["config.json"] == folder / "config.json"
+
+
+def adding(name, content=b""):
+    def mistake(folder, adapter):
+        (folder / name).write_bytes(content)
+        build_bundle(folder)
+
+    return mistake
+
+
+def with_link(name, target):
+    def mistake(folder, adapter):
+        (folder / name).unlink(missing_ok=True)
+        os.symlink(target, folder / name)
+        build_bundle(folder)
+
+    return mistake
+
+
+def with_config(**values):
+    def mistake(folder, adapter):
+        change(folder / "config.json", **values)
+        build_bundle(folder)
+
+    return mistake
+
+
+def with_weights(content):
+    return adding("model.safetensors", content)
+
+
+def without(name):
+    def mistake(folder, adapter):
+        (folder / name).unlink()
+        build_bundle(folder)
+
+    return mistake
+
+
+def with_index(weight_map):
+    def mistake(folder, adapter):
+        write(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+        build_bundle(folder)
+
+    return mistake
+
+
+def of_adapter(**values):
+    def mistake(folder, adapter):
+        change(adapter / "adapter_config.json", **values)
+        build_bundle(adapter)
+
+    return mistake
+
+
+def with_tokenizer_code(folder, adapter):
+    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", None]})
+    build_bundle(folder)
+
+
+MISTAKES = [
+    refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
+    refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training"),
+    refused("state of the scheduler", adding("scheduler.pt"), "state of a training"),
+    refused("state of the random numbers", adding("rng_state_0.pth"), "state of a training"),
+    refused("pickled weights", adding("pytorch_model.bin"), "pytorch_model.bin is a pickle.*save_pretrained"),
+    refused("a pickle", adding("data.pkl"), "is a pickle"),
+    refused("a file of secrets", adding(".env"), r"\.env is a hidden file"),
+    refused("a link out", with_link("tokenizer.json", "/etc/hostname"), "tokenizer.json is a link to /etc/hostname"),
+    refused("a link out, of an unknown file", with_link("x.txt", "/etc/hostname"), "x.txt is a link to"),
+    refused("a link to the folder above", with_link("up", ".."), "up is a link to"),
+    refused("weights cut off", with_weights(DEMO.joinpath("model.safetensors").read_bytes()[:-1]), "not a sound"),
+    refused("weights with a header of 2**62 bytes", with_weights((2**62).to_bytes(8, "little")), "not a sound"),
+    refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
+    refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
+    refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "lists no.weight"),
+    refused("index that leads out", with_index({"x": "../../x.safetensors"}), "leads to '../../x.safetensors'"),
+    refused("code of another repository", with_config(auto_map={"AutoModel": "bob/code--mod.C"}), "bob/code--mod.C"),
+    refused("code on a path", with_config(auto_map={"AutoModel": "../../mod.C"}), "name a class of a file"),
+    refused("code as a number", with_config(auto_map=3), "auto_map of config.json has 3"),
+    refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
+    refused("tokenizer's code elsewhere", with_tokenizer_code, "auto_map of tokenizer_config.json"),
+    refused("no configuration", without("config.json"), "no config.json and no adapter_config.json"),
+    refused("configuration that is no JSON", adding("config.json", b"{"), "is not JSON"),
+    refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
+    refused("base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, a folder"),
+    refused("no such folder", lambda folder, adapter: build_bundle(folder / "no"), "No such file"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_mistakes(mistake, folder, adapter, record_property):
+    record_property("mistake", mistake.check(folder, adapter))
+
+
+def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="no token for the Hub"):
+        push(build_bundle(folder), "alice/fox")
+
+
+@pytest.mark.slow
+def test_pushes(run_client):
+    run_client("push.py", DEMO, with_package=True)
