@@ -133,16 +133,19 @@ class Backbone:
         return self._head_alone_makes_logits
 
     def _probe_head(self, head, device):
-        """One tiny pass in which known numbers stand in for the output of the head: the logits must be these numbers.
+        """One tiny pass in which other numbers stand in for the output of the head: the logits must be these numbers.
 
         They are large, so that a soft cap would change them.
         """
         inputs = []
 
+        def numbers(like):
+            integers = torch.arange(like.numel(), device=like.device) % 199 - 99  # which bfloat16 has exactly
+            return integers.view(like.shape).to(like)
+
         def replace_output(module, args, output):
             inputs.append(args[0])
-            numbers = torch.arange(output.numel(), device=output.device) % 199 - 99  # which bfloat16 has exactly
-            return numbers.view(output.shape).to(output)
+            return numbers(output)
 
         with self._probing(device) as embeds:
             hook = head.register_forward_hook(replace_output)
@@ -150,13 +153,10 @@ class Backbone:
                 logits, hidden = self.run(embeds, None, torch.arange(3, device=device))
             finally:
                 hook.remove()
-        read, known = inputs[0], replace_output(head, [None], logits)
-        like = (head.weight.device, hidden.dtype, hidden.shape)
-        return (
-            (hidden.device, read.dtype, read.shape) == like
-            and torch.equal(read, hidden)
-            and torch.equal(logits, known)
-        )
+        (head_input,) = inputs
+        of_input, of_hidden = ((x.dtype, x.shape) for x in (head_input, hidden))
+        alike = of_input == of_hidden and head.weight.device == hidden.device
+        return alike and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))
 
     def loss_without_logits(self, hidden, targets):
         """Summed cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.
