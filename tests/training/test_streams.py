@@ -66,6 +66,7 @@ def test_streams_read_documents_in_order_and_mark_where_one_begins(streams):
         assert pieces == DOCUMENTS
     joined = [token for piece in pieces for token in piece]
     assert joined == TOKENS[: len(joined)].tolist() and len(TOKENS) - len(joined) < streams * T
+    assert chunks.text_share() == pytest.approx(len(TOKENS) / (18 * T))
     with pytest.raises(ValueError, match="the text has 18 chunks of at most 12 tokens; 21 streams"):
         DocumentStreams(TOKENS, T, EOS, 21)
 
