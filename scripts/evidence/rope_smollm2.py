@@ -1,7 +1,7 @@
 """How far SmolLM2-135M retrieves, whose RoPE base lies below the bound for its context, and what another base changes.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.rope_smollm2 [--lines 30 60 120] [--needles 1024 2048 4096]
+    python -m scripts.evidence.rope_smollm2 [--lines 30 100 200] [--needles 2048]
     python -m scripts.evidence.rope_smollm2 --device cuda --steps 200 --length 16384 --lines 60 120 240 480
 
 Numbers of lines (LongEval) and needles in a held-out novel are read with the base of the model, and with the one that
@@ -98,7 +98,7 @@ def measure(args):
     (group,) = report.groups
     yield {"kind": "verdict", "verdict": report.verdict, "claimed": report.claimed_context, "base": group.base,
            "reach": group.context_bound, "minimum_base": group.minimum_base}  # fmt: skip
-    sizes = {"lines": args.lines, "needles": args.needles, "loss": args.needles[-1:]}
+    sizes = {"lines": [30, 100, 200], "repeats": 3, "needles": [2048], "haystacks": 1, "length": 16384}
     names = ["as it is", "other base", *["trained"][: args.steps]]
     keys = [(kind, name, size) for kind in KINDS for size in sizes[kind] for name in names]
     yield from measure_parts(one_part, keys, args)
@@ -121,7 +121,7 @@ def table(result):
 
 
 def main(arguments=None):
-    sizes = {"lines": [30, 60, 120], "repeats": 4, "needles": [1024, 2048, 4096], "haystacks": 2, "length": 16384}
+    sizes = {"lines": [30, 100, 200], "repeats": 3, "needles": [2048], "haystacks": 1, "length": 16384}
     parser = make_parser(__spec__.name, __doc__, "rope_smollm2", **sizes, steps=0, device="cpu")
     common.run(parser, measure, table, arguments)
 
