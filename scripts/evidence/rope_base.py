@@ -177,25 +177,21 @@ def table(result):
 
 
 def draw(result, path):
-    """Retrieval by distance after the second training, and the losses: means over seeds, ranges as bars."""
+    """Retrieval by distance, and losses, after the second training: means over seeds, ranges as bars."""
     from matplotlib.figure import Figure
 
     s = result["settings"]
     bins = lag_bins(s["length"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for base in s["bases"]:
-        for when, style in (("before", ":"), ("after", "-")):
-            entries = [row[when] for row in result["rows"] if row["base"] == base]
-            for ax, values in (
-                (left, [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]),
-                (right, [[entry[name] for entry in entries] for name in ("runs", "copies")]),
-            ):
-                means = [sum(v) / len(v) for v in values]
-                ranges = [[m - min(v) for m, v in zip(means, values)], [max(v) - m for m, v in zip(means, values)]]
-                colour = f"C{s['bases'].index(base)}"
-                label = f"base {base:g}, {when}"
-                ax.errorbar(range(len(values)), means, ranges, fmt=f"o{style}", color=colour, capsize=3, label=label)
+    for base, marker in zip(s["bases"], "osv^D"):
+        entries = [row["after"] for row in result["rows"] if row["base"] == base]
+        retrieved = [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]
+        losses = [[entry[name] for entry in entries] for name in ("runs", "copies")]
+        for ax, values in ((left, retrieved), (right, losses)):
+            means = [sum(v) / len(v) for v in values]
+            ranges = [[m - min(v) for m, v in zip(means, values)], [max(v) - m for m, v in zip(means, values)]]
+            ax.errorbar(range(len(values)), means, ranges, marker=marker, capsize=3, label=f"base {base:g}")
     left.set_xticks(range(len(bins)), [f"{low} to {high - 1}" for low, high in bins])
     left.set(xlabel="distance to the passage, tokens", ylabel="retrieved", ylim=(0, 1.03))
     right.set_xticks(range(2), ["runs", "second passages"])
@@ -209,7 +205,6 @@ def main(arguments=None):
     options = {
         "bases": [100.0, 10_000.0, 100_000.0],
         "seeds": [0, 1, 2],
-        "vocabulary": 64,
         "learning_rate": 3e-3,
         "device": "cpu",
     }
