@@ -12,7 +12,13 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def push(
-    bundle: Bundle, repo: str, *, private: bool = False, revision: str | None = None, create_pr: bool = False
+    bundle: Bundle,
+    repo: str,
+    *,
+    repo_type: str = "model",
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
 ) -> CommitInfo:
     """Push a bundle in one commit; where nothing has changed, none is made.
 
@@ -23,6 +29,7 @@ def push(
 
     Args:
         repo: NAMESPACE/NAME.
+        repo_type: "model", or "space" for one of gradio.
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
@@ -34,12 +41,13 @@ def push(
     if get_token() is None:
         raise ValueError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
     api = HfApi(library_name="hf_longctx", library_version=__version__)
-    api.create_repo(repo, private=private or None, exist_ok=True)
-    if private and not api.repo_info(repo).private:
+    sdk = "gradio" if repo_type == "space" else None
+    api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None, exist_ok=True)
+    if private and not api.repo_info(repo, repo_type=repo_type).private:
         raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
     if revision is not None:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    head = api.repo_info(repo, revision=revision)
+        api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
+    head = api.repo_info(repo, repo_type=repo_type, revision=revision)
     old = [file.rfilename for file in head.siblings if any(fnmatch.fnmatch(file.rfilename, p) for p in WEIGHTS)]
     operations = [CommitOperationDelete(path) for path in old if path not in bundle.files]
     # fresh objects: create_commit marks those that it has sent
@@ -47,6 +55,7 @@ def push(
     return api.create_commit(
         repo,
         operations,
+        repo_type=repo_type,
         commit_message=f"Push with hf-longctx {__version__}",
         revision=revision,
         parent_commit=head.sha,
