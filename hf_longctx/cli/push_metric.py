@@ -3,8 +3,9 @@
 The Space scores predictions where hf-longctx is not installed; to measure a model, it needs hf-longctx. Who calls
 `evaluate.load` runs the code of the Space without a question, so give them the commit: revision="...".
 
-Example:
+Examples:
   hf-longctx push-metric forgetting_curve alice/forgetting_curve --dry-run
+  hf-longctx push-metric position_loss alice/position_loss
 """
 
 from . import push
