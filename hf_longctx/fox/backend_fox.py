@@ -234,6 +234,8 @@ def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
     """Forgetting attention of the new tokens to all cached and new ones, by the implementation that the config names.
 
     Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
+    Processes that share rows trade them for heads, so that each has whole rows of some heads (Ulysses, arXiv
+    2309.14509).
 
     Args:
         module: the `FoxAttention`.
@@ -245,6 +247,10 @@ def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
     Returns:
         (B, T, H, D) or wider, and attention weights or None.
     """
+    if (shard := rows.shard) is not None:
+        heads = [None if x is None else shard.to_heads(x) for x in (*autocast_inputs(q, k, v), log_f)]
+        o, _ = attend(module, *heads, attention_mask, rows._replace(shard=None), past, **kwargs)
+        return shard.to_parts(o), None
     name = module.config._attn_implementation
     if log_f is not None:
         check_gate_heads(log_f, module.gates_per_key, k.shape[1])

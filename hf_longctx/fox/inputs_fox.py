@@ -6,12 +6,13 @@ values are not read at all.
 """
 
 import difflib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs, logging
 
 from .attention_fox import autocast_dtype
@@ -22,6 +23,10 @@ logger = logging.get_logger(__name__)
 # What a call of the model may name. transformers passes on whatever else it is given.
 NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
 NAMES += ("logits_to_keep", *TransformersKwargs.__annotations__)
+PART_OF_A_ROW = (
+    "a part of a row which context or sequence parallelism has split, where the gates of one part would not fade the keys "
+    "of the parts before, so FoX refuses it. Use `hf-longctx train --sequence-parallel N`, or another parallelism."
+)
 
 
 class Rows(NamedTuple):
@@ -32,35 +37,51 @@ class Rows(NamedTuple):
         row is one document.
     position_ids: (1 or B, T), positions for RoPE.
     tree: what a mask of four dimensions says. None: a token sees all real tokens before it, in its document.
+    shard: which part of the rows this process has, a `SequenceShard` of training/sequence_parallel.py; all of the
+        above is then of the whole rows. None: the rows are here as a whole.
     """
 
     real: torch.Tensor | None = None
     document_positions: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     tree: TreeMask | None = None
+    shard: Any = None
+
+    def here(self, x):
+        """Of (B, T, ...), what belongs to the tokens of this process."""
+        return x if x is None or self.shard is None else self.shard.part(x)
 
 
 PLAIN_ROWS = Rows()  # real tokens of one document per row
 
 
-def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_values, cache=None, **kwargs) -> Rows:
+def read_rows(
+    config, inputs_embeds, attention_mask, position_ids, past_key_values, cache=None, shard=None, **kwargs
+) -> Rows:
     """Check one call of the model, and find padding, packed documents and positions in its arguments.
 
     Args:
         config: the `FoxConfig`.
-        inputs_embeds: (B, T, hidden).
+        inputs_embeds: (B, T, hidden), of whole rows.
         attention_mask: (B, past + T), a mask of four dimensions as in `read_tree_mask`, the result of
             `create_masks_for_generate`, or None.
         position_ids: (1 or B, T) or None.
         past_key_values: a `Cache` or None.
         cache: the pages of continuous batching, for which transformers has prepared everything; else None.
+        shard: as in `Rows`.
         kwargs: `cu_seq_lens_q` or `seq_idx`, as in `document_positions`, and what other parts of the model take.
 
     Raises:
-        ValueError: tokens, mask, positions and cache do not fit together, or packed documents have padding or a cache.
+        ValueError: tokens, mask, positions and cache do not fit together; or packed documents, or rows that several
+            processes share, have padding or a cache.
     """
     if cache is not None:
         return Rows(position_ids=position_ids)
+    if shard is not None and (attention_mask is not None or past_key_values is not None):
+        raise ValueError(
+            "rows that several processes share take no attention_mask and no cache. Padding at the end of a row needs no "
+            "mask, only labels of -100."
+        )
     check_names(config, kwargs)
     check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values)
     documents = tree = None
@@ -90,7 +111,7 @@ def read_rows(config, inputs_embeds, attention_mask, position_ids, past_key_valu
     if position_ids is None:
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + cached).unsqueeze(0)
-    return Rows(real, documents, position_ids, tree)
+    return Rows(real, documents, position_ids, tree, shard)
 
 
 def real_tokens(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
@@ -299,10 +320,16 @@ def check_first_positions(position_ids: torch.Tensor) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and (position_ids[:, 0] > 0).any():
         raise ValueError(
             f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {dist.get_world_size()} "
-            "processes. That may be a part of a row which context parallelism has split, where the gates of one part "
-            "would not fade the keys of the parts before, so FoX refuses it. Use another parallelism; and where a row is "
-            "a whole text, count from 0."
+            f"processes. That may be {PART_OF_A_ROW} Where a row is a whole text, count from 0."
         )
+
+
+def check_attention_is_local(config) -> None:
+    """Raise ValueError where PyTorch or DeepSpeed has replaced the attention by one that several processes share."""
+    for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
+        package = getattr(function, "__module__", None) or ""
+        if package.startswith(("torch.distributed", "deepspeed")):
+            raise ValueError(f"{package} has replaced the attention: each process has {PART_OF_A_ROW}")
 
 
 def check_names(config, kwargs: dict) -> None:
@@ -343,6 +370,7 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
+    check_attention_is_local(config)
     if position_ids is not None and attention_mask is None and past_key_values is None:
         check_first_positions(position_ids)
     cached = 0 if past_key_values is None else count_cached(past_key_values, length, config.num_hidden_layers)

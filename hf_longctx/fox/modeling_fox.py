@@ -192,12 +192,13 @@ class FoxAttention(nn.Module):
     def token_shift(self, x, k, v, rows, past):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
 
-        The predecessor is the last real token, in the cache or in this call, or that of a `TreeMask`; the first token
-        of a document has 0.
+        The predecessor is the last real token, in the cache, in this call, or in the process that has the part of the
+        row before, or that of a `TreeMask`; the first token of a document has 0.
         """
         if self.k_shift_proj is None and self.v_shift_proj is None:
             return k, v
-        tokens = [torch.cat(pair, dim=1) for pair in zip(past.token_before(k), (k, v))]  # (B, 1 + T, Hkv, D) each
+        token_before = past.token_before(k) if rows.shard is None else map(rows.shard.token_before, (k, v))
+        tokens = [torch.cat(pair, dim=1) for pair in zip(token_before, (k, v))]  # (B, 1 + T, Hkv, D) each
         if rows.real is not None:  # a padded position repeats the last real one
             last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * rows.real
             last_real = F.pad(last_real.cummax(1).values, (1, 0))[..., None, None]  # (B, 1 + T, 1, 1)
@@ -210,7 +211,7 @@ class FoxAttention(nn.Module):
                 y.gather(1, before.clamp(min=0).expand_as(y[:, 1:])).masked_fill(before < 0, 0.0) for y in tokens
             )
         if rows.document_positions is not None:
-            first = (rows.document_positions == 0)[..., None, None]
+            first = (rows.here(rows.document_positions) == 0)[..., None, None]
             k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x)[..., None].to(k.dtype))
@@ -353,8 +354,10 @@ class FoxModel(FoxPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
+        shard=None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
+        """`shard`: as in `Rows`; the tokens are then a part of each row, and `position_ids` those of whole rows."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -363,17 +366,18 @@ class FoxModel(FoxPreTrainedModel):
                 inputs_embeds = self.embed_tokens(input_ids)
             except IndexError:
                 raise beyond_vocabulary("input_ids", input_ids, self.config.vocab_size) from None
-        if self.training and torch.is_grad_enabled():
+        if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
-        rows = read_rows(self.config, inputs_embeds, attention_mask, position_ids, past_key_values, **kwargs)
+        whole = inputs_embeds if shard is None else shard.whole(inputs_embeds)
+        rows = read_rows(self.config, whole, attention_mask, position_ids, past_key_values, shard=shard, **kwargs)
         if use_cache and past_key_values is None and can_be_cached(rows):
             past_key_values = DynamicCache(config=self.config)
-        mask = read_attention_mask(self.config, inputs_embeds, attention_mask, past_key_values, rows)
+        mask = read_attention_mask(self.config, whole, attention_mask, past_key_values, rows)
         kwargs |= flash_borders(self.config, rows, **kwargs)
 
-        hidden_states = inputs_embeds
-        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, rows.position_ids)
+        hidden_states, positions = inputs_embeds, rows.here(rows.position_ids)
+        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
         for layer in self.layers[: self.config.num_hidden_layers]:  # an early exit lowers the number
             hidden_states = layer(
                 hidden_states,

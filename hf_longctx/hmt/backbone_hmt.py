@@ -8,8 +8,11 @@ hidden state. No pass builds the list of all hidden states, or a key/value cache
 
 import inspect
 import threading
+from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import GenerationMixin
 
 
@@ -17,6 +20,7 @@ _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
 # Layers whose cache several tokens can continue under an attention mask. "hybrid": FoX, whose token shift minds
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
+_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class Backbone:
@@ -75,6 +79,7 @@ class Backbone:
             and model._supports_default_dynamic_cache()
             and layers <= _CONTINUED_LAYERS
         )
+        self._head_alone_makes_logits = None  # not probed yet
         self._check_causal(embedding.weight.device)
 
     def _check_causal(self, device):
@@ -84,27 +89,86 @@ class Backbone:
         Skipped for weights on the meta device and for attention kernels that may need another device or dtype than the
         model has so far. Recurrent backbones cannot see ahead.
         """
-        model, attention = self.model, getattr(self.model.config, "_attn_implementation", None)
+        attention = getattr(self.model.config, "_attn_implementation", None)
         if device.type == "meta" or self.stateful or attention not in (None, "eager", "sdpa"):
             return
-        training = [module for module in model.modules() if module.training]
-        model.eval()  # no dropout
-        try:
-            with torch.no_grad():
-                like = self.embed(torch.zeros(1, 3, dtype=torch.long, device=device))
-                embeds = torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
-                changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
-                first, second = (self.run(x, None, None)[1][0, 0].float() for x in (embeds, changed))
-        finally:
-            for module in training:
-                module.training = True
+        with self._probing(device) as embeds:
+            changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
+            first, second = (self.run(x, None, None)[1][0, 0].float() for x in (embeds, changed))
         # 3e-4: a mixture of experts groups the positions differently, and rounds differently
-        if (first - second).norm() > max(8 * torch.finfo(like.dtype).eps, 3e-4) * first.norm():
+        if (first - second).norm() > max(8 * torch.finfo(embeds.dtype).eps, 3e-4) * first.norm():
             raise ValueError(
-                f"{type(model).__name__} is not causal: its first position sees a later one, so it would read the "
+                f"{type(self.model).__name__} is not causal: its first position sees a later one, so it would read the "
                 "tokens that it is asked to predict. Configure it for language modelling (BERT and its relatives: "
                 "is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
             )
+
+    @contextmanager
+    def _probing(self, device):
+        """Three embeddings for tiny passes without gradient and dropout, (1, 3, d)."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                like = self.embed(torch.zeros(1, 3, dtype=torch.long, device=device))
+                yield torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
+        finally:
+            for module in training:
+                module.training = True
+
+    def can_skip_logits(self, device):
+        """Whether `loss_without_logits` can replace the head.
+
+        It must be a plain linear layer, whose weight is here, and logits must be its product with the last hidden
+        state, without a cap or a scale. PyTorch before 2.13 lacks the function.
+        """
+        head = self.model.get_output_embeddings()
+        if not hasattr(F, "linear_cross_entropy") or type(head) is not nn.Linear:
+            return False
+        if type(head.weight) is not nn.Parameter or head.weight.device != device:
+            return False
+        if self._head_alone_makes_logits is None:
+            self._head_alone_makes_logits = self._probe_head(head, device)
+        return self._head_alone_makes_logits
+
+    def _probe_head(self, head, device):
+        """One tiny pass in which known numbers stand in for the output of the head: the logits must be these numbers.
+
+        They are large, so that a soft cap would change them.
+        """
+        inputs = []
+
+        def replace_output(module, args, output):
+            inputs.append(args[0])
+            return torch.linspace(-99, 99, output.numel(), device=output.device).view(output.shape).to(output)
+
+        with self._probing(device) as embeds:
+            hook = head.register_forward_hook(replace_output)
+            try:
+                logits, hidden = self.run(embeds, None, torch.arange(3, device=device))
+            finally:
+                hook.remove()
+        known = replace_output(head, [None], logits)
+        return torch.equal(inputs[0], hidden) and torch.equal(logits, known)
+
+    def loss_without_logits(self, hidden, targets):
+        """Summed cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.
+
+        PyTorch makes the gradients with the loss, so that a piece's logits are enough. One gradient of the head's
+        weight is kept for each call: call it once for a whole text.
+
+        Args:
+            hidden: last hidden states, (n, d).
+            targets: what they predict, (n,), long, -100 where not scored.
+
+        Returns:
+            a scalar, in the dtype of hidden, or in fp32 under autocast.
+        """
+        head = self.model.get_output_embeddings()
+        rows = max(1, _LOGITS_AT_ONCE // head.out_features)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate")
+        arguments = {"linear_bias": head.bias, "reduction": "sum", "ignore_index": -100, "options": options}
+        return F.linear_cross_entropy(hidden, head.weight, targets, **arguments)
 
     def embed(self, ids):
         """Token embeddings as the backbone's first layer receives them, (B, T) -> (B, T, d)."""

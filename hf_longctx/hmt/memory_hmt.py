@@ -164,6 +164,15 @@ class HMTState:
         pages = self.pages and tuple(a if row else b for row, a, b in zip(rows, self.pages, other.pages))
         return replace(self, **changed, pages=pages).without_kv_cache()
 
+    def restart_rows(self, rows) -> "HMTState":
+        """A new state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
+        if not any(rows):
+            return self
+        state = replace(self, pages=None).map(lambda x: pick(rows, torch.zeros_like(x), x))
+        lengths = tuple(0 if row else length for row, length in zip(rows, self.lengths))
+        pages = self.pages and tuple(x.emptied() if row else x for row, x in zip(rows, self.pages))
+        return replace(state, lengths=lengths, pages=pages)
+
     def reorder_cache(self, beam_idx):
         """Select rows in place, as beam search does with a `Cache`. beam_idx: (rows,), long."""
         kv_cache, kv_mask, kv_length = self.kv_cache, self.kv_mask, self.kv_length

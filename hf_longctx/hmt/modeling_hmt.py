@@ -100,11 +100,13 @@ class Pass(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a pass over chunk n gives: logits of each row's tokens (n_b, V), or []; the summed loss; and the recall."""
+    """What a pass over chunk n gives: logits of each row's tokens (n_b, V), or []; the summed loss, or the hidden
+    states (n, d) and targets (n,) that it will be made of; and the recall."""
 
     n: int
     logits: list
     loss: torch.Tensor | None = None
+    scored: tuple | None = None
     recall_scores: torch.Tensor | None = None
     recall_distance: torch.Tensor | None = None
     memory: torch.Tensor | None = None
@@ -213,8 +215,8 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
                 through the earlier call, give `state.detach()`: its graph is used up.
             use_cache: return the state. Default: True with a state, else False.
             logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions, a long tensor (n,).
-                The loss is summed segment by segment, whatever is kept: with 1, memory does not grow with T times the
-                vocabulary under `torch.no_grad()`, nor in training with gradient checkpointing.
+                The loss is that of all labels, whatever is kept: with 1, memory does not grow with T times the
+                vocabulary, unless the head is no plain linear layer and training runs without gradient checkpointing.
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
@@ -260,9 +262,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
         result = HMTOutput(logits=logits)
         if labels is not None:
-            result.loss = self._loss(
-                [x.loss for x in readings if x.loss is not None], n_scored, n_labelled, num_items_in_batch
-            )
+            result.loss = self._loss(readings, n_scored, n_labelled, num_items_in_batch)
         if use_cache:
             open_ids, open_mask = rows.open(length)
             lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
@@ -454,19 +454,23 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.span.gather(one.chunk.targets, columns) for one in passes])
         returned = [one.span.after(one.chunk.returned) for one in passes]
-        embeds = torch.cat([one.embeds for one in passes])
-        keep_logits = any(span.columns() for span in returned)
-        logits, hidden, loss = self._run(embeds, mask, columns, targets, kv_cache, keep_logits)
+        kept = sorted({column for span in returned for column in span.columns()})
+        embeds, scored = torch.cat([one.embeds for one in passes]), None
+        if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
+            logits, hidden, loss = self._run(embeds, mask, kept, None, kv_cache)
+            scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
+        else:
+            logits, hidden, loss = self._run(embeds, mask, columns, targets, kv_cache, bool(kept))
         rows = [[]] * len(passes)
-        if keep_logits:
+        if kept:
             rows = [span.rows(x, columns) for span, x in zip(returned, logits.chunk(len(passes)))]
-        losses = [loss] + [None] * (len(passes) - 1)
-        return [Reading(one.chunk.n, x, y) for one, x, y in zip(passes, rows, losses)], hidden
+        readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
+        return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden
 
     def _opening_prompt(self, state):
         """The prompt that a segment opens with, before it has a recall of its own, (B, m, d)."""
         if state.bank.shape[1] == 0:
-            return self._prompt(self.memory.initial, state.bank)
+            return self._prompt(self.memory.initial, state.bank).clone()  # an optimizer step must not change a state
         if state.query is None:  # no recall at all, or one memory only: nothing to choose from
             return self.memory.or_initial(state.bank[:, -self.config.memory_tokens :], state.valid)
         return self._recall(state, state.query)[0]
@@ -553,8 +557,11 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             targets = targets.masked_fill(place < score_from, -100)
         return targets, (targets != -100).sum(), n_labelled
 
-    def _loss(self, losses, n_scored, n_labelled, num_items_in_batch):
+    def _loss(self, readings, n_scored, n_labelled, num_items_in_batch):
         """Mean cross entropy of the scored labels; with `num_items_in_batch` this call's share of the batch's mean."""
+        losses = [x.loss for x in readings if x.loss is not None]
+        if scored := [x.scored for x in readings if x.scored is not None]:
+            losses.append(self.lm.loss_without_logits(*map(torch.cat, zip(*scored))).float())
         loss = torch.stack(losses).sum()
         loss = loss / n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
         if num_items_in_batch is not None:

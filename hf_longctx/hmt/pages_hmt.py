@@ -78,6 +78,10 @@ class MemoryPages:
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(block_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
+    def emptied(self):
+        """Pages like these without any embedding."""
+        return replace(self, rest=self.rest[:0], sums=self.sums[:0], blocks=(), page_blocks=1)
+
     def __len__(self):
         """n, embeddings in all."""
         return len(self.blocks) * self.block_size + len(self.rest)

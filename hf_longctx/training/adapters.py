@@ -24,6 +24,7 @@ TARGETS = {
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
     "mamba": ["in_proj", "x_proj"],  # Mamba's kernels read the other weights themselves, and PEFT refuses them
 }
+QUERIES_AND_VALUES = ["q_proj", "v_proj"]  # what HMT adapts, where a model has these names (PEFT's default for Llama)
 BASE = "base.json"  # beside an adapter: which weights it was trained on
 
 
@@ -34,11 +35,14 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
         ValueError: a name is none of the model's, or the adapter would corrupt tied embeddings when it is merged.
     """
     config = getattr(model.config, "backbone_config", model.config)  # of a model with memory: the backbone's
-    targets = _names(settings.lora_targets) or TARGETS.get(config.model_type, "all-linear")
+    targets = _names(settings.lora_targets)
     in_full = _names(settings.train_in_full)
     if in_full is None:
         in_full = trained_in_full(model, settings.recipe)
     linear = {name for name, module in _leaves(model) if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))}
+    if targets is None and settings.recipe == "hmt" and linear.issuperset(QUERIES_AND_VALUES):
+        targets = QUERIES_AND_VALUES
+    targets = targets or TARGETS.get(config.model_type, "all-linear")
     if targets != "all-linear":
         _check_names("--lora-targets", targets, linear)
     _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})
@@ -78,13 +82,14 @@ def embedding_names(model) -> set[str]:
 
 
 def identity(model) -> dict[str, str]:
-    """What tells a base from another one: its architecture and a hash of some weights."""
+    """What tells a base from another one: its architecture, and a hash of some weights, rounded to bfloat16."""
     config = model.config
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters())[:: max(1, len(list(model.parameters())) // 8)]:
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].float().cpu()
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].bfloat16().float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     shape = {n: getattr(config, n, None) for n in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+    shape["rope_theta"] = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     return {**{name: str(value) for name, value in shape.items()}, "weights": digest.hexdigest()}
 
 

@@ -8,15 +8,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..corpus import open_source
+from .constructions import Construction
 
 
-DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
+DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel; an even number, as a construction takes pairs
 
 
 class Rows(torch.utils.data.Dataset):
@@ -68,13 +70,14 @@ class StreamedRows(torch.utils.data.IterableDataset):
     A resumed training replays the stream up to its step.
     """
 
-    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None):
+    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, construction=None):
         self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
+        self.construction = construction
 
     def __iter__(self):
         rest = np.zeros(0, np.int64)
         while True:
-            for ids in encode(open_source(self.source)[1], self.tokenizer):
+            for ids in encode(self.source, self.tokenizer, self.construction):
                 rest = np.concatenate([rest, ids])
                 whole = len(rest) // self.length * self.length
                 for row in rest[:whole].reshape(-1, self.length):
@@ -103,8 +106,13 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Te
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(first, -100)}
 
 
-def encode(documents: Iterator[str], tokenizer) -> Iterator[np.ndarray]:
+def encode(source: str, tokenizer, construction: Construction | None = None) -> Iterator[np.ndarray]:
     """Token ids, several documents at once: of each a BOS where the tokenizer has one, the text, and an EOS.
+
+    Args:
+        source: as for `hf_longctx.corpus.load_text`, or of the construction.
+        tokenizer: of transformers, with an EOS.
+        construction: makes other documents of those of the source.
 
     Raises:
         ValueError: the tokenizer has no EOS.
@@ -114,37 +122,28 @@ def encode(documents: Iterator[str], tokenizer) -> Iterator[np.ndarray]:
             "the tokenizer has no EOS, which ends a document in a row. Give it one: tokenizer.eos_token = '</s>'."
         )
     before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    batch = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == DOCUMENTS_AT_ONCE:
-            yield _encode(batch, before, tokenizer)
-            batch = []
-    if batch:
-        yield _encode(batch, before, tokenizer)
+    documents = open_source(source)[1] if construction is None else construction.read(source)
+    while texts := list(islice(documents, DOCUMENTS_AT_ONCE)):
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        if construction is not None:
+            encoded = construction.arrange(encoded, tokenizer)
+        yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
 
 
-def _encode(texts, before, tokenizer):
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
-
-
-def pack(source: str, tokenizer, path: Path) -> None:
+def pack(source: str, tokenizer, path: Path, construction: Construction | None = None) -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
     Args:
-        source: as for `hf_longctx.corpus.load_text`.
-        tokenizer: of transformers, with an EOS.
+        source, tokenizer, construction: as for `encode`.
         path: `.npy` file to write.
     """
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    _, documents = open_source(source)
     unfinished = path.with_suffix(".unfinished")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with open(unfinished, "wb") as file:
         _write_header(file, dtype, count)
-        for ids in encode(documents, tokenizer):
+        for ids in encode(source, tokenizer, construction):
             ids.astype(dtype).tofile(file)
             count += len(ids)
         file.seek(0)

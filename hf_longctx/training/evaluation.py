@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..metrics import line_retrieval, position_loss
 from ..metrics.report.defaults import line_counts
+from ..metrics.run.parts import process_rank
 from .data import StreamedRows
 
 
@@ -22,8 +23,9 @@ def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
         warnings.filterwarnings("ignore", "(?s).*more than the .* claims to support")  # which is what is measured
         loss = position_loss(model.eval(), tokens, context_length=length, sequences=ROWS, tokenizer=tokenizer)
         lines = line_retrieval(model, tokenizer, lines=counts, repeats=REPEATS, generate=False)
-    loss.save(folder / "loss.json")
-    lines.save(folder / "lines.json")
+    if process_rank() == 0:
+        loss.save(folder / "loss.json")
+        lines.save(folder / "lines.json")
     return f"{loss.summary()}; {lines.summary()}"
 
 

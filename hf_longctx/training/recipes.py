@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .constructions import KINDS, Construction
 from .settings import check_choices, option, setting
 
 
@@ -17,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 POSITIVE = (
     *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
     *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
-    *("segment_length",),
+    *("segment_length", "sequence_parallel", "construction_size"),
 )
 SHARES = ("adam_beta1", "adam_beta2", "dropout", "lora_dropout")
 
@@ -31,6 +32,8 @@ class RunSettings:
     tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS", free=True)
     output: str | None = setting(None, "folder of the run", free=True)
     eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", free=True)
+    construction: str | None = setting(None, "makes long texts of the data, to train a memory on", tuple(KINDS))
+    construction_size: int | None = setting(None, "tokens of a turn (default: 256), or abstracts of a text (2)")
     sequence_length: int | None = setting(None, "tokens of a row")
     batch_tokens: int | None = setting(None, "tokens of an optimizer step, over all processes")
     rows_at_once: int | None = setting(None, "rows of a forward pass in each process", free=True)
@@ -40,10 +43,11 @@ class RunSettings:
     warmup_steps: int | None = setting(None, "of a linear warmup")
     weight_decay: float | None = setting(None, "of matrices, not of norms, biases and gates' biases")
     adam_beta1: float = setting(0.9, "of AdamW (FoX, B.1)")
-    adam_beta2: float = setting(0.95, "of AdamW (FoX, B.1)")
+    adam_beta2: float | None = setting(None, "of AdamW (default: 0.95, FoX, B.1; recipe hmt 0.999)")
     max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)")
     dtype: str = setting("auto", "of the forward pass; auto is bfloat16 on an accelerator", DTYPES)
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", free=True)
+    sequence_parallel: int = setting(1, "processes that share each row, of a FoX", free=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
     seed: int = setting(0, "of new weights, dropout and the order of rows")
     save_steps: int = setting(100, "steps between checkpoints", free=True)
@@ -58,15 +62,28 @@ class RunSettings:
         """
         run = dataclasses.replace(self)
         check_choices(run)
+        if run.schedule == "step":
+            run.fill(warmup_steps=0)
         run.complete()
         for name in ("data", "tokenizer", "output"):
             if not getattr(run, name):
                 raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
+        if run.construction is not None:
+            run.fill(construction_size=KINDS[run.construction])
+        elif run.construction_size is not None:
+            raise ValueError("--construction-size belongs to --construction, which is missing.")
         if run.warmup_steps is None:
             run.warmup_steps = 0
         if run.activation_checkpointing is None:
             run.activation_checkpointing = run.sequence_length > 4096
         run.check_ranges()
+        if run.sequence_length % run.sequence_parallel:
+            raise ValueError(
+                f"--sequence-parallel {run.sequence_parallel} does not divide the {run.sequence_length} tokens of a row; "
+                "change it, or --sequence-length."
+            )
+        if run.warmup_steps and run.schedule == "step":
+            raise ValueError(f"--schedule step has no warmup; leave out --warmup-steps {run.warmup_steps}.")
         if not 0 <= run.warmup_steps <= run.steps:
             raise ValueError(f"--warmup-steps is {run.warmup_steps}; it must lie between 0 and the {run.steps} steps.")
         return run
@@ -79,7 +96,7 @@ class RunSettings:
         for name, value in vars(self).items():
             if name in POSITIVE and value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{option(name)} is {value}; it must be above 0.")
-            if name in SHARES and not 0 <= value < 1:
+            if name in SHARES and value is not None and not 0 <= value < 1:
                 raise ValueError(f"{option(name)} is {value}; it must be at least 0 and below 1.")
         if self.sequence_length < 2:
             raise ValueError(
@@ -95,21 +112,36 @@ class RunSettings:
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
+    def made_of_documents(self) -> Construction | None:
+        """How the texts are made of the documents; None: they are the documents."""
+        return None if self.construction is None else Construction(self.construction, self.construction_size)
+
     def accumulation(self, processes: int) -> int:
         """Forward passes of each process in an optimizer step.
 
         Raises:
-            ValueError: the processes do not make whole passes of `batch_tokens`.
+            ValueError: the processes do not make whole passes of `batch_tokens`, or whole groups that share rows.
         """
-        at_once = self.sequence_length * self.rows_at_once * processes
+        groups, rest = divmod(processes, self.sequence_parallel)
+        if rest:
+            raise ValueError(
+                f"--sequence-parallel {self.sequence_parallel} does not divide the number of processes, {processes}; "
+                f"start a multiple of it: torchrun --nproc-per-node {self.sequence_parallel} -m hf_longctx ..."
+            )
+        at_once = self.sequence_length * self.rows_at_once * groups
         passes, rest = divmod(self.batch_tokens, at_once)
         if rest:
             raise ValueError(
                 f"--batch-tokens {self.batch_tokens} is no multiple of the {at_once} tokens that are read at once "
-                f"({processes} processes, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
+                f"({self.divide(processes)}, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
                 "--batch-tokens, --sequence-length or --rows-at-once."
             )
         return passes
+
+    def divide(self, processes: int) -> str:
+        """What reads different rows, in words."""
+        n = self.sequence_parallel
+        return f"{processes} processes" if n == 1 else f"{processes // n} x {n} processes that share rows"
 
 
 class Preset(NamedTuple):
@@ -164,6 +196,7 @@ class TrainSettings(RunSettings):
             learning_rate=preset.learning_rate,
             schedule="cosine",  # FoX, B.1
             weight_decay=0.1,
+            adam_beta2=0.95,
         )
         self.fill(steps=max(1, preset.tokens // max(1, self.batch_tokens)))
         self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
@@ -202,6 +235,9 @@ class Recipe(NamedTuple):
     schedule: str
     weight_decay: float
     merge: bool  # the converted model is what the adapter is for, so it is kept in one piece
+    warmup_percent: int = 5  # of the steps
+    adam_beta2: float = 0.95
+    lora_dropout: float = 0.0
 
 
 RECIPES = {
@@ -209,7 +245,9 @@ RECIPES = {
     # ours; gates: see `gate_learning_rate`
     "fox-from-llama": Recipe(2e-4, 2e-5, 8, 500, "cosine", 0.0, merge=True),
     "rope-extend": Recipe(2e-5, 2e-5, 128, 1000, "constant", 0.0, merge=True),  # Men, section 5 and appendix B
-    "hmt": Recipe(1e-4, 1e-5, 8, 500, "step", 0.01, merge=True),  # HMT, section 4
+    # HMT, section 4, and its code: torch's AdamW, LoRA of the queries and values (`adapters.py`). The learning rate is
+    # that of Llama 2 and Mamba; the other models had 1e-5, Mistral and Yi 2e-4, all trained in full.
+    "hmt": Recipe(1e-4, 1e-5, 8, 500, "step", 0.01, True, warmup_percent=0, adam_beta2=0.999, lora_dropout=0.1),
 }
 # Of decay times in tokens. Of 1e5 contexts, where a converted Llama changes no logit, the gradient is lost in Adam's
 # epsilon.
@@ -225,8 +263,10 @@ class FinetuneSettings(RunSettings):
     full: bool = setting(False, "train all parameters, without LoRA")
     lora_rank: int = setting(8, "r of LoRA (LongLoRA)")
     lora_alpha: int = setting(32, "the adapter is scaled by alpha / r")
-    lora_dropout: float = setting(0.0, "of the adapter's input")
-    lora_targets: str | None = setting(None, "names of linear layers, with commas; default: attention and MLP")
+    lora_dropout: float | None = setting(None, "of the adapter's input (default: 0, recipe hmt 0.1)")
+    lora_targets: str | None = setting(
+        None, "names of linear layers, with commas; default: attention and MLP, for hmt queries and values"
+    )
     train_in_full: str | None = setting(None, "names of modules that are trained beside LoRA; default: the recipe's")
     merge: bool | None = setting(None, "save the model with the adapter in its weights")
     decay_time: float | None = setting(None, "fox-from-llama: tokens in which a gate forgets by e; default: a context")
@@ -235,6 +275,9 @@ class FinetuneSettings(RunSettings):
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
     segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
+    carry_state: bool = setting(
+        False, "hmt: rows are chunks of one document each, and the memory goes from each chunk to the next"
+    )
 
     def complete(self):
         if not self.model:
@@ -253,8 +296,10 @@ class FinetuneSettings(RunSettings):
             schedule=recipe.schedule,
             weight_decay=recipe.weight_decay,
             merge=recipe.merge,
+            adam_beta2=recipe.adam_beta2,
+            lora_dropout=recipe.lora_dropout,
         )
-        self.fill(warmup_steps=self.steps // 20)
+        self.fill(warmup_steps=self.steps * recipe.warmup_percent // 100)
         if self.recipe == "fox-from-llama":
             self.fill(
                 decay_time=float(self.sequence_length), gate_learning_rate=GATES_LEARN_FASTER * self.learning_rate
@@ -264,10 +309,14 @@ class FinetuneSettings(RunSettings):
     def refuse_settings_of_others(self):
         """A setting that the recipe would ignore is a mistake."""
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
-        of_recipe |= {"segment_length": "hmt", "sensory_tokens": "hmt"}
+        of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
             if getattr(self, name) and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
+        if self.carry_state and self.streaming:
+            raise ValueError(
+                "--carry-state reads many places of a text at once; leave out --streaming, which reads one."
+            )
         if self.full and (self.lora_targets or self.train_in_full):
             raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
 

@@ -33,11 +33,14 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..metrics.run.parts import wait
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .repeated import RowsWithRepeats
+from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_model
+from .starts import changed_model, extend_rope, new_model, read_undivided
+from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
     ResumableTrainer,
@@ -97,15 +100,26 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
             packed = dataclasses.replace(settings, streaming=False)  # a stream has no end
             evaluation_rows = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", packed, tokenizer)
 
+    carries_state = getattr(settings, "carry_state", False)
+    if carries_state:
+        streams = settings.batch_tokens // settings.sequence_length
+        rows = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, streams)
+        if evaluation_rows is not None:
+            evaluation_rows = DocumentStreams(evaluation_rows.tokens, rows.length, tokenizer.eos_token_id, streams)
     model, base = start(settings, tokenizer)
+    shard = None
+    if settings.sequence_parallel > 1:
+        check_model(model, settings.sequence_parallel)
+        shard = SequenceShard(settings.sequence_parallel)
     stops = StopAtSignal()
-    trainer = ResumableTrainer(
+    trainer = (StreamTrainer if carries_state else ResumableTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluation_rows,
-        data_collator=stack_segments if has_memory(settings) else stack,
+        data_collator=stack_segments if has_memory(settings) else stack if shard is None else shard.collate,
         metrics=folder / "metrics.jsonl",
+        shard=shard,
         stops=stops,
         gate_learning_rate=getattr(settings, "gate_learning_rate", None),
         decays_in_steps=settings.schedule == "step",
@@ -153,6 +167,8 @@ def dry_run(settings: RunSettings) -> None:
         trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
         if isinstance(settings, TrainSettings):
             trial["repeated_rows"] = 0.0  # which needs the whole text
+        elif settings.carry_state:
+            trial["streaming"] = False
         train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
@@ -197,8 +213,11 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
+        remove_unused_columns=False,  # rows hold what the model or its Trainer takes
         ddp_timeout=PATIENCE,
         ddp_find_unused_parameters=False,
+        # processes that share rows each read them, instead of a part of what the first one reads
+        accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
@@ -259,14 +278,17 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
 def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
     border = None if has_memory(settings) else tokenizer.eos_token_id  # a memory reads on
+    construction = settings.made_of_documents()
     if source.endswith(".npy"):
+        if construction is not None:
+            raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
         return Rows(source, settings.sequence_length, border, len(tokenizer))
     if settings.streaming:
-        return StreamedRows(source, tokenizer, settings.sequence_length, border)
+        return StreamedRows(source, tokenizer, settings.sequence_length, border, construction)
     state, packed_from = state_of_files(source), path.with_suffix(".source")
     if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
         packed_from.unlink(missing_ok=True)
-        pack(source, tokenizer, path)
+        pack(source, tokenizer, path, construction)
         packed_from.write_text(state)
     return Rows(path, settings.sequence_length, border, len(tokenizer))
 
@@ -315,16 +337,18 @@ def digest_of(value) -> str:
 def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     """Where a recipe changes the context: perplexity and retrieval at the new one, in RUN/evaluation.
 
-    "before" is the pretrained model as it is, "after" the one in RUN/model.
+    "before" is the pretrained model as it is, "after" the one in RUN/model. The processes share the work.
     """
-    if getattr(settings, "recipe", None) != "rope-extend" or not is_first_process():
+    if getattr(settings, "recipe", None) != "rope-extend":
         return
     from .evaluation import measure
 
+    wait()  # until the first process has saved the model
     folder = Path(settings.output)
     results = folder / "evaluation" / when
     if (results / "lines.json").exists():  # the last one
         return
+    read_undivided()
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
@@ -366,7 +390,7 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
     lines.append(
         f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
-        f"{arguments.world_size} processes on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
+        f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
 

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
@@ -39,6 +40,7 @@ def changed_model(settings: FinetuneSettings, tokenizer):
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
     """
     torch.manual_seed(settings.seed)  # a new memory is the same whenever this is called
+    read_undivided()
     config = read_config(settings.model)
     vocab_size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -58,6 +60,14 @@ def changed_model(settings: FinetuneSettings, tokenizer):
     if settings.recipe == "fox-from-llama":
         model = from_llama(model, decay_time=settings.decay_time)
     return model
+
+
+def read_undivided() -> None:
+    """Models are hashed, converted, merged and measured as they are read, which ZeRO-3 of DeepSpeed would divide then.
+
+    The next Trainer notes DeepSpeed again, and divides the model.
+    """
+    unset_hf_deepspeed_config()
 
 
 def read_config(name: str):
@@ -167,4 +177,4 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["changed_model", "extend_rope", "new_model"]
+__all__ = ["changed_model", "extend_rope", "new_model", "read_undivided"]

@@ -23,13 +23,15 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from .sequence_parallel import SequenceShard, check_arguments
+
 
 UNFINISHED = ".saving"
 GATE = re.compile(r"\bf_proj\b")
-# What a complete checkpoint holds; a file, or a folder where the model is sharded.
+# What a complete checkpoint holds: files, or folders where FSDP or DeepSpeed divides the model.
 PARTS = {
-    "weights": ("*model*", "pytorch_model_fsdp*"),
-    "optimizer": ("optimizer*",),
+    "weights": ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*/*model_states.pt"),
+    "optimizer": ("optimizer*", "global_step*/*optim_states.pt"),
     "schedule": ("scheduler.pt",),
     "random state": ("rng_state*",),
     "trainer state": ("trainer_state.json",),
@@ -47,15 +49,24 @@ class ResumableTrainer(Trainer):
         metrics: the JSONL file.
         stops: the `StopAtSignal` of this training.
         gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
+        shard: the `SequenceShard` of processes that share rows; None: each has rows of its own.
         decays_in_steps: the learning rate is multiplied by 0.7 every 100 steps.
         kwargs: as for `Trainer`.
     """
 
     def __init__(
-        self, *args, metrics: Path, stops: "StopAtSignal", gate_learning_rate=None, decays_in_steps=False, **kwargs
+        self,
+        *args,
+        metrics: Path,
+        stops: "StopAtSignal",
+        gate_learning_rate=None,
+        decays_in_steps=False,
+        shard: SequenceShard | None = None,
+        **kwargs,
     ):
+        check_arguments(kwargs["args"])
         super().__init__(*args, **kwargs)
-        self.metrics, self.saving_in = metrics, None
+        self.metrics, self.saving_in, self.shard = metrics, None, shard
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
         self.add_callback(stops)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -86,12 +97,30 @@ class ResumableTrainer(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.skips_logits:
             inputs = {**inputs, "skip_logits": True}
+        if self.shard is not None:
+            inputs = {**inputs, "shard": self.shard}
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, *args, **kwargs):
+        if self.shard is not None:
+            self.gather_function = self.gather_losses_of_groups
+        return super().prediction_step(*args, **kwargs)
+
+    def gather_losses_of_groups(self, losses):
+        """Losses of all groups' rows, of which each process has a part: (B,) -> (groups * B,), at the end fewer."""
+        groups = self.accelerator.gather(losses).view(-1, self.shard.size, len(losses))
+        state = self.accelerator.gradient_state
+        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return groups.mean(1).flatten()[:rows]
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
         self.control.should_training_stop = True  # resumed after the last step, of which Trainer would take one more
+
+    def _get_dataloader(self, *args, **kwargs):
+        loader = super()._get_dataloader(*args, **kwargs)
+        return loader if self.shard is None else self.shard.share_rows(loader)
 
     def _get_output_dir(self, trial):
         return self.saving_in or super()._get_output_dir(trial)

@@ -1,7 +1,7 @@
 """SmolLM2-135M becomes a FoX: loss, gates, forgetting curve and pruned cache, beside the same training of the Llama.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.llama_to_fox [--steps 30] [--contexts 4096] [--full] [--device cuda]
+    python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--contexts 8192] [--full] [--device cuda]
 
 Two runs of `hf-longctx finetune` see the same rows in the same order, with equal steps and learning rates:
 `--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. What both gain is adaptation to the
@@ -238,8 +238,8 @@ def draw(result, path):
 
 
 def main(arguments=None):
-    training = {"length": 512, "rows": 2, "steps": 30, "learning_rate": 2e-4, "full_learning_rate": 2e-5}
-    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 5, "contexts": [4096]}
+    training = {"length": 256, "rows": 2, "steps": 24, "learning_rate": 2e-4, "full_learning_rate": 2e-5}
+    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 2, "contexts": [2048, 4096]}
     parser = make_parser(__spec__.name, __doc__, "llama_to_fox", **training, **reading, tolerance=1e-2, device="cpu")
     parser.add_argument("--full", action="store_true", help="train all parameters, too")
     result = common.run(parser, measure, table, arguments)

@@ -1,12 +1,12 @@
 """Does a RoPE base below the bound cost retrieval, but not perplexity? Small Llamas, from scratch in minutes.
 
-    python -m scripts.evidence.rope_base [--bases 100 10000] [--seeds 0 1 2] [--device cuda]
+    python -m scripts.evidence.rope_base [--bases 100 1000 10000 100000] [--steps 400] [--seeds 0 1 2] [--device cuda]
 
 As in Figure 3 of Men et al. 2024 (arXiv 2405.14591), a model that retrieves is trained on longer rows with another
-base. Rows are short runs of a repeated pattern, which tokens nearby predict, and passages of random tokens, each of
-which comes twice, at any distance. A Llama of two layers learns them on rows of 64 tokens with base 10000; then it
-goes on on rows of 256 tokens, with each of the bases. Retrieved is a token of a second passage, after its first one,
-if it is the arg-max over the whole vocabulary. The loss of runs is what perplexity mostly consists of in a text.
+base. A Llama of two layers learns to copy random tokens on rows of 64 tokens with base 10000. Then it goes on with
+each of the bases on rows of 256 tokens: short runs of a repeated pattern, and random passages, each of which comes
+twice, at any distance. Runs can be predicted from tokens nearby, as most of a text; second passages,
+after their first token, from the first ones only. What cannot be predicted is neither trained nor scored.
 """
 
 import argparse
@@ -21,15 +21,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_longctx.metrics import rope_base_bound, rope_context_bound
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts
+from scripts.evidence_curves import VOCABULARY, copy_rows
 
 
 HEAD_DIM = 32
-PASSAGE = 8  # tokens
+RUN_TOKENS = VOCABULARY // 4  # the others are for passages
+PASSAGES, PASSAGE = 4, 8  # of a row; tokens of each
 FIRST_BASE = 10_000.0
-ROWS = 128  # that are read
+ROWS = 64  # that are read
 TABLE = """
-| | base | reach by the bound | loss | loss of runs | {lags} |
-| {when} | {base:g} | {reach} | {loss} | {runs} | {shares} |
+| training on {length} tokens | base | reach by the bound | loss of runs | loss of second passages | {lags} |
+| {when} | {base:g} | {reach} | {runs} | {copies} | {shares} |
 """
 
 
@@ -40,33 +42,34 @@ def lag_bins(args):
     return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
 
 
-def draw_rows(count, length, passages, vocabulary, generator):
+def draw_rows(count, length, generator):
     """Ids (count, length), and the distance to the passage that a token repeats, 0 where it repeats none.
 
-    Runs are of the lower half of the vocabulary, passages of the upper half.
+    No token is in two passages.
     """
     draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator)  # noqa: E731
     ids, lags = torch.empty(count, length, dtype=torch.long), torch.zeros(count, length, dtype=torch.long)
-    half = vocabulary // 2
     for row, lag in zip(ids, lags):
         start = 0
         while start < length:
-            pattern, end = draw(0, half, draw(1, 5, 1).item()), start + draw(8, 25, 1).item()
+            pattern, end = draw(0, RUN_TOKENS, draw(1, 5, 1).item()), start + draw(8, 25, 1).item()
             row[start:end] = pattern.repeat(24)[: min(end, length) - start]
             start = end
-        free = length - 2 * passages * (PASSAGE - 1)  # places do not overlap
-        places = torch.randperm(free, generator=generator)[: 2 * passages].sort().values
-        places += torch.arange(2 * passages) * (PASSAGE - 1)
-        for pair in torch.randperm(2 * passages, generator=generator).view(-1, 2):
+        free = length - 2 * PASSAGES * (PASSAGE - 1)  # places do not overlap
+        places = torch.randperm(free, generator=generator)[: 2 * PASSAGES].sort().values
+        places += torch.arange(2 * PASSAGES) * (PASSAGE - 1)
+        tokens = RUN_TOKENS + torch.randperm(VOCABULARY - RUN_TOKENS, generator=generator)[: PASSAGES * PASSAGE]
+        pairs = torch.randperm(2 * PASSAGES, generator=generator).view(-1, 2)
+        for pair, passage in zip(pairs, tokens.view(PASSAGES, PASSAGE)):
             first, second = places[pair.sort().values].tolist()
-            row[first : first + PASSAGE] = row[second : second + PASSAGE] = draw(half, vocabulary, PASSAGE)
+            row[first : first + PASSAGE] = row[second : second + PASSAGE] = passage
             lag[second + 1 : second + PASSAGE] = second - first
     return ids, lags
 
 
 def new_model(args):
     config = LlamaConfig(
-        vocab_size=args.vocabulary,
+        vocab_size=VOCABULARY,
         hidden_size=2 * HEAD_DIM,
         intermediate_size=4 * HEAD_DIM,
         num_hidden_layers=2,
@@ -87,16 +90,26 @@ def with_base(model, base):
     return other
 
 
-def train(model, rows, length, passages, steps, args, generator):
-    """AdamW on all tokens, 50 steps of warmup, then linear to a twentieth; gradients are clipped at 1."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+def mixed_rows(args, generator):
+    """Ids (args.rows, args.length), and labels, -100 where a passage comes first."""
+    ids, lags = draw_rows(args.rows, args.length, generator)
+    return ids, ids.masked_fill((lags == 0) & (ids >= RUN_TOKENS), -100)
+
+
+def train(model, rows, steps, args):
+    """AdamW, 50 steps of warmup, the last 30 % of the steps linear to 0; gradients are clipped at 1.
+
+    Args:
+        rows: from the number of a step to its ids and labels.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 50, max(0.05, 1 - step / steps))
+        optimizer, lambda step: min((step + 1) / 50, 1, (steps - step) / (0.3 * steps))
     )
     model.train()
-    for _ in range(steps):
-        ids = draw_rows(rows, length, passages, args.vocabulary, generator)[0].to(args.device)
-        model(input_ids=ids, labels=ids).loss.backward()
+    for step in range(steps):
+        ids, labels = (x.to(args.device) for x in rows(step))
+        model(input_ids=ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -106,29 +119,31 @@ def train(model, rows, length, passages, steps, args, generator):
 
 @torch.no_grad()
 def read(model, args):
-    """Loss of all tokens and of those of runs, in nats, and the share of retrieved tokens for each bin of lags."""
-    ids, lags = draw_rows(ROWS, args.length, args.length // 64, args.vocabulary, torch.Generator().manual_seed(1))
+    """Loss of runs and of second passages, in nats, and the share of retrieved tokens for each bin of distances.
+
+    Retrieved is a token that is the arg-max over the whole vocabulary.
+    """
+    ids, lags = draw_rows(ROWS, args.length, torch.Generator().manual_seed(1))
     logits = torch.cat([model(input_ids=part.to(args.device)).logits[:, :-1].cpu() for part in ids.split(16)])
     targets, lags = ids[:, 1:], lags[:, 1:]
     losses = F.cross_entropy(logits.mT, targets, reduction="none")
     correct = (logits.argmax(-1) == targets).float()
     shares = [correct[(low <= lags) & (lags < high)].mean().item() for low, high in lag_bins(args)]
-    runs = losses[targets < args.vocabulary // 2].mean().item()
-    return {"loss": losses.mean().item(), "runs": runs, "retrieved": shares}
+    runs = targets < RUN_TOKENS
+    return {"runs": losses[runs].mean().item(), "copies": losses[lags > 0].mean().item(), "retrieved": shares}
 
 
 def one_seed(seed, args):
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
     begin = time.process_time()
-    first = train(new_model(args), 32, args.first_length, args.first_length // 32, args.first_steps, args, generator)
+    short_rows = lambda step: copy_rows(args.first_length, 32, f"{seed} {step}")  # noqa: E731
+    first = train(new_model(args), short_rows, args.first_steps, args)
     entry = {"seed": seed, "parameters": first.num_parameters(), "before": {}, "after": {}}
-    state = generator.get_state()
     for base in args.bases:
-        model = with_base(first, base)
-        entry["before"][f"{base:g}"] = read(model.eval(), args)
-        generator.set_state(state)  # all bases see the same rows
-        train(model, 16, args.length, args.length // 64, args.steps, args, generator)
+        model = with_base(first, base).eval()
+        entry["before"][f"{base:g}"] = read(model, args)
+        generator = torch.Generator().manual_seed(seed)  # all bases see the same rows
+        train(model, lambda step, generator=generator: mixed_rows(args, generator), args.steps, args)
         entry["after"][f"{base:g}"] = read(model, args)
     return entry | {"cpu_seconds": round(time.process_time() - begin, 1)}
 
@@ -146,18 +161,20 @@ def table(result):
             entries = [row[when][f"{base:g}"] for row in result["rows"]]
             shares = zip(*(entry["retrieved"] for entry in entries))
             cells = {f"lag{i}": mean_and_range(values) for i, values in enumerate(shares)}
-            losses = {name: mean_and_range([entry[name] for entry in entries], 3) for name in ("loss", "runs")}
+            losses = {name: mean_and_range([entry[name] for entry in entries], 3) for name in ("runs", "copies")}
             reach = rope_context_bound(base=base, head_dim=HEAD_DIM)
             lines.append({"when": when, "base": base, "reach": reach, **losses, **cells})
     bins = lag_bins(args)
-    form = TABLE.replace("{lags}", " | ".join(f"retrieved at {low} to {high - 1}" for low, high in bins))
+    form = TABLE.replace("{length}", str(s["length"])).replace(
+        "{lags}", " | ".join(f"retrieved at {low} to {high - 1}" for low, high in bins)
+    )
     form = form.replace("{shares}", " | ".join(f"{{lag{i}}}" for i in range(len(bins))))
     bound = rope_base_bound(s["length"] - 1, HEAD_DIM).base
     text = (
         f"Two layers, {result['rows'][0]['parameters']} parameters, heads of {HEAD_DIM}; {s['first_steps']} steps on 32 "
-        f"rows of {s['first_length']} tokens with base {FIRST_BASE:g}, then {s['steps']} on 16 rows of {s['length']} "
-        f"tokens, whose bound is {bound:.0f}. All are read on rows of {s['length']} tokens, before the second training "
-        f"and after it. Mean (and range) over {len(s['seeds'])} seeds; distances in tokens."
+        f"rows of {s['first_length']} tokens with base {FIRST_BASE:g}, then {s['steps']} on {s['rows']} rows of "
+        f"{s['length']} tokens, for which the bound is {bound:.0f}. All are read on rows of {s['length']} tokens. Mean "
+        f"(and range) over {len(s['seeds'])} seeds; retrieved at distances in tokens."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 
@@ -175,7 +192,7 @@ def draw(result, path):
             entries = [row[when][f"{base:g}"] for row in result["rows"]]
             for ax, values in (
                 (left, [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]),
-                (right, [[entry[name] for entry in entries] for name in ("runs", "loss")]),
+                (right, [[entry[name] for entry in entries] for name in ("runs", "copies")]),
             ):
                 means = [sum(v) / len(v) for v in values]
                 ranges = [[m - min(v) for m, v in zip(means, values)], [max(v) - m for m, v in zip(means, values)]]
@@ -184,15 +201,21 @@ def draw(result, path):
                 ax.errorbar(range(len(values)), means, ranges, fmt=f"o{style}", color=colour, capsize=3, label=label)
     left.set_xticks(range(len(bins)), [f"{low} to {high - 1}" for low, high in bins])
     left.set(xlabel="distance to the passage, tokens", ylabel="retrieved", ylim=(0, 1.03))
-    right.set_xticks(range(2), ["runs", "all tokens"])
+    right.set_xticks(range(2), ["runs", "second passages"])
     right.set(ylabel="loss, nats", ylim=(0, None))
     left.legend()
     figure.savefig(path, dpi=110)
 
 
 def main(arguments=None):
-    lengths = {"first_length": 64, "length": 256, "first_steps": 600, "steps": 500, "bases": [100.0, 10_000.0]}
-    options = {"seeds": [0, 1, 2], "vocabulary": 512, "learning_rate": 3e-3, "device": "cpu"}
+    lengths = {"first_length": 64, "length": 256, "first_steps": 400, "steps": 400, "rows": 8}
+    options = {
+        "bases": [100.0, 10_000.0, 100_000.0],
+        "seeds": [0, 1, 2],
+        "vocabulary": 64,
+        "learning_rate": 3e-3,
+        "device": "cpu",
+    }
     parser = make_parser(__spec__.name, __doc__, "rope_base", **lengths, **options)
     result = common.run(parser, measure, table, arguments)
     draw(result, parser.parse_args(arguments).picture)

@@ -51,9 +51,9 @@ def check(rows, capability, dtype):
 @pytest.mark.parametrize(
     "capability, head_dim, kernels",
     [
-        (80, 64, ["dkdv"]),
+        pytest.param(80, 64, ["dkdv"], marks=exhaustive),
         (90, 128, ["block_decay", "forward", "dq", "dkdv", "prune", "decode", "merge"]),
-        (100, 64, ["dq"]),
+        pytest.param(100, 64, ["dq"], marks=exhaustive),
     ],
 )
 def test_common_sizes(tmp_path, capability, head_dim, kernels):

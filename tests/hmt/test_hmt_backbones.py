@@ -67,12 +67,29 @@ def assert_same_logits(actual, expected):
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=0)
 
 
-def test_every_parameter_learns(model, tokens):
-    model = copy.deepcopy(model).train()
-    model(tokens, labels=tokens).loss.backward()
+def test_every_parameter_learns_with_logits_and_without(model, tokens):
+    model = copy.deepcopy(model)  # in eval mode, without dropout
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
     without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert without == []
     assert all(p.grad.any() for p in model.memory.parameters())
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    other = model(tokens, labels=tokens, logits_to_keep=1).loss
+    other.backward()
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(other, loss, atol=0, rtol=64 * eps)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=256 * eps * largest, rtol=0)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
+def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
+    capped_or_scaled = {"Gemma2ForCausalLM", "CohereForCausalLM"}
+    name = type(model.lm.model).__name__
+    assert model.lm.can_skip_logits(torch.device("cpu")) == (name not in capped_or_scaled)
 
 
 def test_stream_and_generation_equal_forward(model, tokens):

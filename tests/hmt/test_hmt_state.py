@@ -120,3 +120,13 @@ def test_another_file_is_refused(tmp_path, make_wrapper):
     make_wrapper().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not a saved HMTState"):
         HMTState.load(tmp_path / "model.safetensors")
+
+
+def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens):
+    model = make_wrapper()
+    state = model(tokens[:, :5], use_cache=True).state.detach()
+    before = {name: value.clone() for name, value in state.tensors().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())

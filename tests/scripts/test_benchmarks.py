@@ -17,9 +17,10 @@ TINY = {
     "hmt speed": "--tokens 500 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "hmt pages": "--segments 40 100 --rounds 1",
+    "training_memory": "--models tiny --lengths 16 --vocab 64",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5, "training_memory": 1}  # 2 elsewhere
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.run import train
 from hf_longctx.training.starts import changed_model
+from hf_longctx.training.trainer import ResumableTrainer
 
 
 # PEFT asks transformers for a property that has another name now.
@@ -71,6 +72,27 @@ def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
     assert train(settings(llama, tmp_path)) == 0
     merged = load_adapter(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "model").merge_and_unload()
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(merged))
+
+
+@pytest.mark.parametrize("owner, method", [(ResumableTrainer, "save_model"), (LlamaForCausalLM, "save_pretrained")])
+def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
+    owner, method, llama, tmp_path, monkeypatch
+):
+    def end(*args, **kwargs):
+        raise InterruptedError
+
+    run = settings(llama, tmp_path, merge=True)
+    monkeypatch.setattr(owner, method, end)
+    with pytest.raises(InterruptedError):
+        train(run)
+    monkeypatch.undo()
+    metrics = (tmp_path / "metrics.jsonl").read_text()
+    assert train(run) == 0
+    assert (tmp_path / "metrics.jsonl").read_text() == metrics
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
+    adapter = load_adapter(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(logits(adapter), logits(model), atol=1e-5, rtol=1e-5)
 
 
 def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):

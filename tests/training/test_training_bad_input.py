@@ -85,7 +85,7 @@ def write(name, content="something"):
 def without_eos(kit):
     tokenizer = AutoTokenizer.from_pretrained(kit.tokenizer)
     tokenizer.eos_token = None
-    next(encode(iter(["text"]), tokenizer))
+    next(encode("text.txt", tokenizer))
 
 
 def damaged(name, content="{"):
@@ -127,11 +127,22 @@ SETTINGS = [
     refused("no clipping", resolve(max_grad_norm=0), "--max-grad-norm is 0"),
     refused("never saving", resolve(save_steps=0), "--save-steps is 0"),
     refused("dropout of one", resolve(dropout=1.0), "--dropout is 1.0; it must be at least 0 and below 1"),
+    refused("warmup of a schedule without", resolve(schedule="step", warmup_steps=6), "--schedule step has no warmup"),
+    refused("unknown construction", resolve(construction="mixed"), "'mixed'; it must be one of interleave, dilate"),
+    refused("size of no construction", resolve(construction_size=9), "--construction-size belongs to --construction"),
+    refused("turns of nothing", resolve(construction="dilate", construction_size=0), "--construction-size is 0"),
     refused("warmup beyond the end", resolve(steps=5, warmup_steps=6), "between 0 and the 5 steps"),
     refused(
         "a batch of no whole passes",
         lambda kit: TrainSettings(**NEEDED, batch_tokens=5000).resolve().accumulation(2),
         "5000 is no multiple of the 8192 tokens.*Change --batch-tokens",
+    ),
+    refused("rows of no processes", resolve(sequence_parallel=0), "--sequence-parallel is 0; it must be above 0"),
+    refused("rows in unequal parts", resolve(sequence_parallel=3), "3 does not divide the 512 tokens of a row"),
+    refused(
+        "processes in unequal groups",
+        lambda kit: TrainSettings(**NEEDED, sequence_parallel=2).resolve().accumulation(3),
+        "2 does not divide the number of processes, 3; start a multiple",
     ),
     refused("misspelt key", yaml("learning_rat: 1"), "learning_rat, which is no setting. Did you mean learning_rate?"),
     refused("unknown key", yaml("zzz: 1"), "zzz, which is no setting. The settings are data, tokenizer"),
@@ -230,6 +241,10 @@ FINETUNING = [
     refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
     refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
+    refused("memory of another recipe", finetune(carry_state=True), "--carry-state belongs to --recipe hmt"),
+    refused(
+        "many places of a stream", finetune(recipe="hmt", carry_state=True, streaming=True), "leave out --streaming"
+    ),
     refused("negative decay time", finetune(recipe="fox-from-llama", decay_time=-1.0), "--decay-time is -1.0"),
     refused("no longer context", finetune(recipe="rope-extend"), "32 does not extend the context of 64"),
     refused(
@@ -275,6 +290,11 @@ RUNS = [
         "tokens that are no integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
         "holds float64; a file of tokens holds integers",
+    ),
+    refused(
+        "texts made of tokens",
+        after(write("ids.npy", np.ones(999, int)), run(data="./ids.npy", construction="interleave")),
+        "ids.npy holds tokens; give the texts",
     ),
     refused(
         "tokens of another tokenizer",
@@ -369,7 +389,6 @@ def test_mistakes(mistake, kit, record_property):
 
 def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
     run()(kit)
-    run()(kit)  # finished
     with pytest.raises(ValueError, match=r"other settings \(--learning-rate: 0.003 -> 0.1; --seed: 0 -> 1\).*never"):
         run(learning_rate=0.1, seed=1)(kit)
     (kit.path / "text.txt").write_text("Another text about a fox that forgets. " * 40)
@@ -382,6 +401,15 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(kit):
     with pytest.raises(FloatingPointError, match=r"gradients of step \d+ is (nan|inf). The weights are those of step"):
         run(learning_rate=1e38, max_grad_norm=1e30, weight_decay=0.0, steps=5, schedule="constant")(kit)
+
+
+def test_the_same_command_says_that_the_run_is_finished(kit, capsys):
+    folder = kit.path / "run"
+    shutil.copytree(kit.finished, folder)
+    metrics = (folder / "metrics.jsonl").read_text()
+    assert cli.main(["train", "--config", str(folder / "config.yaml"), "--output", str(folder)]) == 0
+    assert f"{folder} is finished: the model is in {folder / 'model'}." in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == metrics
 
 
 def test_the_exit_code_of_a_mistake_is_2_and_of_an_overflow_1(kit, capsys):

@@ -1,5 +1,7 @@
 """Texts become rows whose documents do not see one another."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,19 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenize
     assert tokenizer.decode(tokens[: len(tokens) // 2]).startswith("<s>The first.</s><s>The second is longer.</s><s>A")
     assert (tokens == tokenizer.eos_token_id).sum() == (tokens == tokenizer.bos_token_id).sum() == 3
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_path):
+    def documents():
+        yield "The first."
+        raise InterruptedError
+
+    cut = mock.patch("hf_longctx.training.data.open_source", lambda source: (source, documents()))
+    with cut, pytest.raises(InterruptedError):
+        pack(folder, tokenizer, tmp_path / "tokens.npy")
+    assert not (tmp_path / "tokens.npy").exists()
+    pack(folder, tokenizer, tmp_path / "tokens.npy")
+    assert len(np.load(tmp_path / "tokens.npy")) > 100
 
 
 def test_a_stream_has_the_rows_of_the_file_and_begins_again(tokenizer, folder, tmp_path):

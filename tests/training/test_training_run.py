@@ -10,15 +10,19 @@ import pytest
 import torch
 
 
-pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'hf-longctx[training]'")
+pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.training.recipes import TrainSettings
+from hf_longctx.training.adapters import load_adapter
+from hf_longctx.training.data import Rows, stack
+from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
+from hf_longctx.training.starts import changed_model
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -142,6 +146,33 @@ def uninterrupted(apart, text, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def evaluated(text):
+    """Settings of an evaluation on an odd number of rows, and of a training that is the same in any processes."""
+    return dict(dropout=0.0, eval_data=os.path.join(text, "003.txt"), eval_steps=4)
+
+
+def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path):
+    """Three rows, which are fewer than two forward passes, of a text that a stream would repeat without end."""
+    (tmp_path / "other.txt").write_text("The fox forgets what it no longer needs. " * 6)
+    losses = []
+    for streaming in (False, True):
+        folder = tmp_path / str(streaming)
+        evaluated = dict(eval_data=str(tmp_path / "other.txt"), eval_steps=2, streaming=streaming)
+        train(settings(text, folder, preset="tiny", steps=4, **evaluated))
+        losses.append([line["eval_loss"] for line in metrics(folder) if "eval_loss" in line])
+    assert [len(values) for values in losses] == [2, 2]
+    model = FoxForCausalLM.from_pretrained(tmp_path / "False" / "model")
+    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, 1024)
+    assert len(rows) == 3
+    with torch.no_grad():
+        passes = [float(model(**stack(part)).loss) for part in ([rows[0], rows[1]], [rows[2]])]
+    assert losses[0][-1] == pytest.approx((2 * passes[0] + passes[1]) / 3, rel=1e-5)
+    plain = tmp_path / "plain"
+    train(settings(text, plain, preset="tiny", steps=4))
+    assert metrics(plain) == [line for line in metrics(tmp_path / "False") if "loss" in line]
+
+
 FAULTS = {
     "killed before the first checkpoint": (die_at, 2),
     "killed after a checkpoint": (die_at, 5),
@@ -175,10 +206,59 @@ def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp
     assert apart(run, *FAULTS[fault], processes=2, sharded=sharded) != 0
     assert apart(run, processes=2, sharded=sharded) == 0
     assert metrics(tmp_path) == uninterrupted(processes=2, sharded=sharded)
+    states = [torch.load(file, weights_only=False)["cpu"] for file in tmp_path.glob("checkpoints/checkpoint-9/rng_*")]
+    assert len(states) == 2 and not torch.equal(*states)  # of dropout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
-def test_processes_divide_a_step(sharded, uninterrupted):
-    one, two = (uninterrupted(n, sharded=sharded and n == 2, dropout=0.0) for n in (1, 2))
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-5)
+def test_processes_share_rows_and_go_on_too(apart, uninterrupted, evaluated, text, tmp_path):
+    sharing = evaluated | dict(sequence_parallel=2, activation_checkpointing=True)
+    run = settings(text, tmp_path, **sharing)
+    assert apart(run, *FAULTS["killed after a checkpoint"], processes=2) != 0
+    assert apart(run, processes=2) == 0
+    assert metrics(tmp_path) == uninterrupted(processes=2, **sharing)
+    two, one = metrics(tmp_path), uninterrupted(**evaluated)
+    assert sum("eval_loss" in line for line in one) == 3
+    assert two[0] == pytest.approx(one[0], rel=1e-5)  # before steps of AdamW enlarge what rounding changes
+    for line, expected in zip(two, one, strict=True):
+        for name in line.keys() & {"loss", "eval_loss"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sharded, changes",
+    [(False, {}), (True, {}), (True, {"sequence_parallel": 2})],
+    ids=["replicas", "shards", "shards that share rows"],
+)
+def test_processes_divide_a_step(sharded, changes, uninterrupted, evaluated):
+    one, two = uninterrupted(**evaluated), uninterrupted(2, sharded, dropout=0.0, **changes)
+    losses = [line["loss"] for line in one if "loss" in line]
+    assert [line["loss"] for line in two] == pytest.approx(losses, rel=1e-5 if changes else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, sharded", [("fox-from-llama", True), ("rope-extend", False)])
+def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart, text, tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "llama")
+    sizes = dict(sequence_length=128, batch_tokens=512) if recipe == "rope-extend" else dict(sequence_length=32)
+    sizes |= dict(rows_at_once=1, steps=3, learning_rate=1e-2)
+    weights = []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        base = dict(model=str(tmp_path / "llama"), tokenizer=TOKENIZER, data=text, output=str(output))
+        run = FinetuneSettings(recipe=recipe, **base, **sizes)
+        assert apart(run, processes=processes, sharded=sharded and processes == 2) == 0
+        merged = AutoModelForCausalLM.from_pretrained(output / "model")
+        adapted = load_adapter(
+            changed_model(run.resolve(), AutoTokenizer.from_pretrained(TOKENIZER)), output / "adapter"
+        )
+        weights.append(dict(merged.named_parameters()))
+        for name, parameter in adapted.merge_and_unload().named_parameters():
+            torch.testing.assert_close(parameter, weights[-1][name])
+        results = [path.name for path in (output / "evaluation").rglob("lines.json")]
+        assert len(results) == (2 if recipe == "rope-extend" else 0)
+    for name, parameter in weights[0].items():  # Adam divides rounding by rounding where a gradient is almost 0
+        torch.testing.assert_close(parameter, weights[1][name], rtol=1e-3, atol=2e-4)

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_longctx.cli import main, parser
-from hf_longctx.training.recipes import PRESETS, TrainSettings
+from hf_longctx.training.recipes import PRESETS, FinetuneSettings, TrainSettings
 from hf_longctx.training.settings import read_settings, write_settings
 
 
@@ -81,3 +81,12 @@ def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
 def test_settings_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TrainSettings(**NEEDED, **options).resolve()
+
+
+def test_a_memory_is_trained_as_in_its_paper():
+    memory = FinetuneSettings(**NEEDED, model="llama", recipe="hmt", sequence_length=1024).resolve()
+    assert (memory.schedule, memory.warmup_steps, memory.adam_beta2, memory.weight_decay) == ("step", 0, 0.999, 0.01)
+    assert (memory.learning_rate, memory.batch_tokens, memory.sensory_tokens) == (1e-4, 8 * 1024, 32)
+    assert (memory.lora_rank, memory.lora_alpha, memory.lora_dropout) == (8, 32, 0.1)
+    other = FinetuneSettings(**NEEDED, model="llama", sequence_length=1024).resolve()
+    assert (other.warmup_steps, other.adam_beta2, other.lora_dropout) == (25, 0.95, 0.0)

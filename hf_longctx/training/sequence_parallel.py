@@ -1,0 +1,127 @@
+"""Sequence parallelism: N processes share each row, so that rows can be N times as long (Ulysses, arXiv 2309.14509).
+
+Each process has one of N equal parts of every row; embeddings, projections, MLPs and the loss need no more. Attention
+needs all keys: there the processes trade parts for heads, so that each has whole rows of H / N heads, and trade back.
+Gates travel with their heads, so their running sum, packed documents and windows are those of a single process. The
+token shift needs the last token of the part before.
+
+Gradients need nothing of their own: Trainer divides the sum over a process' own labels by the count of all labels, and
+DDP and FSDP add up what all processes have.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .data import stack
+
+
+class SequenceShard:
+    """The part of each row that this process has, and its trade with the others that have parts of the same rows.
+
+    FoX calls `whole`, `part`, `token_before`, `to_heads` and `to_parts`; t = T / N. Each of them that moves data is a
+    collective operation, forward and backward.
+
+    Args:
+        size: N, processes that share a row: neighbours by rank.
+
+    Raises:
+        ValueError: N does not divide the number of processes.
+    """
+
+    def __init__(self, size: int):
+        self.group, _ = dist.new_subgroups(size)
+        self.size, self.rank = size, dist.get_rank(self.group)
+
+    def collate(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Of a batch of rows as `make_row` makes them: own ids and labels, (B, t), and all positions, (B, T).
+
+        Labels are shifted before they are divided, because the last token of a part predicts the first of the next.
+        """
+        batch = stack(rows)
+        labels = self.part(F.pad(batch["labels"][:, 1:], (0, 1), value=-100))
+        return {
+            "input_ids": self.part(batch["input_ids"]),
+            "position_ids": batch["position_ids"],
+            "labels": labels,  # Trainer takes a batch without them for one without a loss
+            "shift_labels": labels,
+        }
+
+    def share_rows(self, loader):
+        """Give the processes of a group the same rows, of a loader that accelerate has divided among all processes."""
+        dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
+        dealer.num_processes //= self.size
+        dealer.process_index //= self.size
+        dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
+        return loader
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Something of the shape that the part x, (B, t, ...), would have as whole rows: (B, T, ...)."""
+        return x.detach()[:, :1].expand(-1, self.size * x.shape[1], *x.shape[2:])
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, ...) -> (B, t, ...)"""
+        return x.chunk(self.size, dim=1)[self.rank].contiguous()
+
+    def token_before(self, x: torch.Tensor) -> torch.Tensor:
+        """The last token of the part before; 0 for the first part: (B, t, ...) -> (B, 1, ...)"""
+        ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
+        to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
+        return Trade.apply(to_next, self.group)[self.rank - 1]  # of the last part, the first has got 0
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, t, ...) -> (B, H / N, T, ...)"""
+        x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
+        return Trade.apply(x, self.group).movedim(0, 2).flatten(2, 3)
+
+    def to_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, H / N, ...) -> (B, t, H, ...)"""
+        x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
+        return Trade.apply(x, self.group).movedim(0, 2).flatten(2, 3)
+
+
+class Trade(torch.autograd.Function):
+    """x[i] of (N, ...) goes to process i; returns what has come from each, (N, ...). Gradients go the same ways."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Trade.apply(gradient, ctx.group), None
+
+
+def check_model(model, size: int) -> None:
+    """Raise ValueError if `size` processes cannot share the rows of this model."""
+    config = model.config
+    if config.model_type != "fox":
+        raise ValueError(
+            f"--sequence-parallel {size} is for FoX, and this model is a {config.model_type}. Leave it out, or take a "
+            "FoX, which --recipe fox-from-llama makes of a Llama."
+        )
+    if config.num_key_value_heads % size:
+        raise ValueError(
+            f"--sequence-parallel {size} does not divide the {config.num_key_value_heads} key heads of the model, which "
+            "the processes share. Take a divisor."
+        )
+
+
+def check_arguments(arguments) -> None:
+    """Raise ValueError if accelerate is to divide rows, by `TrainingArguments` or by `accelerate launch`."""
+    config = getattr(arguments, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        size = getattr(config, name, None) or os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)
+        if int(size) > 1:
+            raise ValueError(
+                f"accelerate's parallelism_config has {name}={size}, which divides rows without what the gates and the "
+                f"token shift of FoX need from other parts. Set it to 1, and use --sequence-parallel {size}."
+            )
+
+
+__all__ = ["SequenceShard", "check_arguments", "check_model"]

@@ -1,0 +1,131 @@
+"""Peak memory of a training step by model, length, and what is done against it.
+
+    python -m scripts.bench.training_memory [--device cpu|cuda] [--models tiny 125M] [--lengths 1024 4096]
+
+A step is a forward and backward pass over one row and an update by AdamW, of a FoX (Pro) with weights in float32; on a
+GPU the passes run in bfloat16 on the Triton kernels. Figures are of the second step, weights, gradients and moments
+included: allocated memory on a GPU, and on a CPU the resident memory of a fresh process, less that before the model
+was made. "in pieces" is the loss without all logits at once. The columns of shards are `--sequence-parallel` with
+pieces and checkpointing, in one of the processes; the others are pretended, as their data do not matter to memory.
+Buffers of DDP, a copy of the gradients, are not included. A figure of 0 means that the memory was not enough.
+"""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.training.data import make_row
+from hf_longctx.training.recipes import PRESETS, TrainSettings
+from hf_longctx.training.sequence_parallel import SequenceShard
+from scripts.bench import common
+
+
+TABLE = """
+| model | parameters | tokens | plain MB | loss in pieces | checkpointing | both | of 2 shards | of 4 shards |
+| {model} | {millions:.0f} M | {tokens} | {plain:.0f} | {pieces:.0f} | {checkpointing:.0f} | {both:.0f} | {shards_2:.0f} |\
+ {shards_4:.0f} |
+"""
+VARIANTS = {  # loss in pieces, checkpointing, processes that share a row
+    "plain": (False, False, 1),
+    "pieces": (True, False, 1),
+    "checkpointing": (False, True, 1),
+    "both": (True, True, 1),
+    "shards_2": (True, True, 2),
+    "shards_4": (True, True, 4),
+}
+DEFAULTS = {
+    "cpu": {"models": ["tiny"], "lengths": [1024, 4096], "vocab": 8192},
+    "cuda": {"models": list(PRESETS), "lengths": [4096, 16384, 65536], "vocab": 50257},
+}
+
+
+def make_config(name, length, vocab):
+    return FoxConfig.pro(
+        vocab_size=vocab, **TrainSettings(preset=name, pro=True, sequence_length=length).model_sizes()
+    )
+
+
+def make_model(name, length, vocab, device):
+    with torch.device(device):
+        model = FoxForCausalLM(make_config(name, length, vocab))
+    model.set_attn_implementation("forgetting_triton" if device == "cuda" else "sdpa")
+    return model.train()
+
+
+def peak_mb(name, length, vocab, device, pieces, checkpointing, size):
+    """MB at the peak of the second step."""
+    before = common.resident_mb("VmRSS")
+    model = make_model(name, length, vocab, device)
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    optimizer = torch.optim.AdamW(model.parameters())
+    row = make_row(torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(0)).numpy(), None)
+    batch = {name: x[None].to(device) for name, x in row.items()}
+    if size > 1:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        shard = SequenceShard(size)
+        batch = {name: x.to(device) for name, x in shard.collate([row]).items()} | {"shard": shard}
+
+    def step():
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = model(**batch, skip_logits=pieces, num_items_in_batch=length).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        step()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            return torch.cuda.max_memory_allocated() / 2**20
+        return common.resident_mb("VmRSS") - before + common.added_mb(step)[0]
+    except torch.OutOfMemoryError:
+        return 0.0
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+def measure(args):
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in args.models:
+        with torch.device("meta"):
+            model = FoxForCausalLM(make_config(name, args.lengths[0], args.vocab))
+        heads, row = model.config.num_key_value_heads, {"model": name, "millions": model.num_parameters() / 1e6}
+        for length in args.lengths:
+            peaks = {}
+            for variant, (*options, size) in VARIANTS.items():
+                if heads % size == 0:
+                    cell = name, length, args.vocab, args.device, *options, size
+                    peaks[variant] = (
+                        peak_mb(*cell) if args.device == "cuda" else common.in_fresh_process(peak_mb, *cell)
+                    )
+                    gc.collect()
+                    torch.cuda.empty_cache()
+            yield row | {"tokens": length} | peaks
+
+
+def table(result):
+    s = result["settings"]
+    how = "bfloat16 over float32 weights" if s["device"] == "cuda" else "float32"
+    return f"FoX (Pro), vocabulary {s['vocab']}, one row, {how}.\n\n{common.markdown(result['rows'], TABLE)}"
+
+
+def main(arguments=None):
+    parser = common.make_parser(__spec__.name, __doc__, device="cpu")
+    parser.add_argument("--models", nargs="+", choices=PRESETS, help="default: tiny, on a GPU all")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 1024 4096, on a GPU to 65536"
+    )
+    parser.add_argument("--vocab", type=int, metavar="N", help="default: 8192, on a GPU 50257")
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""scripts/evidence at tiny sizes: what is measured is kept, and the committed figures show what the text says."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.corpus import stdlib_text
+
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "scripts" / "results"
+TINY = {
+    "extrapolation": "--train-length 16 --read-length 32 --steps 2 --seeds 0 1",
+    "rope_base": "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0",
+    "rope_smollm2": "--lines 2 --needles 256 --repeats 1 --haystacks 1",
+    "llama_to_fox": "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2",
+}
+ROWS = {"extrapolation": 4, "rope_base": 1, "rope_smollm2": 7, "llama_to_fox": 12}
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"scripts.evidence.{name}")
+
+
+@pytest.fixture
+def smollm2(load, monkeypatch, tmp_path):
+    """In place of SmolLM2 a tiny Llama, in place of novels some text of the standard library."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=2048, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(ROOT / "model_cards" / "fox-demo").save_pretrained(tmp_path / "model")
+    (tmp_path / "text" / "train").mkdir(parents=True)
+    (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
+    (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
+    for name in ("rope_smollm2", "llama_to_fox"):
+        monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
+        monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
+
+
+@pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "llama_to_fox")) for x in TINY])
+def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, monkeypatch):
+    module = load(name)
+    folders = f"--work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
+    arguments = [*TINY[name].split(), *folders.split()]
+    module.main(arguments)
+    first, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
+    assert len(result["rows"]) == ROWS[name] and "| --- |" in first
+    assert str(tmp_path) not in json.dumps(result["settings"])
+    monkeypatch.setattr(module, "torch", None)  # what is kept is not computed again
+    module.main(arguments)
+    assert json.loads((tmp_path / "x.json").read_text())["rows"] == result["rows"]
+
+
+@pytest.fixture
+def rows():
+    return lambda name: json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def test_a_fox_reads_on_where_rope_fails(rows):
+    curves = {
+        (name, model): [row[name] for row in rows("extrapolation") if row["model"] == model]
+        for name in ("known", "unseen")
+        for model in ("FoX", "RoPE")
+    }
+    assert all(len(seeds) == 3 for seeds in curves.values())
+    assert all(curve[-1] < curve[3] for curve in curves["known", "FoX"]), "the loss falls beyond the training length"
+    assert all(curve[-1] > curve[3] for curve in curves["known", "RoPE"]), "and rises"
+    assert max(curve[-1] for curve in curves["unseen", "FoX"]) < min(curve[-1] for curve in curves["unseen", "RoPE"])

@@ -1,0 +1,121 @@
+"""What is trained beside a base is saved, read again and merged without a difference."""
+
+import pytest
+import torch
+
+
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
+from hf_longctx.training.adapters import TARGETS, add_lora, identity, load_adapter, save_identity
+from hf_longctx.training.recipes import FinetuneSettings
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # PEFT's, and sets it
+]
+
+IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=2, intermediate_size=32)
+NORMS = "norm,input_layernorm,post_attention_layernorm,q_norm,k_norm,o_norm"
+
+
+def fox(tied):
+    return FoxForCausalLM(FoxConfig.pro(**SIZES | HEADS, tie_word_embeddings=tied))
+
+
+def llama(tied):
+    return LlamaForCausalLM(LlamaConfig(**SIZES | HEADS, tie_word_embeddings=tied))
+
+
+def gpt2(tied):
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=tied))
+
+
+def mamba(tied):
+    return MambaForCausalLM(MambaConfig(**SIZES, state_size=4, tie_word_embeddings=tied))
+
+
+def hmt(tied):
+    return HMTWrapper.from_backbone(llama(tied), HMTConfig(segment_length=16, sensory_tokens=4))
+
+
+ADAPTERS = [
+    *((model, None, "") for model in (fox, llama, gpt2, mamba)),
+    (fox, "q_proj,g_proj", ""),
+    (fox, None, "f_proj"),
+    (fox, None, f"{NORMS},embed_tokens"),
+    (fox, None, "embed_tokens,lm_head"),
+    (llama, None, "lm_head"),
+    (llama, None, "q_proj,norm"),
+    (hmt, "q_proj,v_proj", "memory"),
+    (hmt, None, "memory"),
+]
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("make, targets, in_full", ADAPTERS)
+def test_an_adapter_is_read_and_merged_as_it_was_trained(make, targets, in_full, tied, tmp_path):
+    torch.manual_seed(0)
+    make(tied).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    start, known = logits(base), identity(base)
+    adapted = add_lora(base, FinetuneSettings(lora_targets=targets, train_in_full=in_full))
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    expected = logits(adapted)
+    assert (expected - start).abs().max() > 0.01
+    adapted.save_pretrained(tmp_path / "adapter")
+    save_identity(known, tmp_path / "adapter")
+
+    again = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), expected, rtol=1e-6, atol=1e-6)
+    merged = again.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    rounding = 64 * torch.finfo(torch.float32).eps * expected.abs().max().item()  # sums in another order
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for model in (merged, loaded):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=rounding)
+    head = loaded.get_output_embeddings()
+    if head is not None:
+        assert (head.weight is loaded.get_input_embeddings().weight) == tied
+
+
+def test_an_adapter_knows_its_base_in_every_dtype_and_with_another_rope_base(tmp_path):
+    torch.manual_seed(0)
+    base = llama(False)
+    known = identity(base)
+    assert identity(base.bfloat16()) == known
+    other = LlamaForCausalLM(LlamaConfig(**SIZES | HEADS, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}))
+    other.load_state_dict(llama(False).state_dict())
+    assert identity(other)["rope_theta"] != known["rope_theta"]
+
+
+def test_every_architecture_of_the_table_has_its_targets():
+    """Names that an architecture lacks would be refused only when somebody trains it."""
+    from transformers import CONFIG_MAPPING
+
+    for architecture, targets in TARGETS.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture]())
+        leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+        assert set(targets) <= leaves, architecture

@@ -1,0 +1,46 @@
+"""A Llama that many people have becomes a FoX: SmolLM2-135M-Instruct, where `scripts.fetch_smollm2` has saved it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx.corpus import stdlib_text
+from hf_longctx.fox.convert import from_llama
+from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.run import train
+
+
+FOLDER = Path(os.environ.get("HF_LONGCTX_SMOLLM2") or Path.home() / ".cache" / "hf_longctx" / "smollm2")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is missing: python -m scripts.fetch_smollm2"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@torch.no_grad()
+def loss(model, ids):
+    return model.eval()(input_ids=ids, labels=ids).loss.item()
+
+
+def test_smollm2_becomes_a_fox_of_the_same_loss_which_training_lowers(tmp_path):
+    text = stdlib_text("train")[:4000]
+    (tmp_path / "text.txt").write_text(text)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(FOLDER)(text)["input_ids"][:128]])
+    llama = AutoModelForCausalLM.from_pretrained(FOLDER)
+    before = loss(llama, ids)
+    assert loss(from_llama(llama), ids) == pytest.approx(before, abs=1e-4)
+    settings = dict(recipe="fox-from-llama", sequence_length=64, batch_tokens=64, steps=12)
+    data = {"data": str(tmp_path / "text.txt"), "output": str(tmp_path / "run")}
+    assert train(FinetuneSettings(model=str(FOLDER), **settings, **data)) == 0
+    fox = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert fox.config.model_type == "fox"
+    assert loss(fox, ids) < before - 0.05
