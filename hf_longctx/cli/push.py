@@ -16,7 +16,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="load the commit back in a process without hf-longctx, and compare logits",
+        help="load the commit back in a process without hf-longctx, and compare files and logits",
     )
 
 
@@ -42,7 +42,7 @@ def run(args):
     print(loading_lines(bundle, args.repo, commit.oid))
     if args.verify:
         hashes = {path: bundle.sha256(path) for path in bundle.files}
-        print(check_pushed(args.folder, hashes, args.repo, commit.oid))
+        print(check_pushed(args.folder, hashes, args.repo, commit.oid, bundle.auto_class))
 
 
 def check_repo(name):

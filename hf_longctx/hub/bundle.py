@@ -58,6 +58,15 @@ class Bundle:
     def is_adapter(self) -> bool:
         return ADAPTER in self.files
 
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads the model: AutoModelForCausalLM of a FoxForCausalLM, and so on."""
+        (name, *_) = self.config.get("architectures") or ["ForCausalLM"]
+        if name.endswith("Model") and not name.endswith("LMHeadModel"):
+            return "AutoModel"
+        task = name.rpartition("For")[2]
+        return "AutoModelForCausalLM" if task == name else f"AutoModelFor{task}"  # HMTWrapper, GPT2LMHeadModel
+
     def size(self, path: str) -> int:
         """Bytes."""
         content = self.files[path]

@@ -50,7 +50,6 @@ def push(
     head = api.repo_info(repo, repo_type=repo_type, revision=revision)
     old = [file.rfilename for file in head.siblings if any(fnmatch.fnmatch(file.rfilename, p) for p in WEIGHTS)]
     operations = [CommitOperationDelete(path) for path in old if path not in bundle.files]
-    # fresh objects: create_commit marks those that it has sent
     operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
     return api.create_commit(
         repo,
@@ -65,11 +64,6 @@ def push(
 
 def loading_lines(bundle: Bundle, repo: str, commit: str) -> str:
     """Python that loads what was pushed: this commit and no other, its code included."""
-    arguments = [f'"{repo}"', f'revision="{commit}"']
-    if "auto_map" in bundle.config or any(path.endswith(".py") for path in bundle.files):
-        arguments.append("trust_remote_code=True")
-    if bundle.is_adapter:
-        return f"from peft import AutoPeftModelForCausalLM\nAutoPeftModelForCausalLM.from_pretrained({', '.join(arguments)})"
-    return (
-        f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({', '.join(arguments)})"
-    )
+    library, name = ("peft", "AutoPeftModelForCausalLM") if bundle.is_adapter else ("transformers", bundle.auto_class)
+    trust = ", trust_remote_code=True" if any(path.endswith(".py") for path in bundle.files) else ""
+    return f'from {library} import {name}\n{name}.from_pretrained("{repo}", revision="{commit}"{trust})'

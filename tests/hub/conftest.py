@@ -25,8 +25,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def hub(server):
-    """The running `Hub`. A test fails if something happened there that must never happen; see `Hub.problems`."""
+    """The running `Hub`, empty. A test fails if something happened that must never happen; see `Hub.problems`."""
     server.log.clear()
+    server.repos.clear()
     server.knobs = type(server.knobs)()
     yield server
     assert not server.problems(), "\n".join(server.problems())
