@@ -1,6 +1,6 @@
 """One commit on the Hub, of a bundle."""
 
-import fnmatch
+import re
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
@@ -8,7 +8,7 @@ from .. import __version__
 from .bundle import Bundle
 
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def push(
@@ -22,8 +22,8 @@ def push(
 ) -> CommitInfo:
     """Push a bundle in one commit; where nothing has changed, none is made.
 
-    The repository and the branch are created if there are none. Weights that the bundle lacks are removed from the
-    repository: transformers would prefer a `model.safetensors` of before to the shards of now.
+    The repository and the branch are created if there are none. Weights of a model that the bundle lacks are removed
+    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now.
 
     The token is that of `hf auth login` or of the environment variable HF_TOKEN.
 
@@ -48,7 +48,7 @@ def push(
     if revision is not None:
         api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
     head = api.repo_info(repo, repo_type=repo_type, revision=revision)
-    old = [file.rfilename for file in head.siblings if any(fnmatch.fnmatch(file.rfilename, p) for p in WEIGHTS)]
+    old = [file.rfilename for file in head.siblings if WEIGHTS.fullmatch(file.rfilename) and not bundle.is_adapter]
     operations = [CommitOperationDelete(path) for path in old if path not in bundle.files]
     operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
     return api.create_commit(

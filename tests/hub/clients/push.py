@@ -123,6 +123,14 @@ def check_old_weights_do_not_stay_beside_new_ones():
     ]
 
 
+def check_an_adapter_goes_beside_the_weights_of_a_model():
+    os.mkdir("adapter")
+    Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/fox"}')
+    shutil.copyfile(f"{DEMO}/model.safetensors", "adapter/adapter_model.safetensors")
+    assert "AutoPeftModelForCausalLM" in push("adapter", "alice/fox-private")
+    assert {"adapter_model.safetensors", "model.safetensors"} <= set(api.list_repo_files("alice/fox-private"))
+
+
 def check_what_the_hub_refuses_is_one_line():
     text = push(DEMO, "bob/fox", code=1)
     assert "403" in text and text.count("\n") == text.rstrip().count("\n") + 1
