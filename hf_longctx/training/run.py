@@ -371,7 +371,7 @@ def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] |
     unfinished = folder / ".model"
     if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    with room_for(trainer.model, folder):
+    with room_for(trainer.model, unfinished):
         trainer.save_model(str(unfinished))
     if not trainer.is_world_process_zero():
         return
