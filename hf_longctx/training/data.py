@@ -178,7 +178,7 @@ def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def stack_segments(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch for a model with memory, which counts positions itself."""
+    """A batch for a model that counts positions itself, such as one with memory."""
     return {name: value for name, value in stack(rows).items() if name != "position_ids"}
 
 

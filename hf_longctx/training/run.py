@@ -11,6 +11,7 @@ model/           model and tokenizer, once all steps are done
 import dataclasses
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -121,7 +122,7 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluation_rows,
-        data_collator=stack_segments if has_memory(settings) else stack if shard is None else shard.collate,
+        data_collator=choose_collator(model) if shard is None else shard.collate,
         metrics=folder / "metrics.jsonl",
         shard=shard,
         stops=stops,
@@ -151,6 +152,12 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
 
 def has_memory(settings: RunSettings) -> bool:
     return getattr(settings, "recipe", None) == "hmt"
+
+
+def choose_collator(model):
+    """A model with memory, and few others, count positions themselves, and some of them refuse position_ids."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return stack if "position_ids" in inspect.signature(base.forward).parameters else stack_segments
 
 
 def start(settings: RunSettings, tokenizer):
@@ -264,11 +271,12 @@ def prepare_folder(folder: Path, resume: str):
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"another process trains in {folder}; wait for it, or give --output a new folder.") from error
-    if resume == "never":
-        for name in ("checkpoints", "data", "evaluation"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("metrics.jsonl", "lock.json"):
-            (folder / name).unlink(missing_ok=True)
+    checkpoints = folder / "checkpoints"
+    if resume == "never" or not (last_checkpoint(checkpoints) or (folder / "model").exists()):
+        for path in (checkpoints, folder / "evaluation"):
+            shutil.rmtree(path, ignore_errors=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        (folder / "lock.json").write_text("{}\n")  # there is nothing to go on from, so all settings may be others
     for name in (".model", f"checkpoints/{UNFINISHED}"):  # of a run that was killed while it saved
         shutil.rmtree(folder / name, ignore_errors=True)
     return in_use
@@ -293,7 +301,8 @@ def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
         return Rows(source, settings.sequence_length, border, len(tokenizer))
     if settings.streaming:
         return StreamedRows(source, tokenizer, settings.sequence_length, border, construction)
-    state, packed_from = state_of_files(source), path.with_suffix(".source")
+    state = f"{digest_of(tokenizer.get_vocab())}\n{state_of_files(source)}"
+    packed_from = path.with_suffix(".source")
     if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
         packed_from.unlink(missing_ok=True)
         pack(source, tokenizer, path, construction)
@@ -372,7 +381,7 @@ def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] |
     unfinished = folder / ".model"
     if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    with room_for(trainer.model, folder):
+    with room_for(trainer.model, unfinished):
         trainer.save_model(str(unfinished))
     if not trainer.is_world_process_zero():
         return

@@ -153,7 +153,7 @@ class ResumableTrainer(Trainer):
                 shutil.rmtree(self.saving_in, ignore_errors=True)
                 os.makedirs(self.saving_in)
             _wait_for_all()
-            with room_for(self.model, Path(checkpoints)):
+            with room_for(self.model, Path(self.saving_in)):
                 super()._save_checkpoint(model, trial)
         finally:
             unfinished, self.saving_in = self.saving_in, None
@@ -281,8 +281,10 @@ def cut_metrics(metrics: Path, step: int) -> None:
 
 
 @contextmanager
-def room_for(model, folder: Path):
+def room_for(model, unfinished: Path):
     """Say how many bytes lack where saving a model, or a checkpoint of its training, fills the disk.
+
+    The unfinished folder is removed then.
 
     Raises:
         OSError: ENOSPC.
@@ -291,9 +293,11 @@ def room_for(model, folder: Path):
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # of plain files, torch, safetensors
         trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        needed, free = 3 * trained, shutil.disk_usage(folder).free  # weights, and two moments of AdamW
-        if free > needed and "No space left" not in str(error):
+        needed, folder = 3 * trained, unfinished.parent  # weights, and two moments of AdamW
+        if shutil.disk_usage(folder).free > needed and "No space left" not in str(error):
             raise
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free = shutil.disk_usage(folder).free
         message = (
             f"there is no room to save in {folder}: a checkpoint takes about {needed / 1e6:.0f} MB, and "
             f"{free / 1e6:.0f} MB are free. Make room, and the same command goes on from the last checkpoint"

@@ -444,6 +444,14 @@ def test_a_run_goes_on_from_an_earlier_checkpoint_and_drops_the_later_one(kit, m
     assert (folder / "metrics.jsonl").read_text() == (kit.finished / "metrics.jsonl").read_text()
 
 
+def test_a_mistake_that_is_found_late_can_be_mended_in_the_same_folder(kit):
+    with pytest.raises(ValueError, match="did you mean q_proj"):
+        finetune(lora_targets="q_pro")(kit)
+    tokens = (kit.path / "run" / "data" / "tokens.npy").stat().st_mtime_ns
+    finetune(lora_targets="q_proj", steps=2)(kit)
+    assert (kit.path / "run" / "data" / "tokens.npy").stat().st_mtime_ns == tokens  # packed once
+
+
 def test_the_same_command_says_that_the_run_is_finished(kit, capsys):
     folder = kit.path / "run"
     shutil.copytree(kit.finished, folder)
