@@ -28,7 +28,7 @@ def add_run_arguments(parser, settings):
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="go on after the last checkpoint (default), begin again, or go on after that checkpoint",
+        help="go on after the last checkpoint (default), begin again, or go on after that checkpoint and drop later ones",
     )
     add_settings(parser.add_argument_group("settings"), settings)
 

@@ -177,9 +177,9 @@ def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def stack_segments(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | int]:
-    """A batch for a model with memory, which counts positions itself and needs no logits beside the loss."""
-    return {name: value for name, value in stack(rows).items() if name != "position_ids"} | {"logits_to_keep": 1}
+def stack_segments(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch for a model with memory, which counts positions itself."""
+    return {name: value for name, value in stack(rows).items() if name != "position_ids"}
 
 
 __all__ = ["Rows", "StreamedRows", "digest", "encode", "make_row", "pack", "stack", "stack_segments", "state_of_files"]

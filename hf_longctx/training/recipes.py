@@ -49,6 +49,7 @@ class RunSettings:
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", free=True)
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", free=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
+    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, which teaches to remember (ours)")
     seed: int = setting(0, "of new weights, dropout and the order of rows")
     save_steps: int = setting(100, "steps between checkpoints", free=True)
     keep_checkpoints: int = setting(2, "older ones are removed", free=True)
@@ -102,6 +103,10 @@ class RunSettings:
             raise ValueError(
                 "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
             )
+        if not 0 <= self.repeated_rows <= 1:
+            raise ValueError(f"--repeated-rows is {self.repeated_rows}; it is a share, from 0 to 1.")
+        if self.repeated_rows and self.streaming:
+            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be at least 0.")
         if not 0 <= self.seed < 2**32:
@@ -184,7 +189,6 @@ class TrainSettings(RunSettings):
     preset: str = setting("tiny", "size and recipe", tuple(PRESETS))
     architecture: str = setting("fox", "llama: a Transformer with RoPE, to compare with", ("fox", "llama"))
     pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
-    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, which teaches to remember (ours)")
     dropout: float = setting(0.0, "of attention weights")
 
     def complete(self):
@@ -202,10 +206,6 @@ class TrainSettings(RunSettings):
         self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
         if self.pro and self.architecture != "fox":
             raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
-        if not 0 <= self.repeated_rows <= 1:
-            raise ValueError(f"--repeated-rows is {self.repeated_rows}; it is a share, from 0 to 1.")
-        if self.repeated_rows and self.streaming:
-            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
 
     def model_sizes(self) -> dict[str, Any]:
         """What the settings decide of a `FoxConfig` or a `LlamaConfig`."""
@@ -313,6 +313,8 @@ class FinetuneSettings(RunSettings):
         for name, recipe in of_recipe.items():
             if getattr(self, name) and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
+        if self.carry_state and self.repeated_rows:
+            raise ValueError("--carry-state reads texts in their order; leave out --repeated-rows.")
         if self.carry_state and self.streaming:
             raise ValueError(
                 "--carry-state reads many places of a text at once; leave out --streaming, which reads one."

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -47,12 +48,14 @@ from .trainer import (
     StopAtSignal,
     check_checkpoint,
     cut_metrics,
+    drop_later,
     last_checkpoint,
     room_for,
 )
 
 
 SECONDS_BETWEEN_LINES = 10
+MANY_ROWS = 1000  # the gradient of a gate is proportional to 1 / decay time, and 1e-7 of the others' at 1e5 rows
 PATIENCE = 7 * 24 * 3600  # seconds in which the other processes wait for the first one, which packs and measures
 IN_USE = ".in_use"  # locked by the process that trains in a folder
 
@@ -86,8 +89,8 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         check_enough(rows, settings)
     if is_first_process():
         (folder / "config.yaml").write_text(write_settings(settings))
-    if share := getattr(settings, "repeated_rows", 0):
-        rows = RowsWithRepeats(rows, share, tokenizer, settings.seed)
+    if settings.repeated_rows:
+        rows = RowsWithRepeats(rows, settings.repeated_rows, tokenizer, settings.seed)
     if (folder / "model").exists():
         evaluate(settings, tokenizer, rows, "after")
         say(f"{folder} is finished: the model is in {folder / 'model'}.")
@@ -127,8 +130,11 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         callbacks=[Progress(settings.batch_tokens)],
     )
     trainer.remove_callback(PrinterCallback)
+    if checkpoint is not None:
+        trainer.check_division(checkpoint)
     if trainer.is_world_process_zero():
         cut_metrics(trainer.metrics, step)
+        drop_later(folder / "checkpoints", step)
     say(describe(settings, trainer, step))
     if step == 0:
         evaluate(settings, tokenizer, rows, "before")
@@ -154,6 +160,10 @@ def start(settings: RunSettings, tokenizer):
         return new_model(settings, tokenizer), None
     if settings.recipe == "rope-extend":
         say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
+    if settings.recipe == "fox-from-llama" and settings.decay_time > MANY_ROWS * settings.sequence_length:
+        say(
+            f"gates that forget after {settings.decay_time:g} tokens hardly learn from rows of {settings.sequence_length}"
+        )
     model = changed_model(settings, tokenizer)
     from .adapters import add_lora, identity
 
@@ -166,11 +176,8 @@ def dry_run(settings: RunSettings) -> None:
     """Train a few steps in a folder that is thrown away, and say how fast they were and what memory they took."""
     settings = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=True)
-        if isinstance(settings, TrainSettings):
-            trial["repeated_rows"] = 0.0  # which needs the whole text
-        elif settings.carry_state:
-            trial["streaming"] = False
+        trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None)
+        trial["streaming"] = not (settings.repeated_rows or getattr(settings, "carry_state", False))
         train(dataclasses.replace(settings, **trial))
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
@@ -394,6 +401,8 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
         f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        lines.append("accelerate has no FSDP on a CPU; every process holds the whole model")
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
 
 

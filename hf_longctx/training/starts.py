@@ -45,6 +45,11 @@ def changed_model(settings: FinetuneSettings, tokenizer):
     vocab_size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}; name the model's own.")
+    if settings.merge and getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{settings.model} is quantized, and merging an adapter into it would round the adapter away. Take the model "
+            "before quantization, or --recipe lora without --merge."
+        )
     if settings.recipe == "hmt":
         return with_memory(config, settings)
     if settings.recipe == "rope-extend":

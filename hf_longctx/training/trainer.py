@@ -64,13 +64,21 @@ class ResumableTrainer(Trainer):
         shard: SequenceShard | None = None,
         **kwargs,
     ):
-        check_arguments(kwargs["args"])
         super().__init__(*args, **kwargs)
         self.metrics, self.saving_in, self.shard = metrics, None, shard
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
         self.add_callback(stops)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self.skips_logits = "skip_logits" in inspect.signature(base.forward).parameters
+        # of logits, a training needs the loss only; a FoX and a model with memory can do without most of them
+        self.loss_options = {"shard": shard} if shard is not None else {}
+        if "skip_logits" in inspect.signature(base.forward).parameters:
+            self.loss_options["skip_logits"] = True
+        elif getattr(base, "reads_in_segments", False):
+            self.loss_options["logits_to_keep"] = 1
+
+    def create_accelerator_and_postprocess(self):
+        check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
@@ -95,11 +103,22 @@ class ResumableTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        if self.skips_logits:
-            inputs = {**inputs, "skip_logits": True}
-        if self.shard is not None:
-            inputs = {**inputs, "shard": self.shard}
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        return super().compute_loss(model, {**inputs, **self.loss_options}, *args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        with torch.random.fork_rng(devices=[]):  # a loader draws a number for its workers, and dropout would shift
+            return super().evaluate(*args, **kwargs)
+
+    def check_division(self, checkpoint: Path) -> None:
+        """Raise ValueError if the processes of the checkpoint divided the model in another way than these do."""
+        kinds = {"FSDP": "pytorch_model_fsdp*", "DeepSpeed": "global_step*"}
+        before = next((kind for kind, pattern in kinds.items() if any(checkpoint.glob(pattern))), "whole models")
+        now = "FSDP" if self.is_fsdp_enabled else "DeepSpeed" if self.is_deepspeed_enabled else "whole models"
+        if before != now:
+            raise ValueError(
+                f"{checkpoint} was saved by processes with {before}, and these have {now}. Go on with {before}, or begin "
+                "again with --resume never."
+            )
 
     def prediction_step(self, *args, **kwargs):
         if self.shard is not None:
@@ -207,6 +226,13 @@ def last_checkpoint(folder: Path) -> Path | None:
     return None if last is None else Path(last)
 
 
+def drop_later(folder: Path, step: int) -> None:
+    """Remove the checkpoints after a step, with which a training that goes on from it would mix."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if int(checkpoint.name.rpartition("-")[2]) > step:
+            shutil.rmtree(checkpoint)
+
+
 def check_checkpoint(folder: Path) -> int:
     """The step of a checkpoint.
 
@@ -288,4 +314,12 @@ def _flush(folder):
         os.close(descriptor)
 
 
-__all__ = ["ResumableTrainer", "StopAtSignal", "check_checkpoint", "cut_metrics", "last_checkpoint", "room_for"]
+__all__ = [
+    "ResumableTrainer",
+    "StopAtSignal",
+    "check_checkpoint",
+    "cut_metrics",
+    "drop_later",
+    "last_checkpoint",
+    "room_for",
+]

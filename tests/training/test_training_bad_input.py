@@ -100,6 +100,17 @@ def damaged(name, content="{"):
     return prepare
 
 
+def divided(name):
+    """A run whose last checkpoint was saved by processes that divide the model."""
+
+    def prepare(kit):
+        shutil.copytree(kit.finished, kit.path / "run")
+        shutil.rmtree(kit.path / "run" / "model")
+        (kit.path / "run" / "checkpoints" / "checkpoint-2" / name).mkdir()
+
+    return prepare
+
+
 def in_use(kit):
     """Another process trains in the folder."""
     (kit.path / "run").mkdir()
@@ -214,11 +225,11 @@ def other_model(model, config, **sizes):
     return begin
 
 
-def damaged_model(name, content="damaged"):
+def damaged_model(name, content="damaged", **changes):
     def begin(kit):
         model = kit.llama()
         (kit.path / "llama" / name).write_text(content)
-        finetune(model=model, tokenizer=kit.tokenizer)(kit)
+        finetune(model=model, tokenizer=kit.tokenizer, **changes)(kit)
 
     return begin
 
@@ -269,6 +280,13 @@ FINETUNING = [
         "32 is more than the 16 positions",
     ),
     refused("other weights for a run", other_weights, r"other settings \(--model: "),
+    refused(
+        "merging into a quantized base",
+        damaged_model(
+            "config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "x"}}', merge=True
+        ),
+        "is quantized, and merging an adapter",
+    ),
     refused("damaged weights", damaged_model("model.safetensors"), "weights of .*llama cannot be read.*damaged"),
     refused(
         "damaged configuration",
@@ -342,6 +360,12 @@ RUNS = [
             for name in ("model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json")
         }.items()
     ),
+    *(
+        refused(
+            f"checkpoint of {kind}", after(divided(file), run()), f"with {kind}, and these have whole models. Go on"
+        )
+        for kind, file in {"FSDP": "pytorch_model_fsdp_0", "DeepSpeed": "global_step2"}.items()
+    ),
     refused("damaged metrics", after(damaged("metrics.jsonl", "x\n"), run()), "metrics.jsonl has a line that this"),
     refused("damaged tokens", after(damaged("data/tokens.npy", "cut"), run()), "tokens.npy is no whole file"),
     refused("damaged lock", after(damaged("lock.json"), run()), "lock.json is damaged"),
@@ -401,6 +425,23 @@ def test_a_run_goes_on_only_with_its_own_settings_and_data(kit):
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(kit):
     with pytest.raises(FloatingPointError, match=r"gradients of step \d+ is (nan|inf). The weights are those of step"):
         run(learning_rate=1e38, max_grad_norm=1e30, weight_decay=0.0, steps=5, schedule="constant")(kit)
+
+
+def test_a_run_goes_on_from_an_earlier_checkpoint_and_drops_the_later_one(kit, monkeypatch):
+    folder = kit.path / "run"
+    shutil.copytree(kit.finished, folder)
+    shutil.rmtree(folder / "model")
+
+    def end(*args, **kwargs):
+        raise InterruptedError
+
+    monkeypatch.setattr(ResumableTrainer, "train", end)
+    with pytest.raises(InterruptedError):
+        run("./run/checkpoints/checkpoint-1")(kit)
+    monkeypatch.undo()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-1"]
+    run()(kit)
+    assert (folder / "metrics.jsonl").read_text() == (kit.finished / "metrics.jsonl").read_text()
 
 
 def test_the_same_command_says_that_the_run_is_finished(kit, capsys):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
-from hf_longctx.training.data import Rows, StreamedRows, make_row, pack
+from hf_longctx.training.data import Rows, StreamedRows, make_row, pack, stack_segments
 
 
 EOS = 2
@@ -61,6 +61,12 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenize
     assert tokenizer.decode(tokens[: len(tokens) // 2]).startswith("<s>The first.</s><s>The second is longer.</s><s>A")
     assert (tokens == tokenizer.eos_token_id).sum() == (tokens == tokenizer.bos_token_id).sum() == 3
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_batch_holds_tensors_only_which_accelerate_hands_to_other_processes():
+    rows = [make_row(PACKED[:8], EOS), make_row(PACKED[3:11], EOS)]
+    shapes = {name: value.shape for name, value in stack_segments(rows).items()}
+    assert shapes == dict.fromkeys(("input_ids", "labels"), (2, 8))
 
 
 def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_path):

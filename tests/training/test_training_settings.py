@@ -83,6 +83,12 @@ def test_settings_that_contradict_each_other_are_refused(options, message):
         TrainSettings(**NEEDED, **options).resolve()
 
 
+def test_a_carried_state_needs_texts_in_their_order():
+    with pytest.raises(ValueError, match="leave out --repeated-rows"):
+        options = dict(recipe="hmt", carry_state=True, repeated_rows=0.5, sequence_length=1024)
+        FinetuneSettings(**NEEDED, model="gpt2", **options).resolve()
+
+
 def test_a_memory_is_trained_as_in_its_paper():
     memory = FinetuneSettings(**NEEDED, model="llama", recipe="hmt", sequence_length=1024).resolve()
     assert (memory.schedule, memory.warmup_steps, memory.adam_beta2, memory.weight_decay) == ("step", 0, 0.999, 0.01)
