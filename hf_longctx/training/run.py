@@ -145,6 +145,7 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         say(f"stopped after step {trainer.state.global_step} of {settings.steps}; the same command goes on.")
         return stops.signal
     save_model(trainer, tokenizer, settings, base)
+    trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
     evaluate(settings, tokenizer, rows, "after")
     say(f"wrote the model to {folder / 'model'}")
     return 0

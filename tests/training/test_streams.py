@@ -17,6 +17,7 @@ from hf_longctx.corpus import stdlib_text
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.training.data import stack_segments
 from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.run import train
 from hf_longctx.training.streams import CarriesStates, DocumentStreams
 
 
@@ -203,3 +204,16 @@ def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path
         [line["loss"] for line in metrics(run) if "loss" in line] for run in (tmp_path / "one", tmp_path / "other")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):  # noqa: F811
+    """The second one reads in each process what the first one writes in one of them."""
+    llama = tiny_llama(1024)
+    llama.save_pretrained(tmp_path / "llama")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "llama")
+    data = dict(data=str(stage_1 / "texts"), eval_data=None, steps=1)
+    first = settings(tmp_path / "llama", tmp_path / "first", **data)
+    second = settings(tmp_path / "first" / "model", tmp_path / "second", **data)
+    assert apart(second, train, first, processes=2) == 0
+    assert HMTWrapper.from_pretrained(tmp_path / "second" / "model").config.recall
