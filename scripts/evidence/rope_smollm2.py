@@ -121,7 +121,7 @@ def table(result):
     parts = [
         ("Numbers in lines:", rows["lines"], LINES),
         ("Needles (easy mode) by the depth at which they are hidden:", rows["needles"], NEEDLES),
-        (f"Loss of {result['settings']['haystacks']} stretches of the held-out novel:", rows["loss"], LOSSES),
+        (f"Loss of the held-out novel (stretches: {result['settings']['haystacks']}):", rows["loss"], LOSSES),
     ]
     return "\n\n".join([text, *(f"{text}\n\n{common.markdown(lines, form)}" for text, lines, form in parts if lines)])
 
