@@ -154,7 +154,7 @@ def table(result):
     s = result["settings"]
     lines = []
     for when in ("before", "after"):
-        for base in s["bases"]:
+        for base in sorted({row["base"] for row in result["rows"]}):
             entries = [row[when] for row in result["rows"] if row["base"] == base]
             shares = zip(*(entry["retrieved"] for entry in entries))
             cells = {f"lag{i}": mean_and_range(values) for i, values in enumerate(shares)}
@@ -184,7 +184,7 @@ def draw(result, path):
     bins = lag_bins(s["length"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for base, marker in zip(s["bases"], "osv^D"):
+    for base, marker in zip(sorted({row["base"] for row in result["rows"]}), "osv^D"):
         entries = [row["after"] for row in result["rows"] if row["base"] == base]
         retrieved = [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]
         losses = [[entry[name] for entry in entries] for name in ("runs", "copies")]

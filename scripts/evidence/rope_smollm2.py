@@ -27,11 +27,11 @@ from scripts.fetch_smollm2 import FOLDER
 TEXT = common.ROOT / "demo_output" / "corpus"
 DEPTHS = (0.0, 0.5, 1.0)
 LINES = """
-| model | base | lines | tokens | right | of | probability of the answer |
+| model | base | lines | tokens | right | of | probability of a token of the answer |
 | {model} | {base:.0f} | {size} | {tokens:.0f} | {right} | {answers} | {probability:.1%} |
 """
 NEEDLES = """
-| model | base | tokens | right at depth 0 % | 50 % | 100 % | of | probability of the answer, mean |
+| model | base | tokens | right at depth 0 % | 50 % | 100 % | of | probability of a token of the answer |
 | {model} | {base:.0f} | {size} | {d0} | {d50} | {d100} | {answers} | {probability:.1%} |
 """
 LOSSES = """
@@ -121,7 +121,7 @@ def table(result):
     parts = [
         ("Numbers in lines:", rows["lines"], LINES),
         ("Needles (easy mode) by the depth at which they are hidden:", rows["needles"], NEEDLES),
-        (f"Loss of {result['settings']['haystacks']} stretches of the held-out novel:", rows["loss"], LOSSES),
+        (f"Loss of the held-out novel (stretches: {result['settings']['haystacks']}):", rows["loss"], LOSSES),
     ]
     return "\n\n".join([text, *(f"{text}\n\n{common.markdown(lines, form)}" for text, lines, form in parts if lines)])
 
