@@ -2,10 +2,10 @@
 
     python scripts/hub_roundtrip.py
 
-A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, an HMT around it and a LoRA adapter are pushed
-with `hf-longctx push`. A second environment, without this package, loads them by HTTP, generates, and compares the
-logits; then it does so again offline. The exit status is 0 if all logits are the same, and the server saw no unknown
-endpoint, no defect of its own, and no token at the blob host.
+A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, an HMT around it, a LoRA adapter and a
+metric are pushed. A second environment, without this package, loads them by HTTP, generates, compares the logits, and
+scores predictions; then it does so again offline. The exit status is 0 if all logits are the same, and the server saw
+no unknown endpoint, no defect of its own, and no token at the blob host.
 """
 
 import os
@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "model_cards" / "fox-demo"
 PROMPT = "The import statement"
+METRIC = ("forgetting_curve", "alice/forgetting_curve")
 SAVE = """
 import sys
 import torch
@@ -31,7 +32,7 @@ from hf_longctx import HMTConfig, HMTWrapper
 demo, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(demo)
 ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
-fox = AutoModelForCausalLM.from_pretrained(demo)
+fox = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)  # PEFT and transformers round adapters differently
 hmt = HMTWrapper.from_backbone(fox, HMTConfig(segment_length=32, sensory_tokens=8)).eval()
 with torch.no_grad():
     logits = {"ids": ids, "fox": fox.eval()(ids).logits, "hmt": hmt(ids).logits}
@@ -47,6 +48,7 @@ save_file(logits, "logits.safetensors")
 LOAD = """
 import importlib.util
 import sys
+import evaluate
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,14 +57,17 @@ assert importlib.util.find_spec("hf_longctx") is None
 logits, same = load_file("logits.safetensors"), True
 ids = logits["ids"]
 for name in ("fox", "hmt", "adapter"):
-    model = AutoModelForCausalLM.from_pretrained(f"alice/{name}", trust_remote_code=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(f"alice/{name}", trust_remote_code=True, dtype=torch.float32).eval()
     with torch.no_grad():
         difference = (model(input_ids=ids).logits - logits[name]).abs().max().item()
     same &= difference == 0
-    tokenizer = AutoTokenizer.from_pretrained("alice/fox")
+    tokenizer = AutoTokenizer.from_pretrained("alice/fox", trust_remote_code=True)
     prompt = tokenizer(sys.argv[1], return_tensors="pt").input_ids
     text = tokenizer.decode(model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0])
     print(f"{name}: logits differ by {difference}; it generates {text!r}")
+evaluate.utils.logging.disable_progress_bar()
+curve = evaluate.load("alice/forgetting_curve")
+print(curve.compute(predictions=[[[0, 0, 13, 14], [0, 0, 0, 14]]], references=[[11, 12, 13, 14]])["summary"])
 sys.exit(not same)
 """
 
@@ -85,13 +90,20 @@ def main():
         work.mkdir()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON"))}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": f"{temporary}/home", "HF_TOKEN": "hf_of_alice"}
-        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONSAFEPATH": "1"}
+        environment |= {
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "PYTHONSAFEPATH": "1",
+        }
         with_package = {"PYTHONPATH": str(ROOT)}
 
         def step(title, *command, **variables):
             start, requests = time.perf_counter(), len(hub.log)
             print(f"\n== {title}", flush=True)
-            subprocess.run(list(map(str, command)), env=environment | variables, cwd=work, check=True)
+            subprocess.run(
+                list(map(str, command)), env=environment | variables, cwd=work, stdin=subprocess.DEVNULL, check=True
+            )
             print(f"   {len(hub.log) - requests} requests, {time.perf_counter() - start:.1f} s", flush=True)
 
         print(f"A Hub at {hub.url}, its blobs at {hub.blob_url}")
@@ -101,6 +113,7 @@ def main():
         for name, folder in (("fox", DEMO), ("hmt", "hmt"), ("adapter", "adapter")):
             command = ("push", folder, f"alice/{name}", *(["--verify"] * (name == "fox")))
             step(f"hf-longctx push {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
+        step("hf-longctx push-metric", sys.executable, "-m", "hf_longctx", "push-metric", *METRIC, **with_package)
         python = bare_python(Path(temporary, "python"))
         step("load and generate without hf_longctx", python, "-c", LOAD, PROMPT)
         step("the same, offline", python, "-c", LOAD, PROMPT, HF_HUB_OFFLINE="1")

@@ -22,6 +22,7 @@ from . import (
     loss,
     needle,
     push,
+    push_metric,
     register_metrics,
     report,
     rope,
@@ -46,6 +47,7 @@ COMMANDS = {
     "finetune": finetune,
     "convert": convert,
     "push": push,
+    "push-metric": push_metric,
     "register-metrics": register_metrics,
 }
 

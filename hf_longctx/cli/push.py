@@ -12,6 +12,16 @@ Examples:
 
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
+    add_destination(parser)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="load the commit back in a process without hf-longctx, and compare files and logits",
+    )
+
+
+def add_destination(parser):
+    """Arguments that say where to push; see `send`."""
     parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if there is none")
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument(
@@ -19,32 +29,43 @@ def add_arguments(parser):
     )
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="load the commit back in a process without hf-longctx, and compare logits",
-    )
 
 
 def run(args):
+    from ..hub import build_bundle, check_pushed, loading_lines
+
+    check_repo(args.repo)
+    bundle = build_bundle(args.folder)
+    commit = send(bundle, args)
+    if commit is None:
+        return
+    print(loading_lines(bundle, args.repo, commit.oid))
+    if args.verify:
+        hashes = {path: bundle.sha256(path) for path in bundle.files}
+        print(check_pushed(args.folder, hashes, args.repo, commit.oid, bundle.auto_class))
+
+
+def check_repo(name):
+    """ValueError unless the name is NAMESPACE/NAME."""
     from huggingface_hub.utils import validate_repo_id
 
-    from ..hub import build_bundle, check_pushed, loading_lines, push
+    validate_repo_id(name)
+    if name.count("/") != 1:
+        raise ValueError(f"{name!r} is no name of a repository; give NAMESPACE/NAME, such as alice/fox.")
 
-    validate_repo_id(args.repo)
-    if args.repo.count("/") != 1:
-        raise ValueError(f"{args.repo!r} is no name of a repository; give NAMESPACE/NAME, such as alice/fox.")
-    bundle = build_bundle(args.folder)
+
+def send(bundle, args, repo_type="model"):
+    """List the files, push them, and print where they are; the commit, or None after a dry run."""
+    from ..hub import push
+
     for path in sorted(bundle.files):
         print(f"{bundle.size(path):>14,}  {path}")
     if bundle.left_out:
         print(f"left out: {', '.join(bundle.left_out)}")
     if args.dry_run:
         print(f"nothing was sent to {args.repo}")
-        return
-    commit = push(bundle, args.repo, private=args.private, revision=args.revision, create_pr=args.create_pr)
+        return None
+    options = {"private": args.private, "revision": args.revision, "create_pr": args.create_pr}
+    commit = push(bundle, args.repo, repo_type=repo_type, **options)
     print(commit.pr_url or commit.commit_url)
-    print(loading_lines(bundle, args.repo, commit.oid))
-    if args.verify:
-        hashes = {path: bundle.sha256(path) for path in bundle.files}
-        print(check_pushed(args.folder, hashes, args.repo, commit.oid))
+    return commit

@@ -117,30 +117,35 @@ class Backbone:
                 module.training = True
 
     def can_skip_logits(self, device):
-        """Whether `loss_without_logits` can replace the head.
+        """Whether `loss_without_logits` can replace the head; `device` is that of the embeddings.
 
-        It must be a plain linear layer, whose weight is here, and logits must be its product with the last hidden
-        state, without a cap or a scale. PyTorch before 2.13 lacks the function.
+        The head must be a plain linear layer on the device of the last hidden state, and logits must be the product of
+        the two, without a cap or a scale. In less than float32 the sum of the loss would be rounded to a few bits.
+        PyTorch before 2.13 lacks the function.
         """
         head = self.model.get_output_embeddings()
         if not hasattr(F, "linear_cross_entropy") or type(head) is not nn.Linear:
             return False
-        if type(head.weight) is not nn.Parameter or head.weight.device != device:
+        if type(head.weight) is not nn.Parameter or head.weight.dtype not in (torch.float32, torch.float64):
             return False
         if self._head_alone_makes_logits is None:
             self._head_alone_makes_logits = self._probe_head(head, device)
         return self._head_alone_makes_logits
 
     def _probe_head(self, head, device):
-        """One tiny pass in which known numbers stand in for the output of the head: the logits must be these numbers.
+        """One tiny pass in which other numbers stand in for the output of the head: the logits must be these numbers.
 
         They are large, so that a soft cap would change them.
         """
         inputs = []
 
+        def numbers(like):
+            integers = torch.arange(like.numel(), device=like.device) % 199 - 99  # which bfloat16 has exactly
+            return integers.view(like.shape).to(like)
+
         def replace_output(module, args, output):
             inputs.append(args[0])
-            return torch.linspace(-99, 99, output.numel(), device=output.device).view(output.shape).to(output)
+            return numbers(output)
 
         with self._probing(device) as embeds:
             hook = head.register_forward_hook(replace_output)
@@ -148,8 +153,10 @@ class Backbone:
                 logits, hidden = self.run(embeds, None, torch.arange(3, device=device))
             finally:
                 hook.remove()
-        known = replace_output(head, [None], logits)
-        return torch.equal(inputs[0], hidden) and torch.equal(logits, known)
+        (head_input,) = inputs
+        of_input, of_hidden = ((x.dtype, x.shape) for x in (head_input, hidden))
+        alike = of_input == of_hidden and head.weight.device == hidden.device
+        return alike and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))
 
     def loss_without_logits(self, hidden, targets):
         """Summed cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.
@@ -162,13 +169,13 @@ class Backbone:
             targets: what they predict, (n,), long, -100 where not scored.
 
         Returns:
-            a scalar, in the dtype of hidden, or in fp32 under autocast.
+            a scalar, in the dtype of the head.
         """
         head = self.model.get_output_embeddings()
         rows = max(1, _LOGITS_AT_ONCE // head.out_features)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate")
         arguments = {"linear_bias": head.bias, "reduction": "sum", "ignore_index": -100, "options": options}
-        return F.linear_cross_entropy(hidden, head.weight, targets, **arguments)
+        return F.linear_cross_entropy(hidden.to(head.weight.dtype), head.weight, targets, **arguments)
 
     def embed(self, ids):
         """Token embeddings as the backbone's first layer receives them, (B, T) -> (B, T, d)."""

@@ -1,8 +1,9 @@
-"""Pushing a model to the Hub in one commit, of files that are known, with the code that it needs."""
+"""Pushing models and metrics to the Hub, each in one commit, of files that are known, with the code that they need."""
 
 from .bundle import Bundle, build_bundle
 from .check import check_pushed
+from .metric import build_space
 from .push import loading_lines, push
 
 
-__all__ = ["Bundle", "build_bundle", "check_pushed", "loading_lines", "push"]
+__all__ = ["Bundle", "build_bundle", "build_space", "check_pushed", "loading_lines", "push"]

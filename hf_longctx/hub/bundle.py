@@ -4,7 +4,7 @@ import fnmatch
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,15 @@ class Bundle:
     def is_adapter(self) -> bool:
         return ADAPTER in self.files
 
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads the model: AutoModelForCausalLM of a FoxForCausalLM, and so on."""
+        (name, *_) = self.config.get("architectures") or ["ForCausalLM"]
+        if name.endswith("Model") and not name.endswith("LMHeadModel"):
+            return "AutoModel"
+        task = name.rpartition("For")[2]
+        return "AutoModelForCausalLM" if task == name else f"AutoModelFor{task}"  # HMTWrapper, GPT2LMHeadModel
+
     def size(self, path: str) -> int:
         """Bytes."""
         content = self.files[path]
@@ -105,9 +114,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
             f"{'base_model_name_or_path of adapter_config.json' if ADAPTER in files else 'backbone_name_or_path'}."
         )
     left_out = tuple(name for name in names if name not in files and name != CONTENTS)
-    bundle = Bundle(files, left_out, config)
-    files[CONTENTS] = contents(bundle)
-    return bundle
+    return with_contents(Bundle(files, left_out, config))
 
 
 def check_names(folder, names):
@@ -200,8 +207,9 @@ def code_file(folder, name):
     return path
 
 
-def contents(bundle):
-    """Versions, and the sha256 of every file."""
+def with_contents(bundle: Bundle) -> Bundle:
+    """The bundle with one more file, of versions and the sha256 of every file."""
     versions = {"hf_longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     hashes = {path: bundle.sha256(path) for path in sorted(bundle.files)}
-    return (json.dumps({"versions": versions, "sha256": hashes}, indent=2) + "\n").encode()
+    text = json.dumps({"versions": versions, "sha256": hashes}, indent=2) + "\n"
+    return replace(bundle, files=bundle.files | {CONTENTS: text.encode()})

@@ -1,8 +1,8 @@
-"""What was pushed, loaded back by its commit: the bytes of every file, and the logits.
+"""What was pushed, loaded back by its commit: the bytes of every file, and the outputs.
 
 This file is also a program that runs without hf_longctx, as those who load the model do:
 
-    python check.py REPO COMMIT HASHES.json LOGITS.safetensors
+    python check.py REPO COMMIT HASHES.json OUTPUTS.safetensors AUTO_CLASS
 """
 
 import hashlib
@@ -14,20 +14,21 @@ import tempfile
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 
 TOKENS = 64
 
 
-def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str) -> str:
+def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str, auto_class: str) -> str:
     """Load a commit in a fresh process, into an empty cache, and compare it with the folder that was pushed.
 
     Args:
-        folder: of a causal language model, or of an adapter of one.
+        folder: of a model, or of an adapter.
         hashes: sha256 of every file.
+        auto_class: the class of transformers that loads it; its first output is compared (of most, the logits).
 
     Returns:
         what was compared, in a line.
@@ -35,35 +36,37 @@ def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str) -> str:
     Raises:
         RuntimeError: the commit cannot be loaded, or it differs.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
     ids = torch.arange(TOKENS)[None] % model.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
-        save_file({"ids": ids, "logits": model(ids).logits}, f"{temporary}/logits.safetensors")
+        save_file({"ids": ids, "output": model(input_ids=ids)[0]}, f"{temporary}/outputs.safetensors")
         Path(temporary, "hashes.json").write_text(json.dumps(hashes))
         caches = ("HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")
         environment = os.environ | {name: f"{temporary}/{name}" for name in caches}
         # -P: the folder of this file, the package's, is not searched for modules
-        command = [sys.executable, "-P", __file__, repo, commit, "hashes.json", "logits.safetensors"]
+        command = [sys.executable, "-P", __file__, repo, commit, "hashes.json", "outputs.safetensors", auto_class]
         done = subprocess.run(command, cwd=temporary, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{repo} at {commit} was pushed and does not load: {done.stderr.strip().splitlines()[-1]}")
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise RuntimeError(f"{repo} at {commit} was pushed, and cannot be loaded back: {reason}")
     return done.stdout.strip()
 
 
-def main(repo, commit, hashes, logits):
+def main(repo, commit, hashes, outputs, auto_class):
     copy = Path(snapshot_download(repo, revision=commit))
     hashes = json.loads(Path(hashes).read_text())
     for name, digest in hashes.items():
         if hashlib.sha256((copy / name).read_bytes()).hexdigest() != digest:
             raise ValueError(f"{name} has other bytes on the Hub than in the folder.")
-    saved = load_file(logits)
-    model = AutoModelForCausalLM.from_pretrained(repo, revision=commit, trust_remote_code=True).eval()
+    saved = load_file(outputs)
+    options = {"revision": commit, "trust_remote_code": True}
+    model = getattr(transformers, auto_class).from_pretrained(repo, **options).eval()
     assert "hf_longctx" not in sys.modules
     with torch.no_grad():
-        difference = (model(saved["ids"]).logits - saved["logits"]).abs().max().item()
+        difference = (model(input_ids=saved["ids"])[0] - saved["output"]).abs().max().item()
     if difference:
-        raise ValueError(f"the logits differ by {difference}.")
-    print(f"{len(hashes)} files have the same bytes, and the logits of {saved['ids'].shape[1]} tokens are the same")
+        raise ValueError(f"the outputs differ by {difference}.")
+    print(f"{len(hashes)} files have the same bytes, and the outputs for {TOKENS} tokens are the same")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One commit on the Hub, of a bundle."""
 
-import fnmatch
+import re
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
@@ -8,21 +8,28 @@ from .. import __version__
 from .bundle import Bundle
 
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def push(
-    bundle: Bundle, repo: str, *, private: bool = False, revision: str | None = None, create_pr: bool = False
+    bundle: Bundle,
+    repo: str,
+    *,
+    repo_type: str = "model",
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
 ) -> CommitInfo:
     """Push a bundle in one commit; where nothing has changed, none is made.
 
-    The repository and the branch are created if there are none. Weights that the bundle lacks are removed from the
-    repository: transformers would prefer a `model.safetensors` of before to the shards of now.
+    The repository and the branch are created if there are none. Weights of a model that the bundle lacks are removed
+    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now.
 
     The token is that of `hf auth login` or of the environment variable HF_TOKEN.
 
     Args:
         repo: NAMESPACE/NAME.
+        repo_type: "model", or "space" for one of gradio.
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
@@ -34,19 +41,20 @@ def push(
     if get_token() is None:
         raise ValueError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
     api = HfApi(library_name="hf_longctx", library_version=__version__)
-    api.create_repo(repo, private=private or None, exist_ok=True)
-    if private and not api.repo_info(repo).private:
+    sdk = "gradio" if repo_type == "space" else None
+    api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None, exist_ok=True)
+    if private and not api.repo_info(repo, repo_type=repo_type).private:
         raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
     if revision is not None:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    head = api.repo_info(repo, revision=revision)
-    old = [file.rfilename for file in head.siblings if any(fnmatch.fnmatch(file.rfilename, p) for p in WEIGHTS)]
+        api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
+    head = api.repo_info(repo, repo_type=repo_type, revision=revision)
+    old = [file.rfilename for file in head.siblings if WEIGHTS.fullmatch(file.rfilename) and not bundle.is_adapter]
     operations = [CommitOperationDelete(path) for path in old if path not in bundle.files]
-    # fresh objects: create_commit marks those that it has sent
     operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
     return api.create_commit(
         repo,
         operations,
+        repo_type=repo_type,
         commit_message=f"Push with hf-longctx {__version__}",
         revision=revision,
         parent_commit=head.sha,
@@ -56,11 +64,6 @@ def push(
 
 def loading_lines(bundle: Bundle, repo: str, commit: str) -> str:
     """Python that loads what was pushed: this commit and no other, its code included."""
-    arguments = [f'"{repo}"', f'revision="{commit}"']
-    if "auto_map" in bundle.config or any(path.endswith(".py") for path in bundle.files):
-        arguments.append("trust_remote_code=True")
-    if bundle.is_adapter:
-        return f"from peft import AutoPeftModelForCausalLM\nAutoPeftModelForCausalLM.from_pretrained({', '.join(arguments)})"
-    return (
-        f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({', '.join(arguments)})"
-    )
+    library, name = ("peft", "AutoPeftModelForCausalLM") if bundle.is_adapter else ("transformers", bundle.auto_class)
+    trust = ", trust_remote_code=True" if any(path.endswith(".py") for path in bundle.files) else ""
+    return f'from {library} import {name}\n{name}.from_pretrained("{repo}", revision="{commit}"{trust})'

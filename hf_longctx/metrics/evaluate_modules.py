@@ -82,6 +82,8 @@ def options_for(name: str, options: dict) -> dict:
     Raises:
         TypeError: one of them belongs to no module.
     """
+    if not options:  # scoring needs no model's code
+        return {}
     names = _option_names()
     unknown = sorted(options.keys() - set().union(*names.values()))
     if unknown:

@@ -21,8 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from . import RESULT_MODULES
-
 
 class Headline(NamedTuple):
     """One number for a model card.
@@ -267,6 +265,8 @@ def read_result(path) -> Result:
         ValueError: the file is no JSON, or no result of any metric; it is named.
         FileNotFoundError: there is no such file.
     """
+    from . import RESULT_MODULES
+
     for module in RESULT_MODULES:
         importlib.import_module(f".{module}", __package__)
     try:

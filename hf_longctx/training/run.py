@@ -108,6 +108,7 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
     if carries_state:
         streams = settings.batch_tokens // settings.sequence_length
         rows = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, streams)
+        say(f"{len(rows)} chunks of documents in {streams} streams; {1 - rows.text_share():.0%} of them is padding")
         if evaluation_rows is not None:
             evaluation_rows = DocumentStreams(evaluation_rows.tokens, rows.length, tokenizer.eos_token_id, streams)
     model, base = start(settings, tokenizer)

@@ -60,6 +60,10 @@ class DocumentStreams(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.starts) // self.streams * self.streams
 
+    def text_share(self) -> float:
+        """The share of the chunks that is no padding."""
+        return float((self.stops - self.starts).mean() / self.length)
+
     def __getitem__(self, item):
         t, stream = divmod(item, self.streams)
         chunk = stream * (len(self) // self.streams) + t

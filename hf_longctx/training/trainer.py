@@ -64,7 +64,6 @@ class ResumableTrainer(Trainer):
         shard: SequenceShard | None = None,
         **kwargs,
     ):
-        check_arguments(kwargs["args"])
         super().__init__(*args, **kwargs)
         self.metrics, self.saving_in, self.shard = metrics, None, shard
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
@@ -76,6 +75,10 @@ class ResumableTrainer(Trainer):
             self.loss_options["skip_logits"] = True
         elif getattr(base, "reads_in_segments", False):
             self.loss_options["logits_to_keep"] = 1
+
+    def create_accelerator_and_postprocess(self):
+        check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None

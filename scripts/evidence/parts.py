@@ -20,7 +20,8 @@ def make_parser(module, description, name, **defaults):
 def measure_parts(measure, keys, args):
     """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work."""
     torch.set_num_threads(1)
-    settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, "seeds")}
+    of_keys = ("seeds", "bases")
+    settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *of_keys)}
     settings |= {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
     with Journal(args.work / f"{args.name}.jsonl", settings) as journal:

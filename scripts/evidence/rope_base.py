@@ -9,7 +9,6 @@ twice, at any distance. Runs can be predicted from tokens nearby, as most of a t
 after their first token, from the first ones only. What cannot be predicted is neither trained nor scored.
 """
 
-import argparse
 import copy
 import itertools
 import time
@@ -35,11 +34,12 @@ TABLE = """
 """
 
 
-def lag_bins(args):
-    """Distances from the copy to the passage: within the reach of the lowest base, then doubling."""
-    first = max(2 * PASSAGE, rope_context_bound(base=min(args.bases), head_dim=HEAD_DIM))
-    edges = [PASSAGE, first, args.first_length, 2 * args.first_length, args.length]
-    return [(low, high) for low, high in itertools.pairwise(edges) if low < high]
+def lag_bins(length):
+    """Distances from a token to the one that it repeats: within the reach of base 100, then doubling."""
+    edges = [PASSAGE, rope_context_bound(base=100.0, head_dim=HEAD_DIM), 64]
+    while edges[-1] < length:
+        edges.append(2 * edges[-1])
+    return list(itertools.pairwise(edges))
 
 
 def draw_rows(count, length, generator):
@@ -128,43 +128,40 @@ def read(model, args):
     targets, lags = ids[:, 1:], lags[:, 1:]
     losses = F.cross_entropy(logits.mT, targets, reduction="none")
     correct = (logits.argmax(-1) == targets).float()
-    shares = [correct[(low <= lags) & (lags < high)].mean().item() for low, high in lag_bins(args)]
+    shares = [correct[(low <= lags) & (lags < high)].mean().item() for low, high in lag_bins(args.length)]
     runs = targets < RUN_TOKENS
     return {"runs": losses[runs].mean().item(), "copies": losses[lags > 0].mean().item(), "retrieved": shares}
 
 
-def one_seed(seed, args):
+def one_model(seed, base, args):
     torch.manual_seed(seed)
     begin = time.process_time()
-    short_rows = lambda step: copy_rows(args.first_length, 32, f"{seed} {step}")  # noqa: E731
-    first = train(new_model(args), short_rows, args.first_steps, args)
-    entry = {"seed": seed, "parameters": first.num_parameters(), "before": {}, "after": {}}
-    for base in args.bases:
-        model = with_base(first, base).eval()
-        entry["before"][f"{base:g}"] = read(model, args)
-        generator = torch.Generator().manual_seed(seed)  # all bases see the same rows
-        train(model, lambda step, generator=generator: mixed_rows(args, generator), args.steps, args)
-        entry["after"][f"{base:g}"] = read(model, args)
-    return entry | {"cpu_seconds": round(time.process_time() - begin, 1)}
+    first = train(
+        new_model(args), lambda step: copy_rows(args.first_length, 32, f"{seed} {step}"), args.first_steps, args
+    )
+    model = with_base(first, base).eval()
+    entry = {"seed": seed, "base": base, "parameters": model.num_parameters(), "before": read(model, args)}
+    generator = torch.Generator().manual_seed(seed)  # all bases see the same rows
+    train(model, lambda _: mixed_rows(args, generator), args.steps, args)
+    return entry | {"after": read(model, args), "cpu_seconds": round(time.process_time() - begin, 1)}
 
 
 def measure(args):
-    yield from measure_parts(one_seed, [(seed,) for seed in args.seeds], args)
+    yield from measure_parts(one_model, list(itertools.product(args.seeds, args.bases)), args)
 
 
 def table(result):
     s = result["settings"]
-    args = argparse.Namespace(**s)
     lines = []
     for when in ("before", "after"):
         for base in s["bases"]:
-            entries = [row[when][f"{base:g}"] for row in result["rows"]]
+            entries = [row[when] for row in result["rows"] if row["base"] == base]
             shares = zip(*(entry["retrieved"] for entry in entries))
             cells = {f"lag{i}": mean_and_range(values) for i, values in enumerate(shares)}
             losses = {name: mean_and_range([entry[name] for entry in entries], 3) for name in ("runs", "copies")}
             reach = rope_context_bound(base=base, head_dim=HEAD_DIM)
             lines.append({"when": when, "base": base, "reach": reach, **losses, **cells})
-    bins = lag_bins(args)
+    bins = lag_bins(s["length"])
     form = TABLE.replace("{length}", str(s["length"])).replace(
         "{lags}", " | ".join(f"retrieved at {low} to {high - 1}" for low, high in bins)
     )
@@ -180,25 +177,21 @@ def table(result):
 
 
 def draw(result, path):
-    """Retrieval by distance after the second training, and the losses: means over seeds, ranges as bars."""
+    """Retrieval by distance, and losses, after the second training: means over seeds, ranges as bars."""
     from matplotlib.figure import Figure
 
     s = result["settings"]
-    bins = lag_bins(argparse.Namespace(**s))
+    bins = lag_bins(s["length"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for base in s["bases"]:
-        for when, style in (("before", ":"), ("after", "-")):
-            entries = [row[when][f"{base:g}"] for row in result["rows"]]
-            for ax, values in (
-                (left, [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]),
-                (right, [[entry[name] for entry in entries] for name in ("runs", "copies")]),
-            ):
-                means = [sum(v) / len(v) for v in values]
-                ranges = [[m - min(v) for m, v in zip(means, values)], [max(v) - m for m, v in zip(means, values)]]
-                colour = f"C{s['bases'].index(base)}"
-                label = f"base {base:g}, {when}"
-                ax.errorbar(range(len(values)), means, ranges, fmt=f"o{style}", color=colour, capsize=3, label=label)
+    for base, marker in zip(s["bases"], "osv^D"):
+        entries = [row["after"] for row in result["rows"] if row["base"] == base]
+        retrieved = [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]
+        losses = [[entry[name] for entry in entries] for name in ("runs", "copies")]
+        for ax, values in ((left, retrieved), (right, losses)):
+            means = [sum(v) / len(v) for v in values]
+            ranges = [[m - min(v) for m, v in zip(means, values)], [max(v) - m for m, v in zip(means, values)]]
+            ax.errorbar(range(len(values)), means, ranges, marker=marker, capsize=3, label=f"base {base:g}")
     left.set_xticks(range(len(bins)), [f"{low} to {high - 1}" for low, high in bins])
     left.set(xlabel="distance to the passage, tokens", ylabel="retrieved", ylim=(0, 1.03))
     right.set_xticks(range(2), ["runs", "second passages"])
@@ -212,7 +205,6 @@ def main(arguments=None):
     options = {
         "bases": [100.0, 10_000.0, 100_000.0],
         "seeds": [0, 1, 2],
-        "vocabulary": 64,
         "learning_rate": 3e-3,
         "device": "cpu",
     }

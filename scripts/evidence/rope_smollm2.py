@@ -1,8 +1,8 @@
 """How far SmolLM2-135M retrieves, whose RoPE base lies below the bound for its context, and what another base changes.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.rope_smollm2 [--lines 30 60 120] [--needles 1024 2048 4096]
-    python -m scripts.evidence.rope_smollm2 --device cuda --steps 200 --length 16384 --lines 60 120 240 480
+    python -m scripts.evidence.rope_smollm2 [--lines 5 10 20] [--needles 1024 2048]
+    python -m scripts.evidence.rope_smollm2 --device cuda --steps 200 --needles 2048 4096 8192 16384
 
 Numbers of lines (LongEval) and needles in a held-out novel are read with the base of the model, and with the one that
 `hf-longctx finetune --recipe rope-extend` takes for --length tokens. With --steps the command also trains the model
@@ -27,12 +27,12 @@ from scripts.fetch_smollm2 import FOLDER
 TEXT = common.ROOT / "demo_output" / "corpus"
 DEPTHS = (0.0, 0.5, 1.0)
 LINES = """
-| model | base | lines | tokens | right | of |
-| {model} | {base:.0f} | {size} | {tokens:.0f} | {right} | {answers} |
+| model | base | lines | tokens | right | of | probability of the answer |
+| {model} | {base:.0f} | {size} | {tokens:.0f} | {right} | {answers} | {probability:.1%} |
 """
 NEEDLES = """
-| model | base | tokens | depth 0 % | 50 % | 100 % | of |
-| {model} | {base:.0f} | {size} | {d0} | {d50} | {d100} | {answers} |
+| model | base | tokens | right at depth 0 % | 50 % | 100 % | of | probability of the answer, mean |
+| {model} | {base:.0f} | {size} | {d0} | {d50} | {d100} | {answers} | {probability:.1%} |
 """
 LOSSES = """
 | model | base | tokens | first half | second half |
@@ -63,7 +63,12 @@ def train(args):
 def lines(model, tokenizer, size, args):
     (point,) = line_retrieval(model, tokenizer, lines=[size], repeats=args.repeats, generate=False).points
     right = round(point.exact_rate * len(point.answers))
-    return {"tokens": point.mean_tokens, "right": right, "answers": len(point.answers)}
+    return {
+        "tokens": point.mean_tokens,
+        "right": right,
+        "answers": len(point.answers),
+        "probability": point.probability,
+    }
 
 
 def needles(model, tokenizer, size, args):
@@ -72,7 +77,8 @@ def needles(model, tokenizer, size, args):
         model, tokenizer, tokens, lengths=[size], depths=DEPTHS, mode="easy", repeats=args.haystacks, generate=False
     )
     right = {f"d{cell.depth:.0%}".strip("%"): round(cell.exact_rate * args.haystacks) for cell in grid.cells}
-    return right | {"answers": args.haystacks}
+    probability = sum(cell.probability for cell in grid.cells) / len(grid.cells)
+    return right | {"answers": args.haystacks, "probability": probability}
 
 
 def losses(model, tokenizer, size, args):
@@ -121,7 +127,7 @@ def table(result):
 
 
 def main(arguments=None):
-    sizes = {"lines": [30, 60, 120], "repeats": 4, "needles": [1024, 2048, 4096], "haystacks": 2, "length": 16384}
+    sizes = {"lines": [5, 10, 20], "repeats": 4, "needles": [1024, 2048], "haystacks": 1, "length": 16384}
     parser = make_parser(__spec__.name, __doc__, "rope_smollm2", **sizes, steps=0, device="cpu")
     common.run(parser, measure, table, arguments)
 

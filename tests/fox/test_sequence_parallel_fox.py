@@ -13,6 +13,7 @@ from transformers import LlamaConfig, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.training.sequence_parallel import SequenceShard, check_arguments, check_model
+from hf_longctx.training.trainer import ResumableTrainer, StopAtSignal
 
 
 BATCH, LENGTH = 2, 24
@@ -113,7 +114,7 @@ def test_accelerate_may_not_divide_rows(name, monkeypatch):
         check_arguments(SimpleNamespace(parallelism_config=SimpleNamespace(**{name: 4})))
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
     with pytest.raises(ValueError, match=f"{name}=2"):
-        check_arguments(TrainingArguments(use_cpu=True))
+        ResumableTrainer(make("llama"), TrainingArguments(use_cpu=True), metrics=None, stops=StopAtSignal())
 
 
 def test_models_whose_rows_cannot_be_shared():

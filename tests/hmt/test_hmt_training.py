@@ -147,6 +147,12 @@ def test_the_loss_does_not_depend_on_the_logits_kept(make_wrapper, tokens, scope
         torch.testing.assert_close(same_gradient[name], x, atol=FP32_MEAN * largest, rtol=0)
 
 
+def test_a_loss_in_bfloat16_is_summed_in_float32(make_wrapper, tokens):
+    model = make_wrapper().bfloat16().train()
+    losses = [model(tokens, labels=tokens, logits_to_keep=kept).loss for kept in (0, 1)]
+    torch.testing.assert_close(losses[1], losses[0], atol=0, rtol=FP32_MEAN)
+
+
 def largest_tensor_alive(model, ids, **arguments):
     """Numbers in all the logits that are alive after each pass of the head, at most; weak references count them."""
     alive, largest = [], 0

@@ -25,8 +25,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def hub(server):
-    """The running `Hub`. A test fails if something happened there that must never happen; see `Hub.problems`."""
+    """The running `Hub`, empty. A test fails if something happened that must never happen; see `Hub.problems`."""
     server.log.clear()
+    server.repos.clear()
     server.knobs = type(server.knobs)()
     yield server
     assert not server.problems(), "\n".join(server.problems())
@@ -34,16 +35,16 @@ def hub(server):
 
 @pytest.fixture
 def publish(hub):
-    """Puts {path: content or file} onto the hub, as it is: `publish(files, id, private=False)` gives the commit."""
+    """Puts {path: content or file} onto the hub, as it is: `publish(files, id)` gives the commit."""
     from server.repos import GITATTRIBUTES, File, Repo
 
-    def publish(files, id, private=False):
+    def publish(files, id, private=False, type="model"):
         rows = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
         for path, content in files.items():
             data = content if isinstance(content, bytes) else content.read_bytes()
             sha256 = hub.put(data)
             rows[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
-        repo = hub.repos.setdefault(("model", id), Repo("model", id, private, None))
+        repo = hub.repos.setdefault((type, id), Repo(type, id, private, "gradio" if type == "space" else None))
         return repo.commit("main", rows, "by a test")
 
     return publish

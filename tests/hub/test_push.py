@@ -14,7 +14,7 @@ import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
 from hf_longctx.hmt import custom_backbone_hmt
-from hf_longctx.hub import build_bundle, loading_lines, push
+from hf_longctx.hub import Bundle, build_bundle, loading_lines, push
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +67,21 @@ def test_a_bundle_of_an_adapter(adapter):
     bundle = build_bundle(adapter)
     assert set(bundle.files) == {"adapter_config.json", "adapter_model.safetensors", "hf_longctx.json"}
     assert 'AutoPeftModelForCausalLM.from_pretrained("alice/a", revision="b")' in loading_lines(bundle, "alice/a", "b")
+
+
+@pytest.mark.parametrize(
+    "architecture, auto_class",
+    [
+        ("FoxForCausalLM", "AutoModelForCausalLM"),
+        ("HMTWrapper", "AutoModelForCausalLM"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+        ("FoxForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("FoxModel", "AutoModel"),
+    ],
+)
+def test_the_loading_lines_name_the_right_class(architecture, auto_class):
+    lines = loading_lines(Bundle({}, (), {"architectures": [architecture]}), "alice/fox", "b")
+    assert lines == f'from transformers import {auto_class}\n{auto_class}.from_pretrained("alice/fox", revision="b")'
 
 
 def test_the_code_of_a_backbone_goes_along(tmp_path):

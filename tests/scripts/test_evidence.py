@@ -20,7 +20,7 @@ TINY = {
     "rope_smollm2": "--lines 2 --needles 256 --repeats 1 --haystacks 1",
     "llama_to_fox": "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2",
 }
-ROWS = {"extrapolation": 4, "rope_base": 1, "rope_smollm2": 7, "llama_to_fox": 12}
+ROWS = {"extrapolation": 4, "rope_base": 2, "rope_smollm2": 7, "llama_to_fox": 12}
 
 
 @pytest.fixture
@@ -74,3 +74,18 @@ def test_a_fox_reads_on_where_rope_fails(rows):
     assert all(curve[-1] < curve[3] for curve in curves["known", "FoX"]), "the loss falls beyond the training length"
     assert all(curve[-1] > curve[3] for curve in curves["known", "RoPE"]), "and rises"
     assert max(curve[-1] for curve in curves["unseen", "FoX"]) < min(curve[-1] for curve in curves["unseen", "RoPE"])
+
+
+def test_a_base_below_the_bound_costs_retrieval_and_not_what_is_near(rows):
+    after = {base: [row["after"] for row in rows("rope_base") if row["base"] == base] for base in (100, 10_000)}
+    assert len(after[100]) == len(after[10_000]) == 3
+    assert max(share for entry in after[100] for share in entry["retrieved"]) < 0.1
+    assert min(share for entry in after[10_000] for share in entry["retrieved"]) > 0.9
+    assert all(abs(a["runs"] - b["runs"]) < 0.05 for a, b in zip(after[100], after[10_000]))
+
+
+def test_smollm2_is_a_fox_of_the_same_loss_which_training_lowers_as_it_does_the_llamas(rows):
+    losses = {row["model"]: sum(row["losses"]) / 8 for row in rows("llama_to_fox") if row["kind"] == "loss"}
+    assert losses["FoX, open gates"] == pytest.approx(losses["Llama"], abs=1e-4)
+    gains = [losses["Llama"] - losses[model] for model in ("Llama, LoRA", "FoX, LoRA")]
+    assert min(gains) > 0.05 and gains[0] == pytest.approx(gains[1], abs=0.02)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
+from torch.optim.lr_scheduler import StepLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.metrics import read_result, rope_base_bound
@@ -124,29 +125,26 @@ def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and
         assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
 
 
-def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
+def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_longctx.training.trainer.StepLR", lambda optimizer, step_size, gamma: StepLR(optimizer, 2, gamma)
+    )
     options = dict(recipe="hmt", segment_length=40, sensory_tokens=8, sequence_length=80, batch_tokens=160, steps=3)
+    texts = dict(tokenizer=str(llama), data=str(llama / "text.txt"))
     assert train(settings(llama, tmp_path / "first", **options)) == 0
+    lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
+    # of optimizer steps, which have two passes each
+    assert [json.loads(line)["learning_rate"] for line in lines] == pytest.approx([1e-2, 1e-2, 7e-3])
+    adapted = json.loads((tmp_path / "first" / "adapter" / "adapter_config.json").read_text())
+    assert set(adapted["target_modules"]) == {"q_proj", "v_proj"} and adapted["modules_to_save"] == ["memory"]
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "model")
     assert not first.config.recall
     options["sequence_length"] = 160
-    assert (
-        train(
-            settings(
-                tmp_path / "first" / "model",
-                tmp_path / "second",
-                **options,
-                tokenizer=str(llama),
-                data=str(llama / "text.txt"),
-            )
-        )
-        == 0
-    )
+    assert train(settings(tmp_path / "first" / "model", tmp_path / "second", **options | texts)) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
     assert second.config.recall and second.config.segment_length == 40
     assert not torch.equal(first.memory.initial, second.memory.initial)
-    options |= dict(tokenizer=str(llama), data=str(llama / "text.txt"))
     with pytest.raises(ValueError, match="has been through both stages of --recipe hmt; train it by --recipe lora"):
-        train(settings(tmp_path / "second" / "model", tmp_path / "third", **options))
-    plain = {name: value for name, value in options.items() if name not in ("segment_length", "sensory_tokens")}
-    assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **plain | {"recipe": "lora"})) == 0
+        train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts))
+    plain = dict(sequence_length=160, batch_tokens=160, steps=1)
+    assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **plain | texts)) == 0

@@ -66,6 +66,7 @@ def test_streams_read_documents_in_order_and_mark_where_one_begins(streams):
         assert pieces == DOCUMENTS
     joined = [token for piece in pieces for token in piece]
     assert joined == TOKENS[: len(joined)].tolist() and len(TOKENS) - len(joined) < streams * T
+    assert chunks.text_share() == pytest.approx(len(TOKENS) / (18 * T))
     with pytest.raises(ValueError, match="the text has 18 chunks of at most 12 tokens; 21 streams"):
         DocumentStreams(TOKENS, T, EOS, 21)
 
@@ -181,9 +182,7 @@ def settings(folder, output, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault, processes", [("killed after a checkpoint", 1), ("killed inside a save", 2), ("stopped by SIGTERM", 2)]
-)
+@pytest.mark.parametrize("fault, processes", [("killed after a checkpoint", 1), ("killed inside a save", 2)])
 def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_path):  # noqa: F811
     whole, part = settings(stage_1, tmp_path / "whole"), settings(stage_1, tmp_path / "part")
     assert apart(whole, processes=processes) == 0
@@ -192,3 +191,15 @@ def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_pat
     assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
     names = os.listdir(tmp_path / "part" / "checkpoints" / f"checkpoint-{STEPS}" / "states")
     assert sorted(names) == ["0.safetensors", "2.safetensors"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path):  # noqa: F811
+    one, other = (settings(stage_1, tmp_path / name, lora_dropout=0.0) for name in ("one", "other"))
+    assert apart(one) == 0
+    assert apart(other, *FAULTS["killed after a checkpoint"]) == -signal.SIGKILL
+    assert apart(other, processes=2) == 0
+    losses = [
+        [line["loss"] for line in metrics(run) if "loss" in line] for run in (tmp_path / "one", tmp_path / "other")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

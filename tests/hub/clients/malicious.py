@@ -64,7 +64,7 @@ def check_a_kernel_named_by_a_file_is_not_loaded():
 def check_other_bytes_are_noticed_by_their_hashes():
     """The Hub's clients compare sizes only; see hf_longctx.hub.check."""
     commit = HfApi().repo_info("mallory/bytes").sha
-    refused(check.main, "mallory/bytes", commit, sys.argv[2], "", says="README.md has other bytes")
+    refused(check.main, "mallory/bytes", commit, sys.argv[2], "", "AutoModel", says="README.md has other bytes")
 
 
 if __name__ == "__main__":

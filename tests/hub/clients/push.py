@@ -70,7 +70,7 @@ def check_a_push_is_one_commit_that_loads_without_the_package():
     assert titles("alice/fox")[1:] == ["initial commit"]
     sha = api.repo_info("alice/fox").sha
     assert f'AutoModelForCausalLM.from_pretrained("alice/fox", revision="{sha}", trust_remote_code=True)' in text
-    assert "the logits of 64 tokens are the same" in text
+    assert "the outputs for 64 tokens are the same" in text
     contents = json.loads(Path(hf_hub_download("alice/fox", "hf_longctx.json")).read_text())
     assert set(contents["sha256"]) == set(api.list_repo_files("alice/fox")) - {".gitattributes", "hf_longctx.json"}
     for name, digest in contents["sha256"].items():
@@ -84,7 +84,7 @@ def check_bytes_that_differ_are_noticed():
     sha = api.repo_info("alice/fox").sha
     Path("hashes.json").write_text(json.dumps({"README.md": 64 * "0"}))
     try:
-        check.main("alice/fox", sha, "hashes.json", "logits.safetensors")
+        check.main("alice/fox", sha, "hashes.json", "", "AutoModelForCausalLM")
     except ValueError as error:
         assert "README.md has other bytes" in str(error)
     else:
@@ -121,6 +121,14 @@ def check_old_weights_do_not_stay_beside_new_ones():
     assert [name for name in api.list_repo_files("alice/fox-private") if "model" in name and ".py" not in name] == [
         "model.safetensors"
     ]
+
+
+def check_an_adapter_goes_beside_the_weights_of_a_model():
+    os.mkdir("adapter")
+    Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/fox"}')
+    shutil.copyfile(f"{DEMO}/model.safetensors", "adapter/adapter_model.safetensors")
+    assert "AutoPeftModelForCausalLM" in push("adapter", "alice/fox-private")
+    assert {"adapter_model.safetensors", "model.safetensors"} <= set(api.list_repo_files("alice/fox-private"))
 
 
 def check_what_the_hub_refuses_is_one_line():

@@ -61,11 +61,22 @@ class RopeBaseCheck(evaluate.Metric):
             reference_urls=["https://arxiv.org/abs/2405.14591"],
         )
 
-    def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
+    def compute(
+        self,
+        *,
+        predictions=None,
+        references=None,
+        model=None,
+        corpus=None,
+        tokenizer=None,
+        head_dim=None,
+        **options,
+    ):
         """Check a model, or pairs of a base and a context: those given here and those added before."""
+        if model is not None and head_dim is not None:
+            options["head_dim"] = head_dim
         options = evaluate_modules.options_for("rope_base_check", options)
         scored = {"predictions": predictions, "references": references}
-        head_dim = options.pop("head_dim", None) if model is None else None
         if evaluate_modules.measures(self, model, None, options, **scored):
             return evaluate_modules.check_model(model, **options)
         if head_dim is None:

@@ -1,0 +1,84 @@
+"""A metric as a Space of the Hub: `evaluate.load("NAMESPACE/NAME")` scores where hf_longctx is not installed.
+
+evaluate fetches the script of a Space, and the files that the script itself imports with `from .x import ...`, all
+from one folder. So the modules that scoring needs are copied beside the script under flat names, `curve/result.py` as
+`curve_result.py`, and the script imports a name from each. What runs a model is imported inside functions, from
+hf_longctx.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+from ..metrics.evaluate_modules import module_path
+from .bundle import Bundle, with_contents
+
+
+METRICS = Path(module_path("forgetting_curve")).parents[1]
+# Modules that scoring needs, beside those that they import when they are imported themselves.
+ROOTS = {
+    "forgetting_curve": ["evaluate_modules"],
+    "position_loss": ["evaluate_modules"],
+    "rope_base_check": ["evaluate_modules", "rope.bounds"],
+}
+RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)
+OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$", re.MULTILINE)
+
+
+def build_space(name: str) -> Bundle:
+    """What to push of a metric: its script, card, app and requirements, and the modules that scoring needs.
+
+    Raises:
+        ValueError: there is no metric of that name.
+    """
+    folder = Path(module_path(name))
+    modules = closure(ROOTS[name])
+    files = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py", ".txt")}
+    files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
+    lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
+    script = OF_PACKAGE.sub("\n".join([*lines, "from . import evaluate_modules"]), files[f"{name}.py"].read_text())
+    files[f"{name}.py"] = script.encode()
+    return with_contents(Bundle(files, (), {}))
+
+
+def source(module):
+    return METRICS.joinpath(*module.split(".")).with_suffix(".py").read_text()
+
+
+def absolute(module, dots, name):
+    """The module that `from DOTSname import ...` means in `module`, both below hf_longctx.metrics."""
+    parents = module.split(".")[: -len(dots)]
+    return ".".join([*parents, *filter(None, [name])])
+
+
+def closure(roots):
+    """The roots, and what they import when they are imported, in order of their names."""
+    modules, stack = set(), list(roots)
+    while stack:
+        module = stack.pop()
+        if module not in modules:
+            modules.add(module)
+            imports = RELATIVE.findall(source(module))
+            stack += [absolute(module, dots, name) for indent, dots, name in imports if not indent]
+    return sorted(modules)
+
+
+def flat(module):
+    return module.replace(".", "_")
+
+
+def flattened(module, modules):
+    """Its source, with imports from flat files, and from hf_longctx of what is not copied."""
+
+    def replace(match):
+        target = absolute(module, match[2], match[3])
+        place = f".{flat(target)}" if target in modules else f"hf_longctx.metrics{'.' * bool(target)}{target}"
+        return f"{match[1]}from {place} import "
+
+    return RELATIVE.sub(replace, source(module))
+
+
+def public_name(module):
+    """The first function or class that it defines."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return next(node.name for node in ast.parse(source(module)).body if isinstance(node, kinds))

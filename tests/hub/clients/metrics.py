@@ -1,0 +1,50 @@
+"""Metrics in Spaces: scoring without hf_longctx, measuring a model with it."""
+
+import importlib.util
+import os
+
+import checks
+import evaluate
+from huggingface_hub import HfApi
+
+
+HAS_PACKAGE = importlib.util.find_spec("hf_longctx") is not None
+OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
+SCORED = {
+    "forgetting_curve": ({"predictions": [[[0, 0, 13, 14], [0, 0, 0, 14]]], "references": [[11, 12, 13, 14]]}, {}),
+    "position_loss": ({"predictions": [[-1.0, -0.5], [-2.0, -0.5]]}, {}),
+    "rope_base_check": ({"predictions": [1e4, 5e5], "references": [8192, 8192]}, {"head_dim": 128}),
+}
+
+
+def check_scores():
+    results = {}
+    for name, (rows, options) in SCORED.items():
+        results[name] = evaluate.load(f"alice/{name}").compute(**rows, **options)
+    assert results["forgetting_curve"]["points"][0]["copy_mean"] == 1
+    assert results["position_loss"]["loss"] == [1.5, 0.5]
+    assert results["rope_base_check"]["verdicts"] == ["violated", "holds"]
+
+
+def check_pinned():
+    if not OFFLINE:
+        sha = HfApi().repo_info("alice/position_loss", repo_type="space").sha
+        loss = evaluate.load("alice/position_loss", revision=sha)
+        assert loss.compute(predictions=[[-1.0, -0.5]])["loss"] == [1.0, 0.5]
+
+
+def check_a_model():
+    if HAS_PACKAGE:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64))
+        curve = evaluate.load("alice/forgetting_curve")
+        options = {"data_type": "random", "lengths": [8], "repeats": 2, "bos_token_id": 1}
+        assert len(curve.compute(model=model, corpus=None, **options)["points"]) == 1
+        verdict = evaluate.load("alice/rope_base_check").compute(model=model)["verdict"]
+        assert verdict in ("holds", "violated", "inconclusive")
+
+
+if __name__ == "__main__":
+    checks.run(dict(globals()))

@@ -1,0 +1,45 @@
+"""Metrics as Spaces: files that evaluate finds, scoring without the package."""
+
+import ast
+import re
+
+import pytest
+
+from hf_longctx import cli
+from hf_longctx.hub import build_space
+from hf_longctx.metrics.evaluate_modules import NAMES
+
+
+every_metric = pytest.mark.parametrize("name", NAMES)
+
+
+@every_metric
+def test_a_space_is_closed(name):
+    """Every file that is imported while the script is imported is there, and the script itself names it."""
+    files = build_space(name).files
+    code = {path: content for path, content in files.items() if path.endswith(".py") and path != "app.py"}
+    text = {
+        path: content.decode() if isinstance(content, bytes) else content.read_text() for path, content in code.items()
+    }
+    fetched = set(re.findall(r"^from \.(\w+) import \w+$", text[f"{name}.py"], re.MULTILINE))
+    assert {f"{module}.py" for module in fetched} | {f"{name}.py"} == set(code)
+    for source in text.values():
+        ast.parse(source)
+        assert not re.search(r"^(from|import) hf_longctx", source, re.MULTILINE)
+        assert set(re.findall(r"^\s*from \.(\w+)", source, re.MULTILINE)) <= fetched
+        assert "from .." not in source
+
+
+def test_a_dry_run_needs_no_hub(capsys):
+    assert cli.main(["push-metric", "position_loss", "alice/position_loss", "--dry-run"]) == 0
+    assert "loss_result.py" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_spaces(run_client, publish, bare_python):
+    pytest.importorskip("evaluate")
+    for name in NAMES:
+        publish(build_space(name).files, f"alice/{name}", type="space")
+    run_client("metrics.py", python=bare_python)
+    run_client("metrics.py", python=bare_python, HF_HUB_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
+    run_client("metrics.py", with_package=True)
