@@ -117,7 +117,7 @@ def main():
         step("hf-longctx push-metric", sys.executable, "-m", "hf_longctx", "push-metric", *METRIC, **with_package)
         python = bare_python(Path(temporary, "python"))
         step("load and generate without hf_longctx", python, "-c", LOAD, PROMPT)
-        step("the same, offline", python, "-c", LOAD, PROMPT, HF_HUB_OFFLINE="1")
+        step("the same, offline", python, "-c", LOAD, PROMPT, HF_HUB_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
         print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
         return bool(hub.problems())
 
