@@ -75,11 +75,12 @@ def run_client(hub, tmp_path):
         environment |= {"DISABLE_SAFETENSORS_CONVERSION": "1"}  # which would ask a Space of huggingface.co
         path = os.pathsep.join(map(str, [CLIENTS, PACKAGE] if with_package else [CLIENTS]))
         environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
-        command = [python, CLIENTS / name, *map(str, arguments)]
+        command, requests = [python, CLIENTS / name, *map(str, arguments)], len(hub.log)
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=400, check=False
         )
         assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+        assert "HF_HUB_OFFLINE" not in variables or len(hub.log) == requests, "a request was sent offline"
         assert "hf_of_" not in done.stdout + done.stderr, "a token was printed"
         return done.stdout
 

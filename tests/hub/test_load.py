@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
-from hf_longctx.fox import FoxForSequenceClassification
+from hf_longctx.fox import FoxForSequenceClassification, FoxModel
 from hf_longctx.hub import build_bundle
 
 
@@ -29,12 +29,16 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
     ids = expected["ids"] = torch.randint(3, 1024, (1, 50), generator=torch.Generator().manual_seed(0))
 
     def save(model, name, **options):
-        """Publish the model, and keep its logits."""
+        """Publish the model, and keep its logits, as they are from a file.
+
+        Products round by how weights lie in memory, and in a file they lie otherwise than in a new model.
+        """
         folder = tmp_path / "models" / name
         model.eval().save_pretrained(folder, **options)
         tokenizer.save_pretrained(folder)
-        with torch.no_grad():
-            expected[name] = model(ids).logits
+        if not name.endswith("pointer"):
+            with torch.no_grad():
+                expected[name] = type(model).from_pretrained(folder)(ids).logits
         return publish(build_bundle(folder).files, f"alice/{name}", private=name == "private")
 
     torch.manual_seed(0)
@@ -43,7 +47,8 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
     expected["old"] = expected["fox"]
     fox = FoxForCausalLM(FoxConfig.pro(**TINY, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     commits["new"] = save(fox, "fox")
-    expected["fox-base"] = fox.model(ids).last_hidden_state.detach()
+    base = FoxModel.from_pretrained(tmp_path / "models" / "fox")
+    expected["fox-base"] = base(ids).last_hidden_state.detach()
     options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
     text = pipeline("text-generation", fox, tokenizer=tokenizer)("The import statement", **options)
     commits["text"] = text[0]["generated_text"]
