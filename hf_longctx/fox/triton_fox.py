@@ -43,6 +43,11 @@ def _on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
     kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, **constants)
 
@@ -130,8 +135,8 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, boun
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = triton.cdiv(G * Tq, tile.BM) * B * Hkv
     blocks = triton.cdiv(Tk, tile.BN)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
-    n_split = min(triton.cdiv(2 * processors, rows), blocks)
+    # as many programs as run at once: one more would wait for all of them, and take as long again
+    n_split = min(max(1, 2 * processors(q.device) // rows), blocks)
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)

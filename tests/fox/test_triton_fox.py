@@ -69,6 +69,17 @@ def test_decoding_equals_the_full_kernel():
     check_close(decoded, full, v.abs().max())
 
 
+@pytest.mark.parametrize("B", [1, 2, 8, 70])
+def test_decoding_starts_no_more_programs_than_run_at_once(monkeypatch, B):
+    launches = {}
+    monkeypatch.setattr(triton_fox, "launch", lambda kernel, programs, *_, **__: launches.update({kernel: programs}))
+    monkeypatch.setattr(triton_fox, "processors", lambda device: 132)
+    q, k = torch.empty(B, 32, 1, 16, device=DEVICE), torch.empty(1, 1, 1, 16, device=DEVICE).expand(B, 8, 2**16, 16)
+    triton_decode(q, k, k, torch.empty(1, device=DEVICE).expand(B, 8, 4, 2**16, 1), 1.0, None, None, 0.25)
+    programs = launches[kernels_fox.decode_kernel]
+    assert 0.9 * 264 < programs <= 264 or programs == 8 * B > 264  # two for each processor
+
+
 @pytest.mark.parametrize(
     "Tq, gates_per_key, dtype",
     [
