@@ -23,6 +23,7 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
+OLDEST_GPU = 80  # compute capability 8.0, the first for which there are tile sizes
 DECODE_ROWS = 16  # calls of at most so many queries without gradients take the split-KV kernel
 
 # TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly

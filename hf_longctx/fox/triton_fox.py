@@ -29,7 +29,7 @@ from .kernels_fox import (
     prune_kernel,
     triton,
 )
-from .tiles_fox import DECODE_ROWS, Tile, padded, tiles_for
+from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, tiles_for
 
 
 MAX_HEAD_DIM = 256
@@ -227,7 +227,18 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
         )
     if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
         return NotImplementedError(f"q, k, v are {dtype}; the kernels are written for bfloat16, float16 and float32.")
-    if device is not None and device.type != "cuda" and not (INTERPRETED.value and device.type == "cpu"):
+    if device is not None and device.type == "cuda":
+        if torch.version.hip is not None:
+            return NotImplementedError(
+                f"q is on an AMD GPU (ROCm {torch.version.hip}); the kernels have tile sizes for NVIDIA GPUs alone. Use "
+                "another backend."
+            )
+        if (capability := capability_of(device)) < OLDEST_GPU:
+            return NotImplementedError(
+                f"q is on a GPU of compute capability {capability / 10}; the kernels need {OLDEST_GPU / 10} (Ampere) or "
+                "later. Use another backend."
+            )
+    elif device is not None and not (INTERPRETED.value and device.type == "cpu"):
         return ValueError(
             f"q is on {device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or set "
             "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU."
