@@ -42,7 +42,7 @@ from scripts.bench import common
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = ("block_decay", "forward", "dq", "dkdv", "decode", "prune", "merge")
+KERNELS = ("running_sum", "split_sum", "forward", "dq", "dkdv", "decode", "prune", "merge")
 # bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
 # programming guide, table of technical specifications per compute capability)
 LIMITS = {
@@ -102,14 +102,16 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
     """Calls the launcher of a kernel on uninitialised tensors; decoding as from a static cache of folded keys."""
     T, scale = 64, D**-0.5
     first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
-    if kernel in ("block_decay", "forward", "dq", "dkdv"):
+    if kernel == "running_sum":
+        fox.launch_running_sum(torch.empty(B, H, T), first)
+    elif kernel in ("split_sum", "forward", "dq", "dkdv"):
         q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
         k, v = (torch.empty(B, T, Hkv, D, dtype=dtype).transpose(1, 2) for _ in range(2))
-        c, e, lse = (torch.empty(B, H, T) for _ in range(3))
-        if kernel in ("block_decay", "forward"):
-            fox.launch_forward(q, k, v, c, e, first, first, torch.empty(B, H), scale)
+        c, lse = torch.empty(B, H, T, dtype=torch.float64), torch.empty(B, H, T)
+        if kernel in ("split_sum", "forward"):
+            fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H), scale)
         else:
-            fox.launch_backward(do, lse, q, k, v, c, e, first, first, o, lse, scale)
+            fox.launch_backward(do, lse, q, k, v, c, first, first, o, lse, scale)
     else:
         group = H // Hkv
         keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)

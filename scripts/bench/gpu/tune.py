@@ -88,9 +88,9 @@ class Problem:
     def __init__(self, D, B, H, T, device):
         self.shape, self.scale = (B, H, T, D), D**-0.5
         q, k, v, log_f = self.drawn = draw(B, H, T, D, device, grad=False)
-        c = log_f.double().cumsum(-1)
+        c = fox.fox_running_sum(log_f, None)
         first = torch.zeros(1, 1, T, dtype=torch.int32, device=device)
-        self.inputs = (q, k, v, c.float(), (c - c.float()).float(), first, bounds_fox.stop_query(first, T))
+        self.inputs = (q, k, v, c, first, bounds_fox.stop_query(first, T))
         self.bound = torch.full((B, H), LOGIT_BOUND, device=device)
         self.saved, self.do = None, torch.randn_like(q)
         self.few = draw_decoding(B, H, decoding_heads(H), T, D, device)
