@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -100,7 +100,10 @@ class ResumableTrainer(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.lr_scheduler is None and self.decays_in_steps:
             self.lr_scheduler = StepLR(optimizer or self.optimizer, step_size=100, gamma=0.7)
-        return super().create_scheduler(num_training_steps, optimizer)
+        elif self.lr_scheduler is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = warm_up_above_zero(super().create_scheduler(num_training_steps, optimizer), warmup)
+        return self.lr_scheduler
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         return super().compute_loss(model, {**inputs, **self.loss_options}, *args, **kwargs)
@@ -220,6 +223,15 @@ class StopAtSignal(TrainerCallback):
         self.restore()
 
 
+def warm_up_above_zero(schedule: LambdaLR, warmup: int) -> LambdaLR:
+    """The schedule with a linear warmup from 1 / (warmup + 1), where transformers' begins with 0 and wastes a step."""
+
+    def above_zero(factor):
+        return lambda step: factor(step) if step >= warmup else (step + 1) / (warmup + 1)
+
+    return LambdaLR(schedule.optimizer, [above_zero(factor) for factor in schedule.lr_lambdas])
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint in a folder, or None."""
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
@@ -326,4 +338,5 @@ __all__ = [
     "drop_later",
     "last_checkpoint",
     "room_for",
+    "warm_up_above_zero",
 ]

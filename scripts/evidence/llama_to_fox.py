@@ -1,7 +1,7 @@
 """SmolLM2-135M becomes a FoX: loss, gates, forgetting curve and pruned cache, beside the same training of the Llama.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--contexts 8192] [--full] [--device cuda]
+    python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--full] [--device cuda]
 
 Two runs of `hf-longctx finetune` see the same rows in the same order, with equal steps and learning rates:
 `--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. What both gain is adaptation to the
@@ -28,7 +28,7 @@ from hf_longctx.metrics import forgetting_curve
 from hf_longctx.training.data import pack
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
-from scripts.evidence.parts import make_parser, measure_parts
+from scripts.evidence.parts import make_parser, measure_parts, run
 from scripts.fetch_smollm2 import FOLDER
 
 
@@ -120,13 +120,9 @@ def curve(name, args):
 
 
 @torch.no_grad()
-def pruned(name, args):
-    """Texts that are read in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
-    model, tokens = load(name, args), held_out(args)
-    return {"contexts": [pruned_context(model, tokens[None, :length], args) for length in args.contexts]}
-
-
-def pruned_context(model, ids, args):
+def pruned(name, args, length):
+    """A text that is read in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
+    model, ids = load(name, args), held_out(args)[None, :length]
     pruned = PrunedCache(model, args.tolerance, logit_bound="observed", prune_every=CHUNK)
     caches = {"full": DynamicCache(config=model.config), "pruned": pruned}
     loss, logits = {}, {}
@@ -154,17 +150,19 @@ def pruned_context(model, ids, args):
 PARTS = {"training": train, "loss": loss, "gates": gates, "curve": curve, "pruned": pruned}
 
 
-def one_part(kind, model, args):
-    return {"kind": kind, "model": model, **PARTS[kind](model, args)}
+def one_part(kind, model, *length_and_args):
+    *length, args = length_and_args
+    return {"kind": kind, "model": model, **PARTS[kind](model, args, *length)}
 
 
 def measure(args):
     trained = [model for model in RUNS if args.full or "--full" not in RUNS[model]]
     keys = [("loss", model) for model in ("Llama", *CONVERTED)]
     keys += [(kind, model) for model in trained for kind in ("training", "loss")]
-    keys += [("gates", model) for model in trained if model.startswith("FoX")]
+    foxes = [model for model in trained if model.startswith("FoX")]
+    keys += [("gates", model) for model in ("FoX, gates of one row", *foxes)]
     keys += [("curve", model) for model in ("Llama", *trained)]
-    keys += [("pruned", model) for model in trained if model.startswith("FoX")]
+    keys += [("pruned", model, length) for model in foxes for length in args.contexts]
     yield from measure_parts(one_part, keys, args)
 
 
@@ -199,19 +197,19 @@ def table(result):
 | model | share of tokens | {" | ".join(f"{n} tokens" for n in lengths)} |
 | {{model}} | {{kind}} | {" | ".join(f"{{n{n}:.1%}}" for n in lengths)} |
 """
-    contexts = [{"model": row["model"], **context} for row in rows["pruned"] for context in row["contexts"]]
+    all_parameters = f" (of all parameters {s['full_learning_rate']:g})" if s["full"] else ""
     text = (
         f"Rows of {s['length']} tokens, {s['rows']} of them a step, {s['steps']} steps, learning rate "
-        f"{s['learning_rate']:g}. Loss of {s['held_out_rows']} rows of the held-out novel (± standard error of the "
-        "difference):"
+        f"{s['learning_rate']:g}{all_parameters}. Loss of {s['held_out_rows']} rows of the held-out novel (± standard "
+        "error of the difference):"
     )
     parts = [
         (text, losses, LOSSES),
-        ("Tokens in which the heads forget by a factor e (before training: a row):", quantiles, GATES),
+        ("Tokens in which the heads forget by a factor e, before and after training:", quantiles, GATES),
         (f"Forgetting curve, {s['repeats']} passages of the novel for each length:", curves, curve_table),
         (
             f"Pruned cache, tolerance {s['tolerance']:g}; the loss is that of the last {CHUNK} tokens:",
-            contexts,
+            rows["pruned"],
             PRUNED,
         ),
     ]
@@ -230,7 +228,6 @@ def draw(result, path):
         if row["kind"] == "gates":
             right.plot(row["decay_times"], label=row["model"])
     left.set(xlabel="step", ylabel="training loss, nats")
-    right.axhline(result["settings"]["length"], color="grey", linestyle="--", label="before training")
     right.set(xlabel="heads, the fastest first", ylabel="decay time, tokens", yscale="log")
     for ax in (left, right):
         ax.legend()
@@ -239,11 +236,10 @@ def draw(result, path):
 
 def main(arguments=None):
     training = {"length": 256, "rows": 2, "steps": 24, "learning_rate": 2e-4, "full_learning_rate": 2e-5}
-    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 2, "contexts": [2048, 4096]}
+    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 2, "contexts": [8192]}
     parser = make_parser(__spec__.name, __doc__, "llama_to_fox", **training, **reading, tolerance=1e-2, device="cpu")
     parser.add_argument("--full", action="store_true", help="train all parameters, too")
-    result = common.run(parser, measure, table, arguments)
-    draw(result, parser.parse_args(arguments).picture)
+    run(parser, measure, table, draw, arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.run import train
-from hf_longctx.training.starts import changed_model
+from hf_longctx.training.starts import changed_model, extend_rope
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -97,7 +97,9 @@ def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
 
 
 def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):
-    assert train(settings(llama, tmp_path, full=True)) == 0
+    assert train(settings(llama, tmp_path, full=True, warmup_steps=1)) == 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learning_rate"] for line in lines] == pytest.approx([5e-3, 1e-2, 5e-3])
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (llama, tmp_path / "model"))
     same = [n for (n, p), q in zip(before.named_parameters(), after.parameters()) if torch.equal(p, q)]
     assert not same
@@ -123,6 +125,19 @@ def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and
     for when in ("before", "after"):
         assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 512
         assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
+
+
+def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():
+    rope = {"rope_type": "default", "rope_theta": 100_000.0}
+    smollm2 = LlamaConfig(hidden_size=576, num_attention_heads=9, max_position_embeddings=8192, rope_parameters=rope)
+    run = FinetuneSettings(model="smollm2", recipe="rope-extend", sequence_length=2048)
+    assert (
+        extend_rope(smollm2, run)
+        == "RoPE base 100000, which reaches 3615 tokens, becomes 2e+06; 8192 tokens need 323744"
+    )
+    assert (smollm2.rope_parameters["rope_theta"], smollm2.max_position_embeddings) == (2e6, 8192)
+    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these: there is nothing to extend"):
+        extend_rope(smollm2, run)
 
 
 def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
@@ -23,7 +23,7 @@ from hf_longctx.training.data import Rows, stack
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
 from hf_longctx.training.starts import changed_model
-from hf_longctx.training.trainer import ResumableTrainer
+from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
 
 STEPS, SAVE_STEPS = 9, 3
@@ -171,6 +171,25 @@ def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone
     plain = tmp_path / "plain"
     train(settings(text, plain, preset="tiny", steps=4))
     assert metrics(plain) == [line for line in metrics(tmp_path / "False") if "loss" in line]
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant_with_warmup", "warmup_stable_decay"])
+@pytest.mark.parametrize("steps, warmup", [(3, 0), (20, 1), (39, 1), (200, 10)])
+def test_every_step_of_a_schedule_learns_and_the_warmup_is_linear(name, steps, warmup):
+    options = {"num_decay_steps": steps // 10} if name == "warmup_stable_decay" else {}
+    rates = {}
+    for mended in (False, True):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=options)
+        schedule = warm_up_above_zero(schedule, warmup) if mended else schedule
+        rates[mended] = []
+        for _ in range(steps):
+            rates[mended].append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+    assert min(rates[True]) > 0 and max(rates[True]) == 1
+    assert rates[True][: warmup + 1] == pytest.approx([(step + 1) / (warmup + 1) for step in range(warmup + 1)])
+    assert rates[True][warmup:] == rates[False][warmup:]
 
 
 FAULTS = {
