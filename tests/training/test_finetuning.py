@@ -105,12 +105,20 @@ def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):
     assert not same
 
 
-def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path):
+def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path, capsys):
     run = settings(llama, tmp_path, recipe="fox-from-llama", decay_time=1e7)
     assert train(run) == 0
+    assert "gates that forget after 1e+07 tokens hardly learn from rows of 32" in capsys.readouterr().err
     assert train(settings(llama, tmp_path / "llama")) == 0
-    first = [json.loads((path / "metrics.jsonl").open().readline())["loss"] for path in (tmp_path, tmp_path / "llama")]
-    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    fox, plain = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (tmp_path, tmp_path / "llama")
+    )
+    assert fox[0]["loss"] == pytest.approx(plain[0]["loss"], abs=1e-4)
+    assert fox[0]["decay_time_min"] == pytest.approx(1e7, rel=1e-3) and fox[2]["decay_time_min"] < 0.9e7
+    assert [line["tokens"] for line in fox] == [64, 128, 192]
+    assert [line["gate_learning_rate"] for line in fox] == pytest.approx([100 * x["learning_rate"] for x in fox])
+    assert set(plain[0]) == {"step", "tokens", "loss", "grad_norm", "learning_rate"}
     before = changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama)).model.layers[0].self_attn.f_proj
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
