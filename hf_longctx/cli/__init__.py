@@ -23,6 +23,7 @@ from . import (
     needle,
     push,
     push_metric,
+    push_space,
     register_metrics,
     report,
     rope,
@@ -48,6 +49,7 @@ COMMANDS = {
     "convert": convert,
     "push": push,
     "push-metric": push_metric,
+    "push-space": push_space,
     "register-metrics": register_metrics,
 }
 

@@ -4,6 +4,7 @@ from .bundle import Bundle, build_bundle
 from .check import check_pushed
 from .metric import build_space
 from .push import loading_lines, push
+from .space import build_explorer
 
 
-__all__ = ["Bundle", "build_bundle", "build_space", "check_pushed", "loading_lines", "push"]
+__all__ = ["Bundle", "build_bundle", "build_explorer", "build_space", "check_pushed", "loading_lines", "push"]
