@@ -22,6 +22,7 @@ from . import (
     loss,
     needle,
     push,
+    push_kernel,
     push_metric,
     register_metrics,
     report,
@@ -48,6 +49,7 @@ COMMANDS = {
     "convert": convert,
     "push": push,
     "push-metric": push_metric,
+    "push-kernel": push_kernel,
     "register-metrics": register_metrics,
 }
 
