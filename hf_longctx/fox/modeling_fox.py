@@ -292,7 +292,12 @@ class FoxPreTrainedModel(PreTrainedModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise if Triton was requested but cannot run: no silent fallback."""
+        """Raise if Triton was requested but cannot run, or where vLLM runs models of transformers."""
+        if requested_attention == "vllm":
+            raise ValueError(
+                "attention implementation 'vllm' would leave out the forget gate. vLLM has a FoX of its own with "
+                "pip install 'hf-longctx[vllm]'; leave --model-impl and --trust-remote-code out."
+            )
         if requested_attention == FORGETTING_TRITON and (reason := why_not(self.config.head_dim)) is not None:
             raise reason
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
