@@ -262,10 +262,12 @@ def forward_kernel(
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
 
-    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head.
+    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head. Where it masks, it takes BS keys at a time: the
+    exact decay of every pair needs more registers per key.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -308,11 +310,11 @@ def forward_kernel(
     b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
-            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BN * BN, full, begin, end, Tk,
-            s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BS * BS, full, begin, end, Tk,
+            s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, diagonal, end, begin, end, Tk,
-        s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+        s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     o_i = i_row + tl.arange(0, BM)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
@@ -361,6 +363,7 @@ def dq_kernel(
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
     delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
@@ -415,10 +418,10 @@ def dq_kernel(
     if BOUNDED:
         b_dq, b_dc = dq_span(
             b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-            begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+            begin // BS * BS, full, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_dq, b_dc = dq_span(
         b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     store_rows(p_dq, b_dq * scale, i_row, Tk, s_dqt, D, BM, BD)
     tl.store(p_dc + o_i, b_dc, mask=m_i)
 

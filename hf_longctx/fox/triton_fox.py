@@ -32,6 +32,7 @@ from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, pru
 
 
 MAX_HEAD_DIM = 256
+MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
 SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
 
 
@@ -145,6 +146,7 @@ def launch_forward(q, k, v, c, first_key, stop_query, logit_bound, scale):
             q, k, v, c, e, d, first_key, logit_bound, o, lse, *_strides(q, k, v, o), *s_first,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, KNOWN=logit_bound is not None,
+            BS=min(tile.BN, MASKED_KEYS),
         )  # fmt: skip
     return o, lse
 
@@ -167,6 +169,7 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
             *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
+            BS=min(tiles.dq.BN, MASKED_KEYS),
         )  # fmt: skip
         launch(
             dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
