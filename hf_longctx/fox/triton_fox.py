@@ -171,13 +171,30 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
             BS=min(tiles.dq.BN, MASKED_KEYS),
         )  # fmt: skip
+        programs, G = triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, Hq // Hkv
+        n_parts = parts_of_group(programs, G, processors(q.device))
+        parts = dk, dv
+        if n_parts > 1:
+            parts = [q.new_empty(B, Hkv * n_parts, Tk, D, dtype=torch.float32) for _ in range(2)]
         launch(
-            dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
-            q, k, v, c, e, stop_query, lse, do, delta, fade, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
-            Tq, Tk, Hq, Hq // Hkv, scale,
+            dkdv_kernel, programs * n_parts, tiles.dkdv,
+            q, k, v, c, e, stop_query, lse, do, delta, fade, *parts, dc, *_strides(q, k, v, do, *parts), *s_stop,
+            Tq, Tk, Hq, G // n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip
+    if n_parts > 1:
+        for whole, part in zip((dk, dv), parts):
+            whole.copy_(part.unflatten(1, (Hkv, n_parts)).sum(2))
     return dq, dk, dv, dc
+
+
+def parts_of_group(programs: int, group: int, processors: int) -> int:
+    """Into how many parts of query heads each of the dk/dv pass's programs is cut, so that no processor is idle.
+
+    The oldest keys take twice the time of the average key, so a program and a half for each processor are enough.
+    """
+    enough = -(-3 * processors // 2)
+    return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
 
 
 def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
