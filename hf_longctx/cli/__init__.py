@@ -12,6 +12,7 @@ import sys
 
 from .. import __version__
 from . import (
+    card,
     compare,
     convert,
     curve,
@@ -46,6 +47,7 @@ COMMANDS = {
     "train": train,
     "finetune": finetune,
     "convert": convert,
+    "card": card,
     "push": push,
     "push-metric": push_metric,
     "register-metrics": register_metrics,
