@@ -23,7 +23,7 @@ from ..fox.convert_folder import Checkpoint
 from ..metrics import ForgettingCurve, RopeReport, read_result
 from ..metrics.report.card import eval_results, plain
 from ..metrics.result import Result, rounded
-from .bundle import Bundle, is_benchmark, with_contents
+from .bundle import PACKAGE_CODE, Bundle, is_benchmark, with_contents
 
 
 CARD = "README.md"
@@ -253,7 +253,7 @@ def context(card):
     if not card.bundle.is_adapter and not any(isinstance(result, RopeReport) for result in card.results.values()):
         with_rope = card.model.get("rope_parameters") or card.model.get("rope_theta")
         rows.append(("RoPE bound", "not computed" if with_rope else "none: no RoPE", "", ""))
-    return table(("context", "", "", "from"), rows)
+    return table(("context", "", "", "from"), rows) if rows else "Not measured; see its base."
 
 
 def results(card):
@@ -318,10 +318,12 @@ def loading(card, repo="NAMESPACE/NAME", revision=None):
     lines = "\n".join([imports, "", *calls])
     parts = [f"```python\n{lines}\n```"]
     if bundle.has_code:
-        parts.append(
-            "`trust_remote_code=True` runs the Python files of "
-            + ("the base model's repository" if bundle.base_has_code else "this repository")
-            + ". They are those of the package hf-longctx; with `import hf_longctx` instead, none of them is run."
+        whose = "the base model's repository" if bundle.base_has_code else "this repository"
+        parts.append(f"`trust_remote_code=True` runs the Python files of {whose}.")
+    code = {name for name in bundle.files if name.endswith(".py")}
+    if code and code <= PACKAGE_CODE.keys():
+        parts[-1] += (
+            " They are those of the package hf-longctx; with `import hf_longctx` instead, none of them is run."
         )
     if not revision:
         parts.append("Without a `revision`, other weights and other code may be loaded tomorrow: give a commit.")
