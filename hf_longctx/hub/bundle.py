@@ -22,7 +22,8 @@ from ..metrics.result import commit
 CONTENTS = "hf_longctx.json"  # versions and hashes
 ADAPTER = "adapter_model.safetensors"
 BASE = "base.json"  # beside an adapter of `hf-longctx finetune`: which weights it was trained on
-KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", "training.yaml", "training_log.jsonl", *COMPANIONS)
+TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, and what metrics.jsonl says
+KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", *TRAINING, *COMPANIONS)
 PICKLED = (b"\x80", b"PK\x03\x04")  # how pickles and PyTorch's archives begin
 # Patterns of names that are refused, and why.
 REFUSED = {

@@ -23,7 +23,7 @@ from ..fox.convert_folder import Checkpoint
 from ..metrics import ForgettingCurve, RopeReport, read_result
 from ..metrics.report.card import eval_results, plain
 from ..metrics.result import Result, rounded
-from .bundle import PACKAGE_CODE, Bundle, is_benchmark, with_contents
+from .bundle import PACKAGE_CODE, TRAINING, Bundle, is_benchmark, with_contents
 
 
 CARD = "README.md"
@@ -39,7 +39,7 @@ PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
 }
-TRAINING = (
+SETTINGS = (
     *("recipe", "preset", "construction", "sequence_length", "batch_tokens", "steps", "learning_rate", "schedule"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "dtype", "repeated_rows"),
     *("decay_time", "rope_base", "lora_rank", "lora_alpha", "seed"),
@@ -292,15 +292,15 @@ def cost(card):
 def training(card):
     """How it was trained, from training.yaml and training_log.jsonl."""
     settings = card.training
-    shown_settings = [name for name in TRAINING if settings.get(name) or (name == "seed" and name in settings)]
+    shown_settings = [name for name in SETTINGS if settings.get(name) or (name == "seed" and name in settings)]
     rows = [(name.replace("_", " "), settings[name]) for name in shown_settings]
     if {"steps", "batch_tokens"} <= settings.keys():
-        rows.append(("tokens in all", f"{settings['steps'] * settings['batch_tokens']:,}"))
+        rows.append(("tokens in these steps", f"{settings['steps'] * settings['batch_tokens']:,}"))
     for name in ("loss", "eval_loss"):
         last = next((row for row in reversed(card.log) if name in row), None)
         if last:
             rows.append((f"{name.replace('_', ' ')} after step {last['step']}", rounded(float(last[name]))))
-    files = [name for name in ("training.yaml", "training_log.jsonl") if name in card.bundle.files]
+    files = [name for name in TRAINING if name in card.bundle.files]
     if not rows:
         return "Its settings are not beside it."
     return f"From {' and '.join(map(link, files))}.\n\n{table(('', ''), [(n, plain(str(v))) for n, v in rows])}"

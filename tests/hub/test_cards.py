@@ -88,7 +88,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "![Forgetting curve](curve.png)",
         "| Llama | 1179 | 69,219,072 |",
         "`python -m scripts.bench.generate` on AMD EPYC, torch 2.13.0: [speed.json](speed.json).",
-        "| tokens in all | 3,686,400 |",
+        "| tokens in these steps | 3,686,400 |",
         "| loss after step 600 | 1.25 |",
         'model = AutoModelForCausalLM.from_pretrained("alice/llama", revision="v1")',
         "- It claims 512 tokens and was trained on rows of 256.",

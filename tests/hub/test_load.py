@@ -15,7 +15,7 @@ from transformers import (
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
 from hf_longctx.fox import FoxForSequenceClassification, FoxModel
-from hf_longctx.hub import build_bundle
+from hf_longctx.hub import build_bundle, with_card
 
 
 DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
@@ -39,7 +39,8 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
         if not name.endswith("pointer"):
             with torch.no_grad():
                 expected[name] = type(model).from_pretrained(folder)(ids).logits
-        return publish(build_bundle(folder).files, f"alice/{name}", private=name == "private")
+        bundle = with_card(build_bundle(folder), f"alice/{name}")
+        return publish(bundle.files, f"alice/{name}", private=name == "private")
 
     torch.manual_seed(0)
     old = FoxForCausalLM(FoxConfig.pro(**TINY))
