@@ -62,6 +62,11 @@ def gaps(bundle: Bundle) -> list[str]:
     lines += [f"still to write: {' '.join(hint.split())}" for hint in TODO.findall(text)]
     if UPSTREAM in text:
         lines.append(f"it still says {UPSTREAM}")
+    card = Card(bundle)
+    if card.training.get("model") and not data.get("base_model"):
+        lines.append(f"its head lacks `base_model`; training.yaml names {card.training['model']}")
+    if bundle.config and eval_results([*card.results.values()]) and not data.get("eval_results"):
+        lines.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:
         lines.append(f"the base {bundle.base[0]} is at no fixed commit")
     for call, name in loads(text):

@@ -151,6 +151,10 @@ def test_a_card_without_places_stays_as_it_is(folder):
     (folder / "README.md").write_text("# Mine\nIt has 3 heads.\n")
     bundle = with_card(build_bundle(folder), "alice/fox", "v1")
     assert bundle.text("README.md") == "# Mine\nIt has 3 heads.\n" and not problems(bundle)
+    (folder / "training.yaml").write_text("model: alice/base\n")
+    missing = gaps(build_bundle(folder))
+    assert "README.md: its head lacks `base_model`; training.yaml names alice/base" in missing
+    assert "README.md: its head lacks `model-index`, and there are results" in missing
 
 
 def test_figures_in_a_line_come_from_their_file(llama):
