@@ -15,7 +15,7 @@ from transformers import (
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
 from hf_longctx.fox import FoxForSequenceClassification, FoxModel
-from hf_longctx.hub import build_bundle
+from hf_longctx.hub import build_bundle, with_card
 
 
 TINY = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
@@ -38,7 +38,8 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
         if not name.endswith("pointer"):
             with torch.no_grad():
                 expected[name] = type(model).from_pretrained(folder)(ids).logits
-        return publish(build_bundle(folder).files, f"alice/{name}", private=name == "private")
+        bundle = with_card(build_bundle(folder), f"alice/{name}")
+        return publish(bundle.files, f"alice/{name}", private=name == "private")
 
     torch.manual_seed(0)
     old = FoxForCausalLM(FoxConfig.pro(**TINY))
