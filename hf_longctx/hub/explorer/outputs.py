@@ -12,8 +12,8 @@ def picture(draw: Callable[[str], object]) -> Image.Image:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/picture.png"
         draw(path)
-        with Image.open(path) as image:
-            return image.copy()
+        with Image.open(path) as drawing:
+            return drawing.copy()
 
 
 def image(alt_text: str) -> gradio.Image:
