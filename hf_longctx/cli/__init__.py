@@ -22,6 +22,7 @@ from . import (
     loss,
     needle,
     push,
+    push_kernel,
     push_metric,
     push_space,
     register_metrics,
@@ -50,6 +51,7 @@ COMMANDS = {
     "push": push,
     "push-metric": push_metric,
     "push-space": push_space,
+    "push-kernel": push_kernel,
     "register-metrics": register_metrics,
 }
 
