@@ -43,7 +43,8 @@ def of_config(repo, text, context):
         raise ValueError("Give a name on the Hub, or paste a config.json.")
     values = read_config(fetch(repo, "config.json", MEGABYTE).read_text() if repo else text)
     try:
-        config = CONFIG_MAPPING.get(values.get("model_type"), PreTrainedConfig).from_dict(values)
+        name = values.get("model_type")
+        config = (CONFIG_MAPPING[name] if name in CONFIG_MAPPING else PreTrainedConfig).from_dict(values)
     except Exception as error:  # of many types
         raise ValueError(f"transformers cannot make a configuration of this: {error}") from error
     config.name_or_path = repo
