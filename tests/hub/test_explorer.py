@@ -14,7 +14,7 @@ import yaml
 from mistakes import refused
 
 from hf_longctx import cli
-from hf_longctx.hub import build_bundle, build_explorer
+from hf_longctx.hub import build_bundle, build_explorer, build_space
 from hf_longctx.hub.space import APP
 
 
@@ -54,8 +54,9 @@ def test_the_space_is_closed():
 
 def test_versions_are_pinned_to_those_that_are_tested():
     constraints = pins((ROOT / "scripts" / "constraints.txt").read_text())
-    for name, version in pins((APP / "requirements.txt").read_text()).items():
-        assert version.removesuffix("+cpu") == constraints[name], name
+    for bundle in (build_explorer(), build_space("forgetting_curve")):
+        for name, version in pins(content(bundle.files["requirements.txt"]).decode()).items():
+            assert version.removesuffix("+cpu") == constraints[name], name
 
 
 def test_the_card_says_how_to_run_it():
