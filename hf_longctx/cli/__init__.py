@@ -24,6 +24,7 @@ from . import (
     push,
     push_kernel,
     push_metric,
+    push_space,
     register_metrics,
     report,
     rope,
@@ -49,6 +50,7 @@ COMMANDS = {
     "convert": convert,
     "push": push,
     "push-metric": push_metric,
+    "push-space": push_space,
     "push-kernel": push_kernel,
     "register-metrics": register_metrics,
 }

@@ -295,7 +295,12 @@ class FoxPreTrainedModel(PreTrainedModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise if Triton was requested but cannot run: no silent fallback."""
+        """Raise if Triton was requested but cannot run, or where vLLM runs models of transformers."""
+        if requested_attention == "vllm":
+            raise ValueError(
+                "attention implementation 'vllm' would leave out the forget gate. vLLM has a FoX of its own with "
+                "pip install 'hf-longctx[vllm]'; leave --model-impl and --trust-remote-code out."
+            )
         check_implementation(requested_attention, self.config.head_dim)
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from demo_model import DEMO
 from mistakes import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -18,7 +19,6 @@ from hf_longctx.hub import Bundle, build_bundle, loading_lines, push
 
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "model_cards" / "fox-demo"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 
 
