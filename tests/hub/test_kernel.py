@@ -3,7 +3,6 @@
 import ast
 import base64
 import hashlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ import tomllib
 import pytest
 import torch
 from conftest import CLIENTS
+from kernels_library import kernels_library
 from safetensors.torch import save_file
 
 from hf_longctx import FoxConfig, FoxForCausalLM, cli
@@ -75,29 +75,11 @@ def test_a_dry_run_needs_no_hub(capsys):
     assert "build/torch-cuda/metadata.json" in printed and "torch-ext/forgetting_attention/__init__.py" in printed
 
 
-@pytest.fixture
-def library_path(tmp_path):
-    """PYTHONPATH of a client in which transformers takes the installed `kernels`, if need be under another number.
-
-    Each version of transformers asks for one or two versions of `kernels` (5.23: 0.18); 0.16 to 0.18 load attention
-    in the same way.
-    """
-    pytest.importorskip("kernels", reason="kernels of the Hub need kernels: pip install 'hf-longctx[dev]'")
-    from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
-
-    if is_kernels_available():
-        return str(CLIENTS)
-    folder = tmp_path / "library" / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
-    folder.mkdir(parents=True)
-    text = importlib.metadata.distribution("kernels").read_text("METADATA")
-    installed = importlib.metadata.version("kernels")
-    (folder / "METADATA").write_text(text.replace(f"Version: {installed}", f"Version: {KERNELS_MIN_VERSION}", 1))
-    return os.pathsep.join([str(folder.parent), str(CLIENTS)])
-
-
 @pytest.mark.slow
-def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, bare_python, library_path, tmp_path):
+def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, bare_python, tmp_path):
     pytest.importorskip("triton")
+    if (library := kernels_library(tmp_path / "library")) is None:
+        pytest.skip("kernels of the Hub need the library kernels: pip install 'hf-longctx[dev]'")
     sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, pad_token_id=0)
     torch.manual_seed(0)
     fox = FoxForCausalLM(FoxConfig.pro(**sizes, num_attention_heads=2, eos_token_id=None)).eval()
@@ -122,6 +104,6 @@ def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, bare_python, li
     publish(later, "alice/next-attention", type="kernel")
 
     arguments = commit, tmp_path / "local", tmp_path / "expected.safetensors"
-    options = {"python": bare_python, "PYTHONPATH": library_path, "TRITON_INTERPRET": "1"}
+    options = {"python": bare_python, "PYTHONPATH": os.pathsep.join([*library, str(CLIENTS)]), "TRITON_INTERPRET": "1"}
     run_client("kernel.py", *arguments, **options)
     run_client("kernel.py", *arguments, **options, HF_HUB_OFFLINE="1")

@@ -44,7 +44,7 @@ def check_by_its_name():
     inputs = {"input_ids": expected["ids"][:, :20], "attention_mask": expected["mask"][:, :20]}
     tokens = fox.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert torch.equal(tokens, expected["tokens"])
-    assert "needs triton" in refused("forgetting_triton", ImportError)
+    assert "need triton" in refused("forgetting_triton", ImportError)
 
 
 def check_pinned():
