@@ -309,9 +309,7 @@ if triton is not None:
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
     """The exception to raise for heads of this size, dtype and device; None if the kernels can run."""
     if triton is None:
-        return ImportError(
-            "The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'."
-        )
+        return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError(
             f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."
