@@ -34,8 +34,9 @@ class HMTConfig(PreTrainedConfig):
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
-        recall_mode: "causal" (logits at t see tokens <= t only) or "paper" (the published algorithm, which reads the
-            first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        recall_mode: "single" (logits at t see tokens <= t only, in one pass; see `single_hmt.py`), "causal" (the same
+            in three passes, with the paper's memories) or "paper" (the published algorithm, which reads the first j
+            tokens of a segment before it predicts them; see `modeling_hmt.py`).
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -141,13 +142,18 @@ class HMTConfig(PreTrainedConfig):
                 f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
                 "per segment. Use memory_tokens=1, or recall=False."
             )
+        if self.recall_mode == "single" and self.memory_tokens != 1:
+            raise ValueError(
+                f"memory_tokens is {self.memory_tokens}, and recall_mode='single' makes one embedding per segment. Use "
+                "memory_tokens=1, or recall_mode='causal'."
+            )
         if not 1 <= self.summary_length <= self.segment_length:
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
                 f"{self.segment_length} tokens; it needs at least one and at most all. Set it above 0 and up to 1."
             )
         choices = {
-            "recall_mode": ("causal", "paper"),
+            "recall_mode": ("single", "causal", "paper"),
             "recall_init": ("similarity", "random"),
             "loss_scope": ("all", "last"),
         }
@@ -179,7 +185,9 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def positions_per_segment(self) -> int:
-        """Positions the backbone sees for a full segment: the prompt twice, sensory tokens, new tokens."""
+        """Positions the backbone sees for a full segment: prompts, sensory tokens, new tokens."""
+        if self.recall_mode == "single":
+            return 4 + self.sensory_tokens + self.segment_length
         return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 
     @property
