@@ -22,7 +22,9 @@ from . import (
     loss,
     needle,
     push,
+    push_kernel,
     push_metric,
+    push_space,
     register_metrics,
     report,
     rope,
@@ -48,6 +50,8 @@ COMMANDS = {
     "convert": convert,
     "push": push,
     "push-metric": push_metric,
+    "push-space": push_space,
+    "push-kernel": push_kernel,
     "register-metrics": register_metrics,
 }
 

@@ -20,13 +20,14 @@ def add_arguments(parser):
     )
 
 
-def add_destination(parser):
-    """Arguments that say where to push; see `send`."""
+def add_destination(parser, branch=True):
+    """Arguments that say where to push; see `send`. branch: whether the branch can be chosen."""
     parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if there is none")
     parser.add_argument("--private", action="store_true", help="create a private repository")
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="branch, which is created if there is none (default: main)"
-    )
+    if branch:
+        parser.add_argument(
+            "--revision", metavar="BRANCH", help="branch, which is created if there is none (default: main)"
+        )
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
 

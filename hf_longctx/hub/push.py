@@ -8,7 +8,11 @@ from .. import __version__
 from .bundle import Bundle
 
 
-WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+# Files that are removed from a repository where the bundle lacks them, by the type of the repository.
+REPLACED = {
+    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"),
+    "kernel": re.compile(r"(build|torch-ext)/.*"),
+}
 
 
 def push(
@@ -23,13 +27,14 @@ def push(
     """Push a bundle in one commit; where nothing has changed, none is made.
 
     The repository and the branch are created if there are none. Weights of a model that the bundle lacks are removed
-    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now.
+    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now. So are files
+    of a kernel.
 
     The token is that of `hf auth login` or of the environment variable HF_TOKEN.
 
     Args:
         repo: NAMESPACE/NAME.
-        repo_type: "model", or "space" for one of gradio.
+        repo_type: "model", "kernel", or "space" for one of gradio.
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
@@ -48,8 +53,11 @@ def push(
     if revision is not None:
         api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
     head = api.repo_info(repo, repo_type=repo_type, revision=revision)
-    old = [file.rfilename for file in head.siblings if WEIGHTS.fullmatch(file.rfilename) and not bundle.is_adapter]
-    operations = [CommitOperationDelete(path) for path in old if path not in bundle.files]
+    operations = []
+    if repo_type in REPLACED and not bundle.is_adapter:
+        present = set(api.list_repo_files(repo, repo_type=repo_type, revision=head.sha))
+        old = sorted(path for path in present - bundle.files.keys() if REPLACED[repo_type].fullmatch(path))
+        operations = [CommitOperationDelete(path) for path in old]
     operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
     return api.create_commit(
         repo,

@@ -20,7 +20,7 @@ TINY = {
     "rope_smollm2": "--lines 2 --needles 256 --repeats 1 --haystacks 1",
     "llama_to_fox": "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2",
 }
-ROWS = {"extrapolation": 4, "rope_base": 2, "rope_smollm2": 7, "llama_to_fox": 12}
+ROWS = {"extrapolation": 4, "rope_base": 2, "rope_smollm2": 7, "llama_to_fox": 13}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def rows():
 
 def test_a_fox_reads_on_where_rope_fails(rows):
     curves = {
-        (name, model): [row[name] for row in rows("extrapolation") if row["model"] == model]
+        (name, model): [row[name] for row in rows("extrapolation_128") if row["model"] == model]
         for name in ("known", "unseen")
         for model in ("FoX", "RoPE")
     }

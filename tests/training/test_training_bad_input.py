@@ -245,9 +245,14 @@ FINETUNING = [
     refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is no such module.*did you mean q_proj?"),
     refused("misspelt module", finetune(train_in_full="nrom"), "--train-in-full names nrom.*did you mean norm?"),
     refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is no such module"),
-    refused("LoRA on tied embeddings", finetune(lora_targets="embed_tokens"), "one tensor, and merging an adapter"),
+    *(
+        refused(f"LoRA on the tied {name}", finetune(lora_targets=name), "one tensor, and merging an adapter")
+        for name in ("embed_tokens", "lm_head")
+    ),
     refused(
-        "rows beyond the context", finetune(sequence_length=128, batch_tokens=128), "128 is more than the 64 tokens"
+        "rows beyond the context",
+        finetune(sequence_length=128, batch_tokens=128),
+        "128 is more than the 64 tokens.*by --recipe rope-extend",
     ),
     refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
     refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
@@ -257,7 +262,11 @@ FINETUNING = [
         "many places of a stream", finetune(recipe="hmt", carry_state=True, streaming=True), "leave out --streaming"
     ),
     refused("negative decay time", finetune(recipe="fox-from-llama", decay_time=-1.0), "--decay-time is -1.0"),
-    refused("no longer context", finetune(recipe="rope-extend"), "32 does not extend the context of 64"),
+    refused(
+        "no longer context",
+        finetune(recipe="rope-extend"),
+        "32 does not extend the context of 64 tokens, and base 10000 suffices for these: there is nothing to extend",
+    ),
     refused(
         "base below the bound",
         finetune(recipe="rope-extend", sequence_length=256, batch_tokens=256, rope_base=100.0),
