@@ -6,14 +6,17 @@ Every row compares what comes through the endpoint, by the openai client or the 
 """
 
 import os
+import shlex
 import sys
+import tempfile
 import threading
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_longctx import cli
 from hf_longctx.corpus import load_tokens
-from hf_longctx.metrics import ServedModel, forgetting_curve
+from hf_longctx.metrics import forgetting_curve, read_result
 from scripts.bench import common
 from scripts.client_checks.inference import served
 
@@ -76,23 +79,25 @@ def compare_chat(client, name, model, tokenizer, tokens):
     return {"equal": (whole == expected) + (pieces == expected), "of": 2}
 
 
-def compare_curve(address, name, model, tokenizer, tokens, args):
-    """Counts of the forgetting curve, through the endpoint and here."""
-    options = dict(lengths=args.lengths, repeats=args.repeats, bos_token_id=tokenizer.bos_token_id)
-    options |= dict(eos_token_id=tokenizer.eos_token_id)
-    endpoint = ServedModel(f"{address}/v1", name, vocab_size=len(tokenizer))
-    for data_type in ("order", "random"):
-        corpus = tokens if data_type == "order" else None
-        curves = [forgetting_curve(x, corpus, data_type=data_type, **options) for x in (endpoint, model)]
-        pairs = [*zip(*(curve.points for curve in curves))]
-        copied = [round(point.copy_mean, 4) for point in curves[0].points]
+def compare_curve(address, model, tokenizer, tokens, args):
+    """Counts of the forgetting curve: those of `hf-longctx curve --endpoint`, and those of the model here."""
+    lengths, options = [*map(str, args.lengths)], dict(lengths=args.lengths, repeats=args.repeats)
+    options |= dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer)
+    for data_type, text in (("order", ["--text", "stdlib"]), ("random", [])):
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["curve", args.model, "--endpoint", f"{address}/v1", "--output", f"{folder}/curve", "--lengths"]
+            command += [*lengths, "--repeats", str(args.repeats), "--data-type", data_type, *text]
+            if cli.main(command):
+                raise RuntimeError(f"hf-longctx {shlex.join(command)} failed.")
+            endpoint = read_result(f"{folder}/curve.json")
+        local = forgetting_curve(model, tokens if text else None, data_type=data_type, **options)
         yield {
-            "name": f"forgetting curve, {'English' if corpus is not None else 'random tokens'}",
+            "name": f"hf-longctx curve, {'English' if text else 'random tokens'}",
             "unit": "counts of a length",
-            "equal": sum(a == b for a, b in pairs),
-            "of": len(pairs),
+            "equal": sum(a == b for a, b in zip(endpoint.points, local.points)),
+            "of": len(local.points),
             "lengths": args.lengths,
-            "copied": copied,
+            "copied": [round(point.copy_mean, 4) for point in endpoint.points],
         }
 
 
@@ -114,7 +119,7 @@ def measure(args):
         if tokenizer.chat_template:
             of_chats = {"name": "chat, whole and streamed", "unit": "replies"}
             yield of_chats | compare_chat(client, "fox", model, tokenizer, args.tokens)
-        yield from compare_curve(address, "fox", model, tokenizer, tokens, args)
+        yield from compare_curve(address, model, tokenizer, tokens, args)
 
 
 def table(result):

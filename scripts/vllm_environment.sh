@@ -10,7 +10,7 @@ if [ -z "${VLLM_PYTHON:-}" ]; then
         echo "Installing vLLM into .venv-vllm (once) ..."
         "${PYTHON:-python3}" -m venv --clear .venv-vllm
         vllm_install() { "$vllm_python" -m pip install -q "$@"; }
-        vllm_install hatchling editables pytest scipy
+        vllm_install hatchling editables pytest scipy matplotlib
         if command -v nvidia-smi >/dev/null; then
             vllm_install "vllm==0.32.*"
         else

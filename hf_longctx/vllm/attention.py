@@ -30,8 +30,8 @@ def folded_width(width: int) -> int:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
-    else:  # those of FlashAttention; FlashInfer's next one would nearly double the cache
-        sizes = range(32, 257, 8)
+    else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache
+        sizes = range(32, 513, 8)
     if width > max(sizes):
         raise ValueError(f"heads with the decay of their gates need {width} dimensions; vLLM has up to {max(sizes)}.")
     return min(size for size in sizes if size >= width)

@@ -116,12 +116,20 @@ def difference_of_models(model, other, outputs):
     return torch.cat(differences).mean().item()
 
 
-@pytest.mark.parametrize("variant", ["grouped heads, rope, biases, shared norm", "pro, grouped heads, yarn"])
-def test_two_ranks(variant, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "variant, options",
+    [
+        ("grouped heads, rope, biases, shared norm", dict(tensor_parallel_size=2)),
+        ("pro, grouped heads, yarn", dict(tensor_parallel_size=2)),
+        ("pro", dict(pipeline_parallel_size=2, enforce_eager=False)),  # eager, vLLM's build for CPUs has no pipelines
+    ],
+    ids=["heads", "heads of pro", "layers of pro"],
+)
+def test_two_ranks(variant, options, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model = save_fox(variant, tmp_path)
-    with engine(tmp_path, block_size=32, tensor_parallel_size=2) as llm:
+    with engine(tmp_path, block_size=32, **options) as llm:
         check(model, generate(llm, prompts(*UNEQUAL)))
         prefix, *rest = prompts(290, 1, 33, 100)
         check(model, generate(llm, [prefix + text for text in rest]))
