@@ -292,12 +292,15 @@ def cost(card):
 def training(card):
     """How it was trained, from training.yaml and training_log.jsonl."""
     settings = card.training
+    if settings.get("full"):  # no LoRA
+        settings = {name: value for name, value in settings.items() if not name.startswith(("lora", "recipe"))}
+    log = [row for row in card.log if row.get("stage") == card.log[-1].get("stage")]  # of the last stage
     shown_settings = [name for name in SETTINGS if settings.get(name) or (name == "seed" and name in settings)]
     rows = [(name.replace("_", " "), settings[name]) for name in shown_settings]
     if {"steps", "batch_tokens"} <= settings.keys():
         rows.append(("tokens in these steps", f"{settings['steps'] * settings['batch_tokens']:,}"))
     for name in ("loss", "eval_loss"):
-        last = next((row for row in reversed(card.log) if name in row), None)
+        last = next((row for row in reversed(log) if name in row), None)
         if last:
             rows.append((f"{name.replace('_', ' ')} after step {last['step']}", rounded(float(last[name]))))
     files = [name for name in TRAINING if name in card.bundle.files]

@@ -245,7 +245,7 @@ MISTAKES = [
         "a figure that was changed", replacing("| 4 of width 192 |", "| 8 of width 192 |"), "not what their files say"
     ),
     refused("another result", with_another_curve, "not what their files say"),
-    refused("another model-index", replacing("value: 1600", "value: 9000"), "model-index has 9000 .* file 1600"),
+    refused("another model-index", replacing("value: 1024", "value: 9000"), "model-index has 9000 .* file 1024"),
     refused(
         "a place that does not exist", filling("<!-- card: magic -->\n<!-- end -->"), "place 'magic'; the places are"
     ),
@@ -260,7 +260,7 @@ MISTAKES = [
         "a head that is no YAML", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"
     ),
     refused(
-        "a model-index without values", replacing("value: 1600", "worth: 1600"), "head of README.md cannot be read"
+        "a model-index without values", replacing("value: 1024", "worth: 1024"), "head of README.md cannot be read"
     ),
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),
