@@ -292,8 +292,9 @@ def cost(card):
 def training(card):
     """How it was trained, from training.yaml and training_log.jsonl."""
     settings = card.training
-    shown_settings = [name for name in SETTINGS if settings.get(name) or (name == "seed" and name in settings)]
-    rows = [(name.replace("_", " "), settings[name]) for name in shown_settings]
+    unused = ("recipe", "lora_rank", "lora_alpha") if settings.get("full") else ()
+    names = [name for name in SETTINGS if name in settings and name not in unused]
+    rows = [(name.replace("_", " "), settings[name]) for name in names if settings[name] or name == "seed"]
     if {"steps", "batch_tokens"} <= settings.keys():
         rows.append(("tokens in these steps", f"{settings['steps'] * settings['batch_tokens']:,}"))
     for name in ("loss", "eval_loss"):
