@@ -298,13 +298,18 @@ def training(card):
     if {"steps", "batch_tokens"} <= settings.keys():
         rows.append(("tokens in these steps", f"{settings['steps'] * settings['batch_tokens']:,}"))
     for name in ("loss", "eval_loss"):
-        last = next((row for row in reversed(card.log) if name in row), None)
-        if last:
+        if last := next((row for row in reversed(last_stage(card.log)) if name in row), None):
             rows.append((f"{name.replace('_', ' ')} after step {last['step']}", rounded(float(last[name]))))
     files = [name for name in TRAINING if name in card.bundle.files]
     if not rows:
         return "Its settings are not beside it."
-    return f"From {' and '.join(map(link, files))}.\n\n{table(('', ''), [(n, plain(str(v))) for n, v in rows])}"
+    return f"From {', '.join(map(link, files))}.\n\n{table(('', ''), [(n, plain(str(v))) for n, v in rows])}"
+
+
+def last_stage(log):
+    """Rows of the last of several trainings, each of which counts its steps anew."""
+    begins = [i for i in range(1, len(log)) if log[i]["step"] < log[i - 1]["step"]]
+    return log[begins[-1] if begins else 0 :]
 
 
 def loading(card, repo="NAMESPACE/NAME", revision=None):
