@@ -6,7 +6,7 @@
 
 A figure stands in a place, and a place only knows files: configuration, weights, results of the metrics (JSON),
 benchmarks (JSON of scripts/bench), training.yaml and training_log.jsonl (config.yaml and metrics.jsonl of a run of
-`hf-longctx train`). `templates` has cards whose places are empty; `lint` refuses a figure outside of a place.
+`hf-longctx train`). In model_card.md the places are empty; `lint` refuses a figure outside of a place.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from .bundle import PACKAGE_CODE, TRAINING, Bundle, is_benchmark, with_contents
 
 
 CARD = "README.md"
-TEMPLATE = Path(__file__).parent / "templates" / "model.md"
+TEMPLATE = Path(__file__).with_name("model_card.md")
 PLACE = re.compile(r"(<!-- card: (\w+)((?: (?!--)\S+)*) -->)(.*?)(<!-- end -->)", re.DOTALL)
 LOADING = re.compile(r"<!-- card: loading(?: ([^\s-]\S*))?(?: ([^\s-]\S*))? -->")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write

@@ -22,7 +22,7 @@ KERNEL = "forgetting-attention"  # its name, whatever the repository's
 MODULE = KERNEL.replace("-", "_")
 VERSION_BRANCH = f"v{FOX_INTERFACE}"
 OLDEST = f"{OLDEST_GPU // 10}.{OLDEST_GPU % 10}+PTX"  # and all later: Triton compiles for the GPU at hand
-CARD = Path(__file__).parent / "templates" / "kernel.md"
+CARD = Path(__file__).with_name("kernel_card.md")
 BUILD_TOML = f"""\
 [general]
 name = "{KERNEL}"

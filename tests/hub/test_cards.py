@@ -12,7 +12,17 @@ from mistakes import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper, cli
-from hf_longctx.hub import build_bundle, build_space, fill, gaps, lint, problems, with_card
+from hf_longctx.hub import (
+    build_bundle,
+    build_explorer,
+    build_kernel,
+    build_space,
+    fill,
+    gaps,
+    lint,
+    problems,
+    with_card,
+)
 from hf_longctx.hub.card import PLACE, TEMPLATE
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, rope_report
 from hf_longctx.metrics.evaluate_modules import NAMES
@@ -67,10 +77,13 @@ def test_cards_of_models_are_complete_and_say_what_their_files_say(card):
     assert PLACE.search(bundle.text("README.md"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_cards_of_metrics_are_complete(name):
-    bundle = build_space(name)
-    assert not problems(bundle) and not gaps(bundle)
+@pytest.mark.parametrize("name", [*NAMES, "explorer", "kernel"])
+def test_cards_of_spaces_and_of_the_kernel_are_complete(name):
+    bundles = [build_space(name)] if name in NAMES else [build_explorer()]
+    if name == "kernel":
+        bundles = build_kernel("alice/forgetting-attention").values()
+    for bundle in bundles:
+        assert not problems(bundle) and not gaps(bundle)
 
 
 def test_a_new_card_shows_all_that_its_files_hold(llama):
@@ -299,7 +312,8 @@ def test_code_is_loaded_by_its_revision(folder, line, pinned):
     assert any("without a revision" in gap for gap in gaps(build_bundle(folder))) != pinned
 
 
-def test_every_place_of_the_template_exists(folder):
-    text = TEMPLATE.read_text()
+@pytest.mark.parametrize("template", [TEMPLATE, *ROOT.glob("model_cards/templates/*.md")], ids=lambda path: path.stem)
+def test_every_place_of_a_template_exists(folder, template):
+    text = template.read_text()
     assert len(PLACE.findall(text)) == text.count("<!-- card: ") == text.count("<!-- end -->")
-    fill(build_bundle(folder), text)
+    assert "<!-- Write: " in fill(build_bundle(folder), text) and ModelCard(text).data.tags != []

@@ -180,7 +180,8 @@ def test_a_visitor(page, address, hub, tmp_path):
 
     def see(text):
         """The text, without anything wider than the window of a telephone or of a desktop."""
-        expect(page.get_by_text(text).first).to_be_visible()
+        expect(page.get_by_text(text).locator("visible=true").first).to_be_visible()
+        page.wait_for_function("[...document.images].every(image => image.complete)")
         name = re.sub(r"\W+", "_", text)
         for width in (390, 1280):
             page.set_viewport_size({"width": width, "height": 900})
@@ -219,6 +220,7 @@ def test_a_visitor(page, address, hub, tmp_path):
     see("effective (85 % copied)")
     page.get_by_role("button", name="For the model card of fox-demo").click()
     see("model-index")
+    expect(page.locator('img[src="x"]')).to_have_count(0)
     assert page.title() == "How far does it remember?"
 
     page.get_by_role("tab", name="Gates").click()

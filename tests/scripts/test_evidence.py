@@ -77,6 +77,14 @@ def test_a_fox_reads_on_where_rope_fails(rows):
     assert max(curve[-1] for curve in curves["unseen", "FoX"]) < min(curve[-1] for curve in curves["unseen", "RoPE"])
 
 
+def test_a_fox_trained_at_512_tokens_reads_2048_better_than_rope(rows):
+    fox, rope = rows("extrapolation_512")
+    assert (fox["model"], rope["model"]) == ("FoX", "RoPE")
+    assert all(
+        fox["known"][i] < rope["known"][i] and fox["unseen"][i] < 4.16 < rope["unseen"][i] for i in range(4, 16)
+    )
+
+
 def test_a_base_below_the_bound_costs_retrieval_and_not_what_is_near(rows):
     after = {base: [row["after"] for row in rows("rope_base") if row["base"] == base] for base in (100, 10_000)}
     assert len(after[100]) == len(after[10_000]) == 3

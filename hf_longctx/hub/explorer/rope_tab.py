@@ -2,7 +2,7 @@
 
 import gradio
 from inputs import MEGABYTE, fetch, read_config
-from outputs import connect, image, picture
+from outputs import connect, harmless, image, picture
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
 from hf_longctx.metrics import rope_report
@@ -60,7 +60,7 @@ def shown(config, context):
     columns, rows = report.table()
     header, *body = zip(columns, *rows)
     remarks = "".join(f"- {plain(remark)}\n" for remark in report.remarks())
-    return f"### {plain(report.summary())}", picture(report.plot), markdown(header, body), remarks
+    return f"### {plain(report.summary())}", picture(report.plot), harmless(markdown(header, body)), remarks
 
 
 def build():
