@@ -29,9 +29,8 @@ def bidirectional_attention(q, k, v, log_f, visible=None, *, scale=None, log_pru
     """
     T = k.shape[2]
     visible = VisibleKeys(None, T) if visible is None else visible
-    q, k, v, log_f, first, stop = sort_inputs(q, k, v, log_f, visible)
+    q, k, v, c, first, stop = sort_inputs(q, k, v, log_f, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    c = log_f.double().cumsum(-1)
     options = scale, log_pruning_tolerance, None
     o, lse = attention_from_sums(q, k, v, c, first, stop, *options)
     if T == 1:
@@ -46,7 +45,7 @@ def bidirectional_attention(q, k, v, log_f, visible=None, *, scale=None, log_pru
     later_o, later_lse = attention_from_sums(later_q, later_k, later_v, later_c, later_first, later_stop, *options)
     later_o, later_lse = later_o.flip(2), later_lse.flip(-1)
 
-    gap = later_lse + log_f[..., 1:] - lse[..., :-1]  # (B, Hq, T - 1)
+    gap = later_lse + (c[..., 1:] - c[..., :-1]).float() - lse[..., :-1]  # (B, Hq, T - 1)
     # A row that sees a later token sees itself too, so its lse is finite. In the other rows the future has weight 0;
     # -inf in place of -inf - -inf keeps NaN out of result and gradient.
     share = gap.masked_fill(later_lse == -torch.inf, -torch.inf).sigmoid().unsqueeze(-1)

@@ -1,8 +1,8 @@
 """Which keys a query sees: padding, documents and a window become one integer per query, the first key that it sees.
 
 `find_visible_keys` computes that integer for the operator and for the model. Adaptive computation pruning (arXiv
-2504.06949) raises it: `first_kept_key` is the first key that the gates have not forgotten, and `count_pruned_blocks`
-counts what was left out.
+2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py), and
+`count_pruned_blocks` counts what was left out.
 """
 
 import contextlib
@@ -130,31 +130,6 @@ def stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
     return torch.where(count > 0, count + (Tk - first_key.shape[-1]), 0).int()
 
 
-def first_kept_key(c, threshold, Tq: int, query_block: int, key_block: int) -> torch.Tensor:
-    """Adaptive computation pruning (arXiv 2504.06949): the first key that each block of queries still has to read.
-
-    A key block that ends at e is dropped for the query block that starts at r if c_r - c_e < threshold. c falls, so
-    the dropped blocks are a prefix, found by bisection, and the prefix grows from one query block to the next.
-
-    Args:
-        c: float64 running sum of log f, (B, H, Tk).
-        threshold: (B, H), at most 0.
-        Tq, query_block, key_block: the queries are the last Tq positions, cut into blocks from the first of them.
-
-    Returns:
-        int64, (B, H, ceil(Tq / query_block)), multiples of key_block, at most the block's own position.
-    """
-    Tk = c.shape[-1]
-    rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)
-    ends = torch.arange(key_block, Tk + key_block, key_block, device=c.device).clamp(max=Tk) - 1
-    # NaN or inf in c or in the threshold prunes nothing.
-    inf = torch.inf
-    faded = (-c[..., ends]).nan_to_num(nan=inf, posinf=inf, neginf=inf)
-    needed = (threshold.double()[..., None] - c[..., rows]).nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
-    dropped = torch.searchsorted(faded, needed)
-    return torch.minimum(dropped * key_block, rows)
-
-
 def bound_from_norms(q, k, scale, first_key, stop) -> torch.Tensor:
     """Upper bound of |scale * q.k| from the largest norms of the queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
@@ -169,11 +144,6 @@ def bound_from_norms(q, k, scale, first_key, stop) -> torch.Tensor:
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
     """A number or a tensor that broadcasts to (B, Hq) as the kernels read it: (B, Hq), fp32, contiguous."""
     return torch.as_tensor(logit_bound, device=q.device, dtype=torch.float32).expand(q.shape[:2]).contiguous()
-
-
-def pruning_threshold(bound: torch.Tensor, Tk: int, tolerance: float) -> torch.Tensor:
-    """Keys whose decay is below it weigh at most e^tolerance of a row together. bound: of the logits, (B, Hq) fp32."""
-    return tolerance - 2 * bound - bound.new_full((), Tk).log()  # math.log would fix Tk in a compiled graph
 
 
 @dataclass(eq=False)

@@ -7,9 +7,9 @@ Three ideas carry them.
 * **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
   computation pruning all say the same thing: query i sees the keys first_i ... i. The kernels read that one integer
   per row (its transpose, one past the last query that sees a key, in the dk/dv pass) and know no other mask.
-* **The decay is exact at any length.** c is summed in float64 and handed over as the fp32 pair c + e. Only differences
-  are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
-* **One program, one output block.** No atomics: the same inputs give the same bits.
+* **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
+  Only differences are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
+* **One program, one output block.** No atomics, and a running sum of our own: the same inputs give the same bits.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
 among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
@@ -30,10 +30,14 @@ try:
     # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
     # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the
     # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before.
-    jit_any_length = triton.jit(do_not_specialize=["Tq", "Tk", "n_split", "n_halvings", "G"])
+    jit_any_length = triton.jit(
+        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_parts", "n_halvings", "G"]
+    )
     LOG2E = tl.constexpr(1.4426950408889634)
+    # Stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight.
+    GATE_FLOOR = tl.constexpr(-1e5)
     # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside
-    # the bound 2^42, and all that fp32 loses below 2^-126 is less than 2^-24 of that up to 2^18 keys.
+    # the bound 2^42, and what fp32 loses below 2^-126 is at most 2^-24 of that with 2^18 keys, 2^-22 with 2^20.
     MAX_FIXED = tl.constexpr(42.0)
     # The interpreter multiplies bf16 operands as if their bits were integers and truncates fp32 to bf16 (triton 3.3
     # to 3.9); `dot` and `narrow` do both by hand there.
@@ -92,8 +96,8 @@ def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @jit
 def decay(c_i, e_i, c_j, e_j):
-    """(c_i - c_j) / log 2 with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
-    return ((c_i - c_j) + (e_i - e_j)) * LOG2E
+    """c_i - c_j with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
+    return (c_i - c_j) + (e_i - e_j)
 
 
 @jit
@@ -126,14 +130,62 @@ def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: t
 
 
 @jit_any_length
-def block_decay_kernel(p_c, p_e, p_d, Tk, BN: tl.constexpr):
-    """The decay from each key to the last one of its block of BN keys."""
-    n_n = tl.cdiv(Tk, BN)
-    i_bh, i_col = tl.cast(tl.program_id(0) // n_n, tl.int64), tl.program_id(0) % n_n * BN
-    o_j, last = i_bh * Tk + i_col + tl.arange(0, BN), i_bh * Tk + tl.minimum(i_col + BN, Tk) - 1
-    m_j = i_col + tl.arange(0, BN) < Tk
-    b_cj, b_ej = tl.load(p_c + o_j, mask=m_j), tl.load(p_e + o_j, mask=m_j)  # [BN]
-    tl.store(p_d + o_j, decay(tl.load(p_c + last), tl.load(p_e + last), b_cj, b_ej), mask=m_j)
+def running_sum_kernel(
+    p_f, p_stop, p_dc, p_sums, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, n_chunks,
+    BT: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr, ONLY_SUMS: tl.constexpr,
+):  # fmt: skip
+    """The running sum c of log f in float64, or its gradient, the sum of dc from the last key on; BT keys of a row.
+
+    Keys that no query sees, which padding is, count as 0, and numbers below GATE_FLOOR as GATE_FLOOR.
+
+    ONLY_SUMS: writes the sum of each chunk, to which a second launch adds what it needs of the chunks before its own.
+    The order of additions depends on T alone; torch.cumsum on a GPU does not promise that.
+    """
+    i_c = tl.program_id(0) % n_chunks
+    i_bh = tl.cast(tl.program_id(0) // n_chunks, tl.int64)
+    o_t = i_c * BT + tl.arange(0, BT)
+    if BACKWARD:
+        o_t = T - 1 - o_t
+    m_t = (o_t >= 0) & (o_t < T)
+    p_f += i_bh // H * s_fb + i_bh % H * s_fh
+    b_f = tl.load(p_f + tl.cast(o_t, tl.int64) * s_ft, mask=m_t, other=0.0)  # [BT]
+    if BOUNDED:
+        m_real = tl.load(p_stop + i_bh // H * s_sb + i_bh % H * s_sh + o_t, mask=m_t, other=0) > o_t  # [BT]
+        b_f = tl.where(m_real, b_f, 0.0)
+    if BACKWARD:
+        b_x = tl.load(p_dc + i_bh * T + o_t, mask=m_t, other=0.0).to(tl.float64)  # [BT]
+    else:
+        b_x = tl.where(b_f < GATE_FLOOR, GATE_FLOOR, b_f).to(tl.float64)  # keeps NaN
+    if ONLY_SUMS:
+        tl.store(p_sums + i_bh * n_chunks + i_c, tl.sum(b_x, 0))
+    else:
+        b_before = tl.zeros([BC], tl.float64)
+        for i in range(0, i_c, BC):
+            o_c = i + tl.arange(0, BC)
+            b_before += tl.load(p_sums + i_bh * n_chunks + o_c, mask=o_c < i_c, other=0.0)
+        b_y = tl.cumsum(b_x, 0) + tl.sum(b_before, 0)
+        if BACKWARD:
+            b_y = tl.where(b_f >= GATE_FLOOR, b_y, 0.0)
+            if BOUNDED:
+                b_y = tl.where(m_real, b_y, 0.0)
+        tl.store(p_y + i_bh * T + o_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
+
+
+@jit_any_length
+def split_sum_kernel(p_y, p_c, p_e, p_d, Tk, BT: tl.constexpr, BN: tl.constexpr):
+    """The float64 running sum y as c + e in units of log 2; the decay d from each key to the last of its BN keys."""
+    n_t = tl.cdiv(Tk, BT)
+    i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
+    o_t = tl.program_id(0) % n_t * BT + tl.arange(0, BT)
+    m_t = o_t < Tk
+    o_last = tl.minimum(o_t // BN * BN + BN, Tk) - 1
+    b_log2e = tl.full([BT], LOG2E, tl.float64)  # a number beside a tensor would be rounded to fp32
+    b_y = tl.load(p_y + i_bh * Tk + o_t, mask=m_t, other=0.0) * b_log2e  # [BT]
+    b_last = tl.load(p_y + i_bh * Tk + o_last, mask=m_t, other=0.0) * b_log2e  # [BT]
+    b_c = b_y.to(tl.float32)
+    tl.store(p_c + i_bh * Tk + o_t, b_c, mask=m_t)
+    tl.store(p_e + i_bh * Tk + o_t, (b_y - b_c).to(tl.float32), mask=m_t)
+    tl.store(p_d + i_bh * Tk + o_t, (b_last - b_y).to(tl.float32), mask=m_t)
 
 
 @jit
@@ -162,11 +214,13 @@ def forward_span(
             b_p = tl.exp2(b_s - b_m_new[:, None])
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
-        b_w = narrow(b_p, b_v.dtype)
         # A weight that dominates its row is exactly 1 under a running maximum. Under a bound it is some number below
-        # 1, and its rounding cancels only if the rounded weight is summed.
-        b_l += tl.sum(b_w.to(tl.float32) if FIXED else b_p, 1)
-        b_o += dot(b_w, b_v)
+        # 1, and its rounding cancels only if the rounded weight is summed. Rounded by hand, because a bf16 number that
+        # is used twice costs an instruction of the slow unit that computes the exponentials.
+        if FIXED and b_v.dtype == tl.bfloat16:
+            b_p = ((b_p.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        b_l += tl.sum(b_p, 1)
+        b_o += dot(narrow(b_p, b_v.dtype), b_v)
     return b_o, b_l, b_m
 
 
@@ -210,10 +264,12 @@ def forward_kernel(
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
 
-    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head.
+    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head. Where it masks, it takes BS keys at a time: the
+    exact decay of every pair needs more registers per key.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -256,11 +312,11 @@ def forward_kernel(
     b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
-            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BN * BN, full, begin, end, Tk,
-            s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BS * BS, full, begin, end, Tk,
+            s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, diagonal, end, begin, end, Tk,
-        s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+        s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     o_i = i_row + tl.arange(0, BM)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
@@ -309,6 +365,7 @@ def dq_kernel(
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
     delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
@@ -363,10 +420,10 @@ def dq_kernel(
     if BOUNDED:
         b_dq, b_dc = dq_span(
             b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-            begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+            begin // BS * BS, full, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_dq, b_dc = dq_span(
         b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     store_rows(p_dq, b_dq * scale, i_row, Tk, s_dqt, D, BM, BD)
     tl.store(p_dc + o_i, b_dc, mask=m_i)
 
@@ -413,17 +470,19 @@ def dkdv_kernel(
     p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_delta, p_fade, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
-    Tq, Tk, Hq, G, scale,
+    Tq, Tk, Hq, G, n_parts, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one block of keys, summed over the G query heads that share it; the keys' share of each head's dc.
+    """dk, dv of one block of keys, summed over G query heads that share it; the keys' share of each head's dc.
+
+    A key head with n_parts * G query heads has a program, and a part of its dk and dv, for each G of them.
 
     Where it masks, it takes BS queries at a time: the exact decay of every pair needs more registers per query.
     """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
-    Hkv = Hq // G
-    i_b, i_hk = tl.cast(i_bh // Hkv, tl.int64), tl.cast(i_bh % Hkv, tl.int64)
+    i_b, i_hg = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)  # i_hg: of G query heads
+    i_hk = i_hg // n_parts
     i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
     i_last = tl.minimum(i_col + BN, Tk) - 1
     past = tl.cast(Tk - Tq, tl.int64)
@@ -434,7 +493,7 @@ def dkdv_kernel(
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
     for i_g in range(G):
-        i_h = i_hk * G + i_g
+        i_h = i_hg * G + i_g
         p_qh = p_q + i_b * s_qb + i_h * s_qh - past * s_qt
         p_doh = p_do + i_b * s_dob + i_h * s_doh - past * s_dot
         i_key, i_query = (i_b * Hq + i_h) * Tk, (i_b * Hq + i_h) * Tq - past
@@ -470,16 +529,20 @@ def dkdv_kernel(
         tl.store(
             p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
         )  # dq_kernel has written the queries' share
-    store_rows(p_dk + i_b * s_dkb + i_hk * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
-    store_rows(p_dv + i_b * s_dvb + i_hk * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
+    store_rows(p_dk + i_b * s_dkb + i_hg * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
+    store_rows(p_dv + i_b * s_dvb + i_hg * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 
 
 @jit
 def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
-    """The decay between positions as a sum of P stored parts; each difference is small where the sums are large."""
-    b_d = (
-        tl.load(p_i, mask=m_i, other=0.0).to(tl.float32) - tl.load(p_j, mask=m_ij, other=0.0).to(tl.float32)
-    ) * gate_scale
+    """The decay between positions, fp32, as a sum of P stored parts, or from one of float64.
+
+    Each difference is small where the sums are large.
+    """
+    b_xi, b_xj = tl.load(p_i, mask=m_i, other=0.0), tl.load(p_j, mask=m_ij, other=0.0)
+    if b_xi.dtype != tl.float64:
+        b_xi, b_xj = b_xi.to(tl.float32), b_xj.to(tl.float32)
+    b_d = ((b_xi - b_xj) * gate_scale).to(tl.float32)
     for i_p in tl.static_range(1, P):
         b_xi = tl.load(p_i + i_p * s_xp, mask=m_i, other=0.0).to(tl.float32)
         b_xj = tl.load(p_j + i_p * s_xp, mask=m_ij, other=0.0).to(tl.float32)
@@ -491,33 +554,39 @@ def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
 def prune_kernel(
     p_x, p_first, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
     Tq, Tk, Hq, G, n_rows, n_halvings, gate_scale, bound_scale, tolerance,
-    BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
+    BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """The first key of each row whose block of BN keys the decay does not bound below the threshold, (B, Hq, Tq).
+    """Adaptive computation pruning (arXiv 2504.06949): the first key that each row still has to read, (B, Hq, Tq).
 
-    c falls, so the blocks to leave out are a prefix, found by bisection. The threshold is that of `pruning_threshold`.
+    A block of BN keys that ends at e is dropped for the BM queries that start at r if the decay c_r - c_e is below
+
+        tolerance - 2 bound_scale p_bound - log Tk,
+
+    so that all dropped keys weigh at most e^tolerance of a row. c falls, so the dropped blocks are a prefix, found by
+    bisection, and the prefix grows from one query block to the next. NaN drops nothing. A program has BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
-    o_r = tl.program_id(0) * BM + tl.arange(0, BM)  # (b * Hq + h) * Tq + t
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)  # (b * Hq + h) * Tq + t
     o_b, o_h = (o_r // (Tq * Hq)).to(tl.int64), (o_r // Tq % Hq).to(tl.int64)
     o_i = Tk - Tq + o_r % Tq
+    o_m = Tk - Tq + o_r % Tq // BM * BM  # the first row of the block
     m_r = o_r < n_rows
     if BOUNDED:
-        b_first = tl.load(p_first + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
+        b_first = tl.load(p_first + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BR]
     else:
-        b_first = tl.zeros([BM], tl.int32)
+        b_first = tl.zeros([BR], tl.int32)
     m_see = m_r & (b_first <= o_i)
-    b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BM]
+    b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BR]
     b_threshold = (tolerance - 2 * bound_scale * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
     p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
-    p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
-    b_lo, b_hi = b_first // BN, o_i // BN
+    p_xm = p_x_rows + o_m.to(tl.int64) * s_xt
+    b_lo, b_hi = b_first // BN, o_m // BN
     for _ in range(n_halvings):
         b_mid = (b_lo + b_hi) // 2
         m_mid = m_see & (b_lo < b_hi)
         p_xj = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
-        m_drop = m_mid & (decay_parts(p_xi, p_xj, s_xp, gate_scale * LOG2E, m_see, m_mid, P) < b_threshold)
+        m_drop = m_mid & (decay_parts(p_xm, p_xj, s_xp, gate_scale * LOG2E, m_see, m_mid, P) < b_threshold)
         b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
     tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first), mask=m_r)
 

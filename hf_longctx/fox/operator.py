@@ -14,12 +14,10 @@ from .attention_fox import (
 from .bidirectional import bidirectional_attention
 from .bounds_fox import document_starts, find_visible_keys
 from .kernels_fox import INTERPRETED
-from .tiles_fox import capability_of
 from .triton_fox import triton_attention, why_not
 
 
 BACKENDS = ("triton", "folded", "reference")
-OLDEST_GPU = 80  # compute capability 8.0, the first for which there are tile sizes
 
 
 def forgetting_attention(
@@ -113,9 +111,8 @@ def _run_triton(attention, q, k, v, log_f, options, attention_mask, cu_seqlens, 
 
 
 def triton_runs_well(q: torch.Tensor) -> bool:
-    """Whether the Triton kernels can run on q and have tile sizes for its GPU; the interpreter does not count."""
-    runs = not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
-    return runs and capability_of(q.device) >= OLDEST_GPU
+    """Whether the Triton kernels can run on q; the interpreter does not count."""
+    return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
 
 
 def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruning_tolerance: float | None) -> str:
@@ -130,7 +127,7 @@ def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruni
     if backend == "folded" and not causal:
         raise NotImplementedError(
             "the folded form is causal only: a decay in the keys cannot grow in both directions. For causal=False use "
-            "backend='triton' (pip install 'hf-longctx[triton]'), on GPUs of compute capability 8.0 and later, in bf16, "
+            "backend='triton' (pip install triton), on GPUs of compute capability 8.0 and later, in bf16, "
             f"fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. backend='reference' "
             "computes it anywhere, in memory that grows with T * T."
         )

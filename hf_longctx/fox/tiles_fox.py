@@ -15,7 +15,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One Tile per kernel. Pruning works in blocks of the forward tile."""
+    """One Tile per kernel."""
 
     forward: Tile
     dq: Tile
@@ -23,6 +23,7 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
+OLDEST_GPU = 80  # compute capability 8.0, the first for which there are tile sizes
 DECODE_ROWS = 16  # calls of at most so many queries without gradients take the split-KV kernel
 
 # TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly
@@ -83,6 +84,14 @@ def capability_of(device: torch.device) -> int:
 def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
     """The tile sizes of a launch."""
     return TILES[nearest_key(capability_of(device), dtype.itemsize)][padded(head_dim)]
+
+
+def prune_blocks(tiles: Tiles) -> tuple[int, int]:
+    """Queries and keys that are pruned together, outside of decoding.
+
+    They are whole blocks of every kernel, none of which then has to mask where pruning begins.
+    """
+    return tuple(max(sizes) for sizes in zip(*(tile[:2] for tile in tiles[:3])))
 
 
 def padded(head_dim: int) -> int:

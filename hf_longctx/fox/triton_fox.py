@@ -1,7 +1,7 @@
 """Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
 
 The launchers are custom operators: torch.compile and autograd see each as one node of the graph. Three functions call
-them, on checked inputs: `triton_attention` starts from log f, `attention_from_sums` from its running sum, and
+them, on checked inputs: `triton_attention` starts from log f, `attention_from_sums` from its float64 running sum, and
 `triton_decode` from a running sum that lies in parts in the keys of a cache.
 """
 
@@ -13,27 +13,30 @@ from .bounds_fox import (
     VisibleKeys,
     bound_from_norms,
     bound_per_head,
-    first_kept_key,
-    pruning_threshold,
     stop_query,
     tally_pruned,
 )
 from .kernels_fox import (
     INTERPRETED,
-    block_decay_kernel,
     decode_kernel,
     dkdv_kernel,
     dq_kernel,
     forward_kernel,
     merge_kernel,
     prune_kernel,
+    running_sum_kernel,
+    split_sum_kernel,
     triton,
 )
-from .tiles_fox import DECODE_ROWS, Tile, padded, tiles_for
+from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
 
+# Of `why_not`, `is_decoding` and the three functions below, which a FoX calls here or in a kernel of the Hub: a change
+# of their arguments or meaning raises the number, which is the kernel's version there.
+FOX_INTERFACE = 1
 MAX_HEAD_DIM = 256
-GATE_FLOOR = -1e5  # stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight
+MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
+SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
 
 
 # --- launchers: each allocates its outputs and calls its kernels -----------------------------------------------------
@@ -43,8 +46,18 @@ def _on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def launch_options(tile: Tile) -> dict:
+    # Triton 3.10 ends the fusion of products and sums by default, which costs an instruction a logit.
+    return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+
+
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, **constants)
+    kernel[(programs,)](*args, **launch_options(tile), **constants)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -70,20 +83,65 @@ def _empty_output(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def _decay_in_block(c: torch.Tensor, e: torch.Tensor, block: int) -> torch.Tensor:
-    """Decay from each key to the last key of its aligned block, in units of log 2; (B, H, T)."""
-    d, T = torch.empty_like(c), c.shape[-1]
-    programs = triton.cdiv(T, block) * (c.numel() // T)
+def launch_running_sum(log_f, stop):
+    return _running_sum(log_f, stop, None, log_f.new_empty(log_f.shape, dtype=torch.float64))
+
+
+def launch_running_sum_backward(dc, log_f, stop):
+    return _running_sum(log_f, stop, dc.contiguous(), log_f.new_empty(log_f.shape))
+
+
+def _running_sum(log_f, stop, dc, result):
+    B, H, T = log_f.shape
+    chunks = triton.cdiv(T, SUM_TILE.BM)
+    sums = log_f.new_empty(B, H, chunks, dtype=torch.float64)
+    stop, *s_stop = _bound(stop, B, H)
+    with _on(log_f.device):
+        for only_sums in (True, False) if chunks > 1 else (False,):
+            launch(
+                running_sum_kernel, B * H * chunks, SUM_TILE,
+                log_f, stop, dc, sums, result, *log_f.stride(), *s_stop, H, T, chunks,
+                BT=SUM_TILE.BM, BC=SUM_TILE.BN, BOUNDED=stop is not None, BACKWARD=dc is not None, ONLY_SUMS=only_sums,
+            )  # fmt: skip
+    return result
+
+
+def split_sum(c: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """The float64 running sum, (B, H, T), as the kernels read it; see `split_sum_kernel`."""
+    B, H, T = c.shape
+    parts = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     with _on(c.device):
-        launch(block_decay_kernel, programs, Tile(1, block, 1, 1), c, e, d, T, BN=block)
-    return d
+        programs = B * H * triton.cdiv(T, SUM_TILE.BM)
+        launch(split_sum_kernel, programs, SUM_TILE, c.contiguous(), *parts, T, BT=SUM_TILE.BM, BN=block)
+    return parts
 
 
-def launch_forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
+def _launch_prune(gates, first_key, end, bound, Tq, blocks, gate_scale, bound_scale, tolerance):
+    """The first key that each row reads, (B, Hq, Tq) int32; `blocks`: queries and keys that are pruned together."""
+    B, Hkv, G, Tk, parts = gates.shape
+    first_key, *s_first = _bound(first_key, B, Hkv * G)
+    kept, rows = gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32), B * Hkv * G * Tq
+    bound, (BM, BN) = bound.expand(B, Hkv * G), blocks
+    with _on(gates.device):
+        launch(
+            prune_kernel, triton.cdiv(rows, 128), Tile(128, 1, 4, 1),
+            gates, first_key, end, bound, kept, *gates.stride(), *s_first, *bound.stride(),
+            Tq, Tk, Hkv * G, G, rows, triton.cdiv(Tk, BN).bit_length(), gate_scale, bound_scale, tolerance,
+            BR=128, BM=BM, BN=BN, BOUNDED=first_key is not None, P=parts, ENDS=end is not None,
+        )  # fmt: skip
+    return kept
+
+
+def launch_prune(c, first_key, bound, Tq, query_block, key_block, tolerance):
+    blocks = query_block, key_block
+    return _launch_prune(c[:, :, None, :, None], first_key, None, bound, Tq, blocks, 1.0, 1.0, tolerance)
+
+
+def launch_forward(q, k, v, c, first_key, stop_query, logit_bound, scale):
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
-    d = _decay_in_block(c, e, tile.BN)
+    c, e, d = split_sum(c, tile.BN)
     first_key, *s_first = _bound(first_key, B, Hq)
     with _on(q.device):
         launch(
@@ -91,18 +149,19 @@ def launch_forward(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
             q, k, v, c, e, d, first_key, logit_bound, o, lse, *_strides(q, k, v, o), *s_first,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, KNOWN=logit_bound is not None,
+            BS=min(tile.BN, MASKED_KEYS),
         )  # fmt: skip
     return o, lse
 
 
-def launch_backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
+def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     do, dlse = _contiguous_last(do), dlse.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
     tiles = tiles_for(q.device, D, q.dtype)
-    d = _decay_in_block(c, e, tiles.dq.BN)
+    c, e, d = split_sum(c, tiles.dq.BN)
+    dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
     bounded = first_key is not None
     first_key, *s_first = _bound(first_key, B, Hq)
     stop_query, *s_stop = _bound(stop_query, B, Hq)
@@ -113,14 +172,32 @@ def launch_backward(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scal
             *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
+            BS=min(tiles.dq.BN, MASKED_KEYS),
         )  # fmt: skip
+        programs, G = triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, Hq // Hkv
+        n_parts = parts_of_group(programs, G, processors(q.device))
+        parts = dk, dv
+        if n_parts > 1:
+            parts = [q.new_empty(B, Hkv * n_parts, Tk, D, dtype=torch.float32) for _ in range(2)]
         launch(
-            dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
-            q, k, v, c, e, stop_query, lse, do, delta, fade, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
-            Tq, Tk, Hq, Hq // Hkv, scale,
+            dkdv_kernel, programs * n_parts, tiles.dkdv,
+            q, k, v, c, e, stop_query, lse, do, delta, fade, *parts, dc, *_strides(q, k, v, do, *parts), *s_stop,
+            Tq, Tk, Hq, G // n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip
+    if n_parts > 1:
+        for whole, part in zip((dk, dv), parts):
+            whole.copy_(part.unflatten(1, (Hkv, n_parts)).sum(2))
     return dq, dk, dv, dc
+
+
+def parts_of_group(programs: int, group: int, processors: int) -> int:
+    """Into how many parts of query heads each of the dk/dv pass's programs is cut, so that no processor is idle.
+
+    The oldest keys take twice the time of the average key, so a program and a half for each processor are enough.
+    """
+    enough = -(-3 * processors // 2)
+    return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
 
 
 def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
@@ -129,24 +206,16 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, boun
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = triton.cdiv(G * Tq, tile.BM) * B * Hkv
-    blocks = triton.cdiv(Tk, tile.BN)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
-    n_split = min(triton.cdiv(2 * processors, rows), blocks)
+    # as many programs as run at once: one more would wait for all of them, and take as long again
+    n_split = min(max(1, 2 * processors(q.device) // rows), triton.cdiv(Tk, tile.BN))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)
-    first_key, *s_first = _bound(first_key, B, Hq)
     parts, ends = gates.shape[-1], end is not None
+    if bound is not None:
+        first_key = _launch_prune(gates, first_key, end, bound, Tq, (1, tile.BN), gate_scale, bound_scale, tolerance)
+    first_key, *s_first = _bound(first_key, B, Hq)
     with _on(q.device):
-        if bound is not None:
-            bound, kept = bound.expand(B, Hq), q.new_empty(B, Hq, Tq, dtype=torch.int32)
-            launch(
-                prune_kernel, triton.cdiv(B * Hq * Tq, tile.BM), tile._replace(warps=1),
-                gates, first_key, end, bound, kept, *gates.stride(), *s_first, *bound.stride(),
-                Tq, Tk, Hq, G, B * Hq * Tq, blocks.bit_length(), gate_scale, bound_scale, tolerance,
-                BM=tile.BM, BN=tile.BN, BOUNDED=first_key is not None, P=parts, ENDS=ends,
-            )  # fmt: skip
-            first_key, *s_first = _bound(kept, B, Hq)
         launch(
             decode_kernel, n_split * rows, tile,
             q, k, v, gates, first_key, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
@@ -163,12 +232,23 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, boun
 
 if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
-    _SPACE = __name__.removesuffix(".fox.triton_fox").replace(".", "_")
-    _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor e, Tensor? first_key, Tensor? stop_query"
+    # For a kernel of the Hub, it is the identifier in its metadata.
+    _SPACE = __package__.removesuffix(".fox").replace(".", "_")
+    _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? first_key, Tensor? stop_query"
 
     def _operator(name, launcher, schema):
         return torch.library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
 
+    fox_running_sum = _operator("fox_running_sum", launch_running_sum, "(Tensor log_f, Tensor? stop) -> Tensor")
+    fox_running_sum_backward = _operator(
+        "fox_running_sum_backward", launch_running_sum_backward, "(Tensor dc, Tensor log_f, Tensor? stop) -> Tensor"
+    )
+    fox_prune = _operator(
+        "fox_prune",
+        launch_prune,
+        "(Tensor c, Tensor? first_key, Tensor bound, SymInt Tq, int query_block, int key_block, float tolerance)"
+        " -> Tensor",
+    )
     fox_forward = _operator(
         "fox_forward", launch_forward, f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)"
     )
@@ -184,13 +264,25 @@ if triton is not None:
         "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
     )
 
+    @fox_running_sum.register_fake
+    def _(log_f, stop):
+        return log_f.new_empty(log_f.shape, dtype=torch.float64)
+
+    @fox_running_sum_backward.register_fake
+    def _(dc, log_f, stop):
+        return log_f.new_empty(log_f.shape)
+
+    @fox_prune.register_fake
+    def _(c, first_key, bound, Tq, query_block, key_block, tolerance):
+        return c.new_empty(*c.shape[:2], Tq, dtype=torch.int32)
+
     @fox_forward.register_fake
-    def _(q, k, v, c, e, first_key, stop_query, logit_bound, scale):
+    def _(q, k, v, c, first_key, stop_query, logit_bound, scale):
         return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @fox_backward.register_fake
-    def _(do, dlse, q, k, v, c, e, first_key, stop_query, o, lse, scale):
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(c)
+    def _(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
+        return *map(torch.empty_like, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)
 
     @fox_decode.register_fake
     def _(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
@@ -202,9 +294,13 @@ if triton is not None:
 
     def _chain_rule(ctx, do, dlse):
         dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse: zeros where lse is not used
-        return dq, dk, dv, dc, None, None, None, None, None  # e is the rounding of c, not an input of its own
+        return dq, dk, dv, dc.double(), None, None, None, None
 
     fox_forward.register_autograd(_chain_rule, setup_context=_save)
+    fox_running_sum.register_autograd(
+        lambda ctx, dc: (fox_running_sum_backward(dc, *ctx.saved_tensors), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
 
 
 # --- attention of checked inputs -------------------------------------------------------------------------------------
@@ -213,16 +309,25 @@ if triton is not None:
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
     """The exception to raise for heads of this size, dtype and device; None if the kernels can run."""
     if triton is None:
-        return ImportError(
-            "The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'."
-        )
+        return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError(
             f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."
         )
     if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
         return NotImplementedError(f"q, k, v are {dtype}; the kernels are written for bfloat16, float16 and float32.")
-    if device is not None and device.type != "cuda" and not (INTERPRETED.value and device.type == "cpu"):
+    if device is not None and device.type == "cuda":
+        if torch.version.hip is not None:
+            return NotImplementedError(
+                f"q is on an AMD GPU (ROCm {torch.version.hip}); the kernels have tile sizes for NVIDIA GPUs alone. Use "
+                "another backend."
+            )
+        if (capability := capability_of(device)) < OLDEST_GPU:
+            return NotImplementedError(
+                f"q is on a GPU of compute capability {capability / 10}; the kernels need {OLDEST_GPU / 10} (Ampere) or "
+                "later. Use another backend."
+            )
+    elif device is not None and not (INTERPRETED.value and device.type == "cpu"):
         return ValueError(
             f"q is on {device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or set "
             "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU."
@@ -236,22 +341,14 @@ def is_decoding(*tensors: torch.Tensor) -> bool:
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad
 
 
-def finite_gates(log_f: torch.Tensor, stop: torch.Tensor | None) -> torch.Tensor:
-    """log f ready for cumsum: -inf clamped to -1e5, and 0 at keys that no query sees, which padding is.
-
-    stop: result of `stop_query`.
-    """
-    if stop is not None:
-        log_f = log_f.masked_fill(stop <= torch.arange(log_f.shape[-1], device=log_f.device), 0.0)
-    return log_f.clamp(min=GATE_FLOOR)
-
-
 def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
-    """q, k, v and finite log f in the order in which `visible` counts, its first_key and the `stop_query` of that."""
+    """q, k, v and the float64 running sum of log f in the order in which `visible` counts, its first_key and the
+    `stop_query` of that.
+    """
     q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
     first = visible.first_key
     stop = None if first is None else stop_query(first, k.shape[2])
-    return q, k, v, finite_gates(log_f, stop), first, stop
+    return q, k, v, fox_running_sum(log_f, stop), first, stop
 
 
 def triton_attention(
@@ -272,12 +369,10 @@ def triton_attention(
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens.
     """
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
-    q, k, v, log_f, first_key, stop = sort_inputs(q, k, v, log_f, visible)
+    q, k, v, c, first_key, stop = sort_inputs(q, k, v, log_f, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    c = log_f.double().cumsum(-1)  # cumsum(dtype=float64) would sum its gradient in float32
     if is_decoding(q, k, v, log_f):
-        gates = torch.stack([c.float(), (c - c.float()).float()], dim=-1)  # (B, Hq, Tk, 2)
-        gates = gates.unflatten(1, (k.shape[1], -1))
+        gates = c.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
         bound = None if logit_bound is None else bound_per_head(q, logit_bound)
         o = triton_decode(q, k, v, gates, 1.0, first_key, None, scale, log_pruning_tolerance, bound)
     else:
@@ -297,23 +392,19 @@ def attention_from_sums(q, k, v, c, first_key, stop, scale, log_pruning_toleranc
         Both have gradients.
     """
     q, k, v = _contiguous_last(q), _contiguous_last(k), _contiguous_last(v)
-    high = c.float()
     with torch.no_grad():
-        low = (c - high).float()
         if logit_bound is not None:
             logit_bound = bound_per_head(q, logit_bound)
         elif log_pruning_tolerance is not None:
             logit_bound = bound_from_norms(q, k, scale, first_key, stop)
         if log_pruning_tolerance is not None:
-            Tq, Tk, tile = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype).forward
-            threshold = pruning_threshold(logit_bound, Tk, log_pruning_tolerance)
-            kept = first_kept_key(c, threshold, Tq, tile.BM, tile.BN).int().repeat_interleave(tile.BM, -1)[..., :Tq]
-            pruned = kept if first_key is None else torch.maximum(kept, first_key)
-            tally_pruned(first_key, pruned, Tk, tile)
+            Tq, Tk, tiles = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype)
+            pruned = fox_prune(c, first_key, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
+            tally_pruned(first_key, pruned, Tk, tiles.forward)
             first_key, stop = pruned, stop_query(pruned, Tk)
         if q.dtype == torch.float16:  # cannot hold weights that are small beside a bound: keeps the running maximum
             logit_bound = None
-    return fox_forward(q, k, v, high, low, first_key, stop, logit_bound, scale)
+    return fox_forward(q, k, v, c, first_key, stop, logit_bound, scale)
 
 
 def triton_decode(
@@ -324,7 +415,7 @@ def triton_decode(
     Args:
         q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
         gates, gate_scale: the running sum of log f, c = gate_scale * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts),
-            any strides.
+            any strides; or one part in float64.
         first_key, end: as in `VisibleKeys`; end is a tensor of one element, or None for Tk.
         bound, bound_scale: |scale * q.k| <= bound_scale * bound; fp32, of a shape that expands to (B, Hq). Without it
             nothing is pruned.

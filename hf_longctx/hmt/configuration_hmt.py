@@ -112,9 +112,9 @@ class HMTConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
-    def save_pretrained(self, save_directory, **kwargs):
+    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
         """As in transformers; the code of a backbone that transformers lacks is saved too, and used by name."""
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory)
         lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
         if classes := custom_classes(self.backbone_config):
             lines = [
@@ -124,6 +124,8 @@ class HMTConfig(PreTrainedConfig):
             custom_object_save(x, save_directory)
         text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
         Path(save_directory, "custom_backbone_hmt.py").write_text(text)
+        if push_to_hub:  # with that file, which transformers does not know of
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def _check_names(cls, names):

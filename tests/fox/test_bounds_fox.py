@@ -27,10 +27,9 @@ from hf_longctx.fox.bounds_fox import (
     count_pruned_blocks,
     document_starts,
     find_visible_keys,
-    first_kept_key,
     stop_query,
 )
-from hf_longctx.fox.triton_fox import triton_attention
+from hf_longctx.fox.triton_fox import launch_prune, triton_attention
 
 
 def first_keys(Tq, Tk, **options):
@@ -116,6 +115,19 @@ def running_sum(tensors):
     return log_f.cumsum(-1)
 
 
+def first_kept_key(c, threshold, Tq, query_block, key_block):
+    """What `prune_kernel` computes, of thresholds (B, H): the first key that each block of queries has to read."""
+    Tk = c.shape[-1]
+    rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)
+    ends = torch.arange(key_block, Tk + key_block, key_block, device=c.device).clamp(max=Tk) - 1
+    dropped = torch.searchsorted(-c[..., ends], threshold.double()[..., None] - c[..., rows])
+    return torch.minimum(dropped * key_block, rows)
+
+
+def pruning_threshold(bound, Tk, tolerance):
+    return tolerance - 2 * bound - math.log(Tk)
+
+
 def test_golden_pruning_boundaries_are_exact(golden):
     for case, t in load_cases(golden / "fox", "op_acp"):
         for r in case["runs"]:
@@ -148,7 +160,7 @@ def test_golden_thresholds(golden):
         threshold = t.get(case["call"]["adaptive_threshold"])
         if case["call"]["adaptive_threshold"] == "auto":
             bound = bounds_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
-            threshold = bounds_fox.pruning_threshold(bound, k.shape[2], -10.0)
+            threshold = pruning_threshold(bound, k.shape[2], -10.0)
             assert check(case, t, "expected/threshold", threshold)
         blocks = case["forward_block_sizes"] if "forward_block_sizes" in case else case["call"]["forward_block_sizes"]
         blocks = blocks.values() if isinstance(blocks, dict) else blocks
@@ -231,6 +243,20 @@ def test_pruned_gradients_belong_to_the_pruned_function():
 
 
 @on_triton
+@pytest.mark.parametrize("Tq, query_block, key_block", [(97, 32, 16), (65, 16, 32), (5, 1, 8)])
+def test_the_kernel_prunes_what_the_rule_says(Tq, query_block, key_block):
+    """Together with padding; the first key of a row rises along the rows."""
+    log_f, bound = draw(2, 3, 3, 1, 97, 16, openness=0.0)[3], torch.tensor([0.5, 3.0, torch.nan], device=DEVICE)
+    c = log_f.double().cumsum(-1)
+    first = find_visible_keys(Tq, 97, c.device, real=padding(97, (0, 97), (13, 97)).bool()).first_key
+    kept = launch_prune(c, first, bound, Tq, query_block, key_block, -3.0)
+    threshold = pruning_threshold(bound, 97, -3.0).nan_to_num(nan=-torch.inf).expand(2, 3)
+    start = first_kept_key(c, threshold, Tq, query_block, key_block).repeat_interleave(query_block, -1)[..., :Tq]
+    assert torch.equal(kept, torch.maximum(start // key_block * key_block, first).int()) and (kept.diff() >= 0).all()
+    assert (kept[:, :2, -1] > 13).all()
+
+
+@on_triton
 def test_a_tighter_logit_bound_prunes_more():
     T = 3 * tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).forward.BM
     q, k, v, log_f, _ = draw(1, 2, 1, T, T, 16)
@@ -258,7 +284,7 @@ def test_decoding_leaves_out_exactly_what_the_rule_says():
     block = tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN
     T = 6 * block + 8
     q, k, v, log_f, _ = draw(2, 3, 3, 1, T, 16)
-    threshold = bounds_fox.pruning_threshold(bound, T, tolerance).expand(2, -1)
+    threshold = pruning_threshold(bound, T, tolerance).expand(2, -1)
     start = first_kept_key(log_f.double().cumsum(-1), threshold, 1, 1, block)  # (2, 3, 1)
     assert (start > 0).all() and start.unique().numel() > 1
 

@@ -184,7 +184,7 @@ def test_the_default_is_triton_on_a_gpu_and_the_folded_form_elsewhere(monkeypatc
         return types.SimpleNamespace(shape=(1, 1, 1, head_dim), dtype=dtype, device=torch.device("cuda"))
 
     capability = 90
-    monkeypatch.setattr(operator, "capability_of", lambda device: capability)
+    monkeypatch.setattr(triton_fox, "capability_of", lambda device: capability)
     for module in (operator, triton_fox):
         monkeypatch.setattr(module, "INTERPRETED", types.SimpleNamespace(value=False))
     monkeypatch.setattr(triton_fox, "triton", "installed")
@@ -193,7 +193,11 @@ def test_the_default_is_triton_on_a_gpu_and_the_folded_form_elsewhere(monkeypatc
     assert not operator.triton_runs_well(torch.zeros(1, 1, 1, 64))
     capability = 75
     assert not operator.triton_runs_well(gpu())
-    capability = 90
+    assert "compute capability 7.5" in str(triton_fox.why_not(64, BF16, torch.device("cuda")))
+    capability = 94
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "AMD" in str(triton_fox.why_not(64, BF16, torch.device("cuda")))
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton_fox, "triton", None)
     assert not operator.triton_runs_well(gpu())
 

@@ -4,6 +4,7 @@ test_operator.py compares them with the definition on inputs of every kind.
 """
 
 import importlib
+import math
 import re
 import sys
 import types
@@ -26,6 +27,7 @@ from budget import (
     run_plain,
     runs_triton,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
 from hf_longctx.fox import bounds_fox, kernels_fox, tiles_fox, triton_fox
@@ -69,6 +71,17 @@ def test_decoding_equals_the_full_kernel():
     check_close(decoded, full, v.abs().max())
 
 
+@pytest.mark.parametrize("B", [1, 2, 8, 70])
+def test_decoding_starts_no_more_programs_than_run_at_once(monkeypatch, B):
+    launches = {}
+    monkeypatch.setattr(triton_fox, "launch", lambda kernel, programs, *_, **__: launches.update({kernel: programs}))
+    monkeypatch.setattr(triton_fox, "processors", lambda device: 132)
+    q, k = torch.empty(B, 32, 1, 16, device=DEVICE), torch.empty(1, 1, 1, 16, device=DEVICE).expand(B, 8, 2**16, 16)
+    triton_decode(q, k, k, torch.empty(1, device=DEVICE).expand(B, 8, 4, 2**16, 1), 1.0, None, None, 0.25)
+    programs = launches[kernels_fox.decode_kernel]
+    assert 0.9 * 264 < programs <= 264 or programs == 8 * B > 264  # two for each processor
+
+
 @pytest.mark.parametrize(
     "Tq, gates_per_key, dtype",
     [
@@ -107,6 +120,62 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     check_output(pruned, inputs, attention_mask=mask, scale=scale)
 
 
+# --- the running sum ---
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_running_sum_equals_that_of_pytorch_in_float64(padded):
+    """Over several chunks and any strides, with its gradient; log 0 counts as -1e5, and what no query sees as 0."""
+    T = 3 * triton_fox.SUM_TILE.BM - 5
+    log_f = draw(2, 3, 3, 1, T, 16)[3].mT.contiguous().mT
+    log_f[0, :, 40] = -torch.inf
+    stop, real = None, torch.ones(2, 1, T, dtype=torch.bool, device=DEVICE)
+    if padded:
+        real[1, :, :1500] = False
+        log_f[1, :, :1500] = torch.nan
+        stop = torch.where(real, T, 0).int()
+    dc = torch.randn(log_f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for total in (
+        lambda x: triton_fox.fox_running_sum(x, stop),
+        lambda x: x.masked_fill(~real, 0.0).clamp(min=-1e5).double().cumsum(-1),
+    ):
+        x = log_f.detach().requires_grad_()
+        c = total(x)
+        results.append((c, *torch.autograd.grad(c, x, dc)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(want.dtype).eps, atol=1e-12 * T)
+
+
+def test_the_kernels_read_48_bits_of_the_running_sum():
+    T = triton_fox.SUM_TILE.BM + 70
+    y = -1e3 * torch.rand(2, 1, T, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE).cumsum(
+        -1
+    )
+    c, e, d = triton_fox.split_sum(y, 64)
+    log2e = 1 / math.log(2)
+    torch.testing.assert_close(c.double() + e.double(), y * log2e, rtol=2**-47, atol=0.0)
+    last = (torch.arange(T, device=DEVICE) // 64 * 64 + 63).clamp(max=T - 1)
+    torch.testing.assert_close(d.double(), (y[..., last] - y) * log2e, rtol=EPS, atol=2**-50 * y.abs().max().item())
+
+
+def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
+    """torch.use_deterministic_algorithms refuses cumsum of floats on a GPU."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    names, inputs = set(), draw(1, 2, 1, 24, 24, 16)
+    with Names():
+        run(forgetting_attention, *inputs, backend="triton", log_pruning_tolerance=-3.0)
+        run(forgetting_attention, *inputs, backend="triton", causal=False)
+        triton_attention(*(x[:, :, -3:] if i == 0 else x for i, x in enumerate(inputs[:4])))
+    assert "fox_running_sum_backward" in names and "fox_decode" in names
+    assert not names & {"cumsum", "index_add", "index_put", "scatter_add", "scatter_add_"}
+
+
 # --- decay at any length ---------------------------------------------------------------------------------------------
 
 
@@ -117,22 +186,20 @@ def test_decay_is_exact_at_131072_tokens():
     log_f = -2 * torch.rand(1, 1, T, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     c_exact = log_f.double().cumsum(-1)
     assert c_exact[..., -near] < -1e5
-    c = c_exact.float()
-    e = (c_exact - c).float()[..., -near:]
-    c_naive = log_f.cumsum(-1)[..., -near:]
 
-    def long(c, e):
+    def long(c):
         def attention(q, k, v, log_f):
-            return triton_fox.fox_forward(q, k, v, log_f - log_f.detach() + c, e, None, None, None, 0.25)[0]
+            c_near = log_f.double() - log_f.detach() + c[..., -near:]
+            return triton_fox.fox_forward(q, k, v, c_near, None, None, None, 0.25)[0]
 
         return attention
 
     inputs = (q, k, v, log_f[..., -near:], do)
     exact, plain = run_exact(*inputs), run_plain(*inputs)
     dc_exact, dc_plain = (x[4] - F.pad(x[4], (0, 1))[..., 1:] for x in (exact, plain))  # the op stops at c
-    pairs = run(long(c[..., -near:], e), *inputs)
+    pairs = run(long(c_exact), *inputs)
     check_budget(pairs, (*plain[:4], dc_plain), (*exact[:4], dc_exact), inputs)
-    naive = run(long(c_naive, torch.zeros_like(c_naive)), *inputs)
+    naive = run(long(log_f.cumsum(-1)), *inputs)
     assert error(naive[0], exact[0]) > 100 * error(pairs[0], exact[0])  # what a plain fp32 running sum gives
 
 
@@ -266,6 +333,40 @@ def test_half_precision_keeps_the_running_maximum():
     assert torch.equal(triton_attention(*args, logit_bound=20.0), triton_attention(*args))
 
 
+# --- which programs compute what ---
+
+
+@pytest.mark.parametrize("processors, parts", [(1, 1), (2, 2), (100, 4)])
+def test_groups_are_cut_where_programs_are_few(monkeypatch, processors, parts):
+    """dk and dv then are sums of parts; nothing else changes."""
+    programs, launch, inputs = {}, triton_fox.launch, draw(1, 4, 1, 50, 50, 16)
+
+    def spy(kernel, n, *args, **constants):
+        programs[kernel] = n
+        launch(kernel, n, *args, **constants)
+
+    monkeypatch.setattr(triton_fox, "launch", spy)
+    monkeypatch.setattr(triton_fox, "processors", lambda device: processors)
+    got = run(triton_attention, *inputs)
+    assert programs[kernels_fox.dkdv_kernel] == 2 * parts
+    check_budget(got, run_plain(*inputs), run_exact(*inputs), inputs)
+
+
+@pytest.mark.parametrize("capability, head_dim", [(90, 64), (90, 128), (80, 128), (100, 256)])
+def test_pruning_adds_no_masks_to_the_backward_pass(capability, head_dim):
+    """All keys of a block are forgotten by the same query, which is the first of a block of queries."""
+    tiles = tiles_fox.TILES[capability, 2][head_dim]
+    T, blocks = 768, tiles_fox.prune_blocks(tiles)
+    c = draw(1, 2, 2, 1, T, 16, openness=0.0)[3].double().cumsum(-1)
+    kept = triton_fox.launch_prune(c, None, torch.tensor([[0.5, 3.0]], device=DEVICE), T, *blocks, -3.0)
+    stop = bounds_fox.stop_query(kept, T)
+    assert kept.max() > 0 and stop.min() < T
+    for tile in (tiles.forward, tiles.dq, tiles.dkdv):
+        assert (kept % tile.BN == 0).all() and (stop % tile.BM == 0).all()
+        assert (kept.unflatten(-1, (-1, tile.BM)).diff() == 0).all()
+        assert (stop.unflatten(-1, (-1, tile.BN)).diff() == 0).all()
+
+
 # --- memory, layout, autograd ----------------------------------------------------------------------------------------
 
 
@@ -338,12 +439,14 @@ def test_same_inputs_same_bits():
 @pytest.mark.slow
 def test_custom_ops_are_registered_correctly():
     q, k, v, log_f, _ = draw(1, 2, 1, 20, 24, 16)
-    c = log_f.cumsum(-1)
+    c = log_f.double().cumsum(-1)
     first = find_visible_keys(20, 24, q.device, window=7).first_key
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
-    bounds = first, bounds_fox.stop_query(first, 24), torch.ones(1, 2, device=DEVICE)
-    torch.library.opcheck(ops.fox_forward, (*inputs, torch.zeros_like(c), *bounds, 0.25))
+    stop, bound = bounds_fox.stop_query(first, 24), torch.ones(1, 2, device=DEVICE)
+    torch.library.opcheck(ops.fox_forward, (*inputs, first, stop, bound, 0.25))
+    torch.library.opcheck(ops.fox_running_sum, (log_f.requires_grad_(), stop))
+    torch.library.opcheck(ops.fox_prune, (c.detach(), first, bound, 20, 8, 4, -3.0))
     gates, end = c.detach().view(1, 1, 2, 24, 1), torch.tensor(24, device=DEVICE)
     few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)
     torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, heads, 0.25, 1.0, 1.0, -10.0))

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 exhaustive = pytest.mark.skipif(
     not os.environ.get("HF_LONGCTX_COMPILE_ALL"), reason="compiles for minutes; HF_LONGCTX_COMPILE_ALL=1 runs it"
 )
+PRODUCING = ("forward", "dq", "dkdv", "decode")  # kernels with matrix products
 PRODUCTS = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
 
@@ -37,7 +38,7 @@ def check(rows, capability, dtype):
     for row in rows:
         assert row["shared"] <= row["shared_limit"], row
         assert row["blocks_per_sm"] >= 1, row
-        if row["kernel"] in ("block_decay", "prune", "merge"):  # no products in them
+        if row["kernel"] not in PRODUCING:
             continue
         assert "MMA" in row["tensor_core"], row
         if dtype != "fp32" and row["head_dim"] <= 128:
@@ -52,7 +53,7 @@ def check(rows, capability, dtype):
     "capability, head_dim, kernels",
     [
         pytest.param(80, 64, ["dkdv"], marks=exhaustive),
-        (90, 128, ["block_decay", "forward", "dq", "dkdv", "prune", "decode", "merge"]),
+        (90, 128, ["running_sum", "split_sum", "forward", "dq", "dkdv", "prune", "decode", "merge"]),
         pytest.param(100, 64, ["dq"], marks=exhaustive),
     ],
 )
@@ -76,7 +77,7 @@ def test_heads_without_groups(tmp_path):
 @pytest.mark.parametrize("capability", PRODUCTS)
 def test_whole_table(tmp_path, capability, dtype):
     rows = compile_all(tmp_path, "--capability", capability, "--dtype", dtype)
-    assert len(rows) == 5 * 7 * 2  # head sizes, kernels, with and without bounds
+    assert len(rows) == 5 * 8 * 2  # head sizes, kernels, with and without bounds
     check(rows, capability, dtype)
 
 
@@ -91,4 +92,4 @@ def test_fp16(tmp_path):
 def test_head_sizes_between_powers_of_two(tmp_path):
     rows = compile_all(tmp_path, "--capability", 90, "--dtype", "bf16", "--head-dim", 72, 80, 96, 192)
     assert all(row["shared"] <= row["shared_limit"] for row in rows)
-    assert all("MMA" in row["tensor_core"] for row in rows if row["kernel"] not in ("block_decay", "prune", "merge"))
+    assert all("MMA" in row["tensor_core"] for row in rows if row["kernel"] in PRODUCING)

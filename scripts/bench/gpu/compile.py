@@ -8,6 +8,10 @@ follow from registers, shared memory and warps; the share of peak that the hot l
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
 a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding
 and pruning, 1 with them.
+
+Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
+a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
+compares with the JSON that a commit has.
 """
 
 import itertools
@@ -38,7 +42,7 @@ from scripts.bench import common
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = ("block_decay", "forward", "dq", "dkdv", "decode", "prune", "merge")
+KERNELS = ("running_sum", "split_sum", "forward", "dq", "dkdv", "decode", "prune", "merge")
 # bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
 # programming guide, table of technical specifications per compute capability)
 LIMITS = {
@@ -51,15 +55,31 @@ TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
 # waits: of a warpgroup for its products. The assembler puts a wait behind every product whose registers it cannot tell
 # apart from those of other instructions, and the tensor cores then idle most of the time.
-COUNTED = {"products": TENSOR_CORE, "spills": SPILL, "waits": r"WARPGROUP\.DEPBAR", "exponentials": r"MUFU\.EX2"}
+# conversions: of one number each, by the unit of the exponentials; F2FP, which rounds two, is an ordinary instruction.
+# narrow_loads: from global memory, of less than the 16 bytes that a thread can load at once.
+COUNTED = {
+    "products": TENSOR_CORE,
+    "spills": SPILL,
+    "waits": r"WARPGROUP\.DEPBAR",
+    "exponentials": r"MUFU\.EX2",
+    "conversions": r"\bF2F\b",
+    "narrow_loads": r"\b(?:LDG|LDGSTS)\b(?!\S*\.128\b)",
+}
 PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
+# The usual count of the backward pass has five products; dq and dk/dv apart compute seven.
+USEFUL = {"forward": 1.0, "dq": 5 / 7, "dkdv": 5 / 7}
 FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
 TABLE = """
-| sm | dtype | kernel | head size | bounded | registers | spilled bytes | blocks per multiprocessor | occupancy |\
- instructions per logit | share of peak | error |
+| sm | dtype | kernel | head size | bounded | registers | spilled bytes | blocks per multiprocessor |\
+ instructions per logit | before | conversions | before | narrow loads | before | spills | before |\
+ useful share of peak | before | error |
 | {capability} | {dtype} | {kernel} | {head_dim} | {bounded:d} | {registers} | {spill_bytes} | {blocks_per_sm} |\
- {occupancy:.0%} | {instructions_per_logit:.1f} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
+ {instructions_per_logit:.1f} | {before[instructions_per_logit]:.1f} | {hot_loop_conversions} |\
+ {before[hot_loop_conversions]} | {hot_loop_narrow_loads} | {before[hot_loop_narrow_loads]} | {hot_loop_spills} |\
+ {before[hot_loop_spills]} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} |\
+ {before[share_of_peak][0]:.0%} to {before[share_of_peak][1]:.0%} | {error} |
 """
+FIELDS = ("capability", "dtype", "kernel", "head_dim", "bounded")
 
 
 class Target:
@@ -82,14 +102,16 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
     """Calls the launcher of a kernel on uninitialised tensors; decoding as from a static cache of folded keys."""
     T, scale = 64, D**-0.5
     first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
-    if kernel in ("block_decay", "forward", "dq", "dkdv"):
+    if kernel == "running_sum":
+        fox.launch_running_sum(torch.empty(B, H, T), first)
+    elif kernel in ("split_sum", "forward", "dq", "dkdv"):
         q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
         k, v = (torch.empty(B, T, Hkv, D, dtype=dtype).transpose(1, 2) for _ in range(2))
-        c, e, lse = (torch.empty(B, H, T) for _ in range(3))
-        if kernel in ("block_decay", "forward"):
-            fox.launch_forward(q, k, v, c, e, first, first, torch.empty(B, H), scale)
+        c, lse = torch.empty(B, H, T, dtype=torch.float64), torch.empty(B, H, T)
+        if kernel in ("split_sum", "forward"):
+            fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H), scale)
         else:
-            fox.launch_backward(do, lse, q, k, v, c, e, first, first, o, lse, scale)
+            fox.launch_backward(do, lse, q, k, v, c, first, first, o, lse, scale)
     else:
         group = H // Hkv
         keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
@@ -106,8 +128,8 @@ def compile_launch(capability, kernel, tiles, *case):
 
     def compile_only(this, programs, tile, *args, **constants):
         if this is getattr(fox, f"{kernel}_kernel"):
-            options = dict(num_warps=tile.warps, num_stages=tile.stages)
-            launches.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
+            options = fox.launch_options(tile) | constants
+            launches.append((this.warmup(*args, grid=(programs,), **options), tile))
 
     driver.set_active(Target(capability))
     with mock.patch.object(fox, "launch", compile_only), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
@@ -141,14 +163,15 @@ def hot_loop(sass):
 
 def share_of_peak(capability, kernel, tile, head_dim, loop):
     """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything
-    does.
+    does. Products beyond the usual count of a pass do not count as work.
 
     Cycles of a multiprocessor per turn of the loop: products; instructions, one for each of four schedulers;
-    exponentials, 16 at a time. Memory, barriers and everything outside the loop are left out, so this is an estimate.
+    exponentials and single conversions, 16 at a time. Memory, barriers and everything outside the loop are left out,
+    so this is an estimate.
     """
     tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[nearest_limits(capability)]
-    other = tile.warps * max(loop["instructions"] / 4, loop["exponentials"] * 32 / 16)
-    return [tensor / (tensor + other), tensor / max(tensor, other)]
+    other = tile.warps * max(loop["instructions"] / 4, (loop["exponentials"] + loop["conversions"]) * 32 / 16)
+    return [USEFUL[kernel] * tensor / (tensor + other), USEFUL[kernel] * tensor / max(tensor, other)]
 
 
 def nearest_limits(capability):
@@ -191,6 +214,8 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, Hk
         "spill_instructions": len(re.findall(SPILL, sass)),
         "hot_loop_instructions": loop["instructions"],
         "hot_loop_spills": loop["spills"],
+        "hot_loop_conversions": loop["conversions"],
+        "hot_loop_narrow_loads": loop["narrow_loads"],
         "instructions_per_logit": loop["instructions"] * 32 * tile.warps / (tile.BM * tile.BN),
         "serialized": loop["waits"] >= loop["products"] > 2,
         "share_of_peak": share_of_peak(capability, kernel, tile, head_dim, loop) if estimated else None,
@@ -236,9 +261,14 @@ def reports(cases, jobs):
 
 
 def measure(args):
-    fields = ("capability", "dtype", "kernel", "head_dim", "bounded")
-    cases = [dict(zip(fields, case)) for case in itertools.product(*(getattr(args, name) for name in fields))]
-    yield from reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs)
+    cases = [dict(zip(FIELDS, case)) for case in itertools.product(*(getattr(args, name) for name in FIELDS))]
+    earlier = {}
+    if args.before:
+        command = ["git", "show", f"{args.before}:scripts/results/{args.name}.json"]
+        before = subprocess.run(command, capture_output=True, text=True, check=True, cwd=common.ROOT).stdout
+        earlier = {tuple(row[name] for name in FIELDS): row for row in json.loads(before)["rows"]}
+    for row in reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs):
+        yield row | {"before": earlier.get(tuple(row[name] for name in FIELDS))}
 
 
 def table(result):
@@ -250,11 +280,13 @@ def table(result):
 
 def main(arguments=None):
     options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "bounded": [0, 1]}
-    parser = common.make_parser(__spec__.name, __doc__, **options)
+    version = ".".join(triton.__version__.split(".")[:2])
+    parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
     cores = min(32, len(os.sched_getaffinity(0)))  # those that this process may use; each compiler takes memory
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--before", metavar="COMMIT", help="compare with its results")
     parser.add_argument("--cases", action="store_true", help="read cases as lines of JSON, and print such lines")
     args = parser.parse_args(arguments)
     if args.cases:
