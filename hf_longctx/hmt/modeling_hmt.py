@@ -243,8 +243,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
             state, late, early = self._layout()(self).read(state, chunks, use_cache)
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
+        with_logits = [x.logits for x in readings if x.logits]
         pieces = [
-            [x.logits[row] for x in readings if x.logits and len(x.logits[row])] for row in range(len(input_ids))
+            [piece for row_pieces in with_logits for piece in row_pieces[row] if len(piece)]
+            for row in range(len(input_ids))
         ]
         logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
         if isinstance(logits_to_keep, torch.Tensor):

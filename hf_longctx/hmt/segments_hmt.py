@@ -43,8 +43,8 @@ class Recall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a pass over chunk n gives: logits of each row's tokens (n_b, V), or []; the summed loss, or the hidden
-    states (n, d) and targets (n,) that it will be made of; the recall; the memory."""
+    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or []; the summed
+    loss, or the hidden states (n, d) and targets (n,) that it will be made of; the recall; the memory."""
 
     n: int
     logits: list
@@ -145,7 +145,7 @@ class Segments:
         rows = [[]] * len(passes)
         if kept:
             several = zip(returned, logits.chunk(len(passes)))
-            rows = [[*map(torch.cat, zip(*(span.rows(x, columns) for span in spans)))] for spans, x in several]
+            rows = [[*zip(*(span.rows(x, columns) for span in spans))] for spans, x in several]
         readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
         return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden, kv_cache
 
