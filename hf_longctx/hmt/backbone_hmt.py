@@ -329,9 +329,26 @@ def fork(kv_cache, rows=slice(None), length=None):
     return forked
 
 
+def split(kv_cache, parts):
+    """Forks of equal shares of the rows. Their gradients are joined; those of slices would be padded and added."""
+    shares = [fork(kv_cache) for _ in range(parts)]
+    for i, layer in enumerate(kv_cache.layers):
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                for share, rows in zip(shares, value.chunk(parts)):
+                    setattr(share.layers[i], name, rows)
+            elif isinstance(value, dict):
+                for n, share in enumerate(shares):
+                    states = {
+                        i: x.chunk(parts)[n].clone() if isinstance(x, torch.Tensor) else x for i, x in value.items()
+                    }
+                    setattr(share.layers[i], name, states)
+    return shares
+
+
 def can_cut(kv_cache):
     """Whether all its layers hold keys and values of all positions, and nothing else."""
     return all(type(layer) is DynamicLayer for layer in kv_cache.layers)
 
 
-__all__ = ["Backbone", "can_cut", "fork"]
+__all__ = ["Backbone", "can_cut", "fork", "split"]

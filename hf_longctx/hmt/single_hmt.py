@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache
 
-from .backbone_hmt import fork
+from .backbone_hmt import split
 from .memory_hmt import pick
 from .rows_hmt import Span, align
 from .segments_hmt import Pass, Reading, Segments
@@ -191,11 +191,11 @@ class SingleSegments(Segments):
         if keeps and kv_cache is None:
             kv_cache = DynamicCache(config=self.lm.model.config)
         readings, hidden, kv_cache = self.run_passes(passes, kv_cache=kv_cache)
-        rows = len(hidden) // len(passes)
-        for i, (one, reading) in enumerate(zip(passes, readings)):
-            part = slice(i * rows, (i + 1) * rows)
-            query = pick_column(hidden[part], [start + self.j for start in one.spans[0].starts])
-            yield one.chunk.n, FirstPart(query, reading if keeps else None, fork(kv_cache, part) if keeps else None)
+        columns = [start + self.j for one in passes for start in one.spans[0].starts]
+        queries = pick_column(hidden, columns).chunk(len(passes))
+        caches = split(kv_cache, len(passes)) if keeps else [None] * len(passes)
+        for one, query, reading, cache in zip(passes, queries, readings, caches):
+            yield one.chunk.n, FirstPart(query, reading if keeps else None, cache)
 
     # ------------------------------------------------------------------------------------------------- a whole segment
 

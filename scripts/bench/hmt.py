@@ -158,7 +158,12 @@ def decode(model, length, args):
             places[place].append(seconds)
     medians = [statistics.median(x) for x in places]
     typical = statistics.median(medians)
-    return {"us_per_token": 1e6 * typical, "slowest_to_median": max(medians) / typical}
+    slowest = max(medians)
+    return {
+        "us_per_token": 1e6 * typical,
+        "slowest_to_median": slowest / typical,
+        "slowest_place": medians.index(slowest),
+    }
 
 
 def memory(args):
