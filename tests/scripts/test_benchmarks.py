@@ -14,13 +14,13 @@ TINY = {
     "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     "curve": "--setups small --scale 0.03",
-    "hmt speed": "--tokens 500 --rounds 1",
+    "hmt speed": "--size tiny --tokens 80 --segment-lengths 40 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "hmt pages": "--segments 40 100 --rounds 1",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5, "training_memory": 1}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 14, "training_memory": 1}  # 2 elsewhere
 
 
 @pytest.fixture
