@@ -2,12 +2,15 @@
 
     python scripts/hub_roundtrip.py
 
-A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, an HMT around it, a LoRA adapter and a
-metric are pushed. A second environment, without this package, loads them by HTTP, generates, compares the logits, and
-scores predictions; then it does so again offline. The exit status is 0 if all logits are the same, and the server saw
-no unknown endpoint, no defect of its own, and no token at the blob host.
+A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, an HMT around it, a LoRA adapter, the metrics
+and the Space "How far does it remember?" are pushed. A second environment, without this package, loads them by HTTP,
+generates, compares the logits, scores predictions and, where gradio is installed, asks the Space; then it does so
+again offline. Where `kernels` and Triton are installed, the FoX also runs by a kernel of the Hub, in Triton's
+interpreter. The exit status is 0 if all logits are the same, and the server saw no unknown endpoint, no defect of its
+own, and no token at the blob host.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -20,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "model_cards" / "fox-demo"
 PROMPT = "The import statement"
-METRIC = ("forgetting_curve", "alice/forgetting_curve")
+METRICS = ("forgetting_curve", "position_loss", "rope_base_check")
 SAVE = """
 import sys
 import torch
@@ -67,9 +70,57 @@ for name in ("fox", "hmt", "adapter"):
     text = tokenizer.decode(model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0])
     print(f"{name}: logits differ by {difference}; it generates {text!r}")
 evaluate.utils.logging.disable_progress_bar()
-curve = evaluate.load("alice/forgetting_curve")
+curve, loss, rope = (evaluate.load(f"alice/{name}") for name in sys.argv[2:])
 print(curve.compute(predictions=[[[0, 0, 13, 14], [0, 0, 0, 14]]], references=[[11, 12, 13, 14]])["summary"])
+print(loss.compute(predictions=[[-1.0, -0.5], [-2.0, -0.5]])["summary"])
+print(rope.compute(predictions=[1e4, 5e5], references=[8192, 8192], head_dim=128)["verdicts"])
 sys.exit(not same)
+"""
+KERNEL = "alice/forgetting-attention"
+PUSH_KERNEL = """
+import sys
+from hf_longctx.hub import build_kernel, push
+
+for branch, bundle in build_kernel(sys.argv[1], backend="cpu").items():
+    print(push(bundle, sys.argv[1], repo_type="kernel", revision=branch).commit_url)
+"""
+LOAD_KERNEL = """
+import os
+import sys
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+kernel, logits = sys.argv[1], load_file("logits.safetensors")
+if os.environ.get("HF_HUB_OFFLINE") != "1":
+    commit = HfApi().repo_info(kernel, repo_type="kernel", revision="v1").sha
+    snapshot_download(kernel, repo_type="kernel", revision=commit)
+    open("kernel_commit", "w").write(commit)
+name = f"{kernel}@{open('kernel_commit').read()}"
+options = dict(attn_implementation=name, allow_all_kernels=True, trust_remote_code=True, dtype=torch.float32)
+fox = AutoModelForCausalLM.from_pretrained("alice/fox", **options).eval()
+with torch.no_grad():
+    difference = (fox(logits["ids"][:, :24]).logits - logits["fox"][:, :24]).abs().max() / logits["fox"].abs().max()
+print(f"fox by {name}: logits differ by {difference:.1e} of the largest")
+sys.exit(difference > 1e-4)
+"""
+SPACE = """
+import shutil
+import subprocess
+import sys
+from gradio_client import Client
+from huggingface_hub import snapshot_download
+
+# a script that is a link, as in the cache, would look for its siblings beside the link's target
+space = shutil.copytree(snapshot_download("alice/how-far", repo_type="space"), "space", dirs_exist_ok=True)
+app = subprocess.Popen([sys.executable, "-u", "app.py"], cwd=space, stdout=subprocess.PIPE, text=True)
+try:
+    address = next(line.split()[-1] for line in app.stdout if "local URL" in line)
+    verdict, *_ = Client(address, verbose=False).predict(1e4, 128, 4096, "default", 1, 1, api_name="/of_numbers")
+    print(verdict)
+finally:
+    app.terminate()
 """
 
 
@@ -84,6 +135,7 @@ def bare_python(folder):
 
 def main():
     sys.path.insert(0, str(ROOT / "tests" / "hub"))
+    from kernels_library import kernels_library
     from server import serve
 
     with tempfile.TemporaryDirectory() as temporary, serve(Path(temporary)) as hub:
@@ -114,10 +166,28 @@ def main():
         for name, folder in (("fox", DEMO), ("hmt", "hmt"), ("adapter", "adapter")):
             command = ("push", folder, f"alice/{name}", *(["--verify"] * (name == "fox")))
             step(f"hf-longctx push {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
-        step("hf-longctx push-metric", sys.executable, "-m", "hf_longctx", "push-metric", *METRIC, **with_package)
+        for name in METRICS:
+            command = ("push-metric", name, f"alice/{name}")
+            step(f"hf-longctx push-metric {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
+        command = ("push-space", "alice/how-far", "--examples", DEMO)
+        step("hf-longctx push-space", sys.executable, "-m", "hf_longctx", *command, **with_package)
         python = bare_python(Path(temporary, "python"))
-        step("load and generate without hf_longctx", python, "-c", LOAD, PROMPT)
-        step("the same, offline", python, "-c", LOAD, PROMPT, HF_HUB_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
+        offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
+        step("load, generate and score without hf_longctx", python, "-c", LOAD, PROMPT, *METRICS)
+        step("the same, offline", python, "-c", LOAD, PROMPT, *METRICS, **offline)
+        library = kernels_library(Path(temporary, "library")) if importlib.util.find_spec("triton") else None
+        if library is not None:
+            interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(library)}
+            step("push the kernel, for a CPU", sys.executable, "-c", PUSH_KERNEL, KERNEL, **with_package)
+            step("the FoX by that kernel", python, "-c", LOAD_KERNEL, KERNEL, **interpreted)
+            step("the same, offline", python, "-c", LOAD_KERNEL, KERNEL, **interpreted, **offline)
+        else:
+            print("\n== no kernel is pushed: kernels or triton is not installed")
+        if importlib.util.find_spec("gradio"):
+            step("ask the Space", python, "-c", SPACE, PYTHONSAFEPATH="")
+            step("the same, offline", python, "-c", SPACE, PYTHONSAFEPATH="", **offline)
+        else:
+            print("\n== the Space is not started: gradio is not installed")
         print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
         return bool(hub.problems())
 

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_longctx"
 ALLOWED = {
     "fox": {"fox"},
     "hmt": {"hmt"},
+    "vllm": {"vllm", "fox"},
     "metrics": {"metrics"},
     "training": {"training", "fox", "hmt", "metrics", "corpus"},
     "hub": {"hub", "fox", "hmt", "metrics"},

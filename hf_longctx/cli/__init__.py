@@ -12,6 +12,7 @@ import sys
 
 from .. import __version__
 from . import (
+    card,
     compare,
     convert,
     curve,
@@ -22,7 +23,9 @@ from . import (
     loss,
     needle,
     push,
+    push_kernel,
     push_metric,
+    push_space,
     register_metrics,
     report,
     rope,
@@ -46,8 +49,11 @@ COMMANDS = {
     "train": train,
     "finetune": finetune,
     "convert": convert,
+    "card": card,
     "push": push,
     "push-metric": push_metric,
+    "push-space": push_space,
+    "push-kernel": push_kernel,
     "register-metrics": register_metrics,
 }
 

@@ -243,6 +243,13 @@ def fold_queries(q, c, scale, gates_per_key):
     return torch.cat([q, *(x.expand(batch, heads, length, -1) for x in columns)], dim=-1)
 
 
+def gate_parts(x):
+    """x, fp32, as a sum of three numbers of eight bits each, which every dtype of keys holds."""
+    first = x.bfloat16().to(x.dtype)
+    second = (x - first).bfloat16().to(x.dtype)
+    return first, second, x - first - second
+
+
 def fold_keys(k, c, scale):
     """Append the decay to the keys.
 
@@ -257,12 +264,9 @@ def fold_keys(k, c, scale):
     batch, kv_heads, length, head_dim = k.shape
     group = c.shape[1] // kv_heads
     x = (c / (-GATE_QUERY * scale)).view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
-    rest = x.detach()
-    first = rest.bfloat16().to(x.dtype)
-    second = (rest - first).bfloat16().to(x.dtype)
-    third = rest - first - second
+    first, second, third = gate_parts(x.detach())
     if x.requires_grad:
-        first = x + (first - rest)
+        first = x + (first - x.detach())
     parts = torch.stack([first, second, third], dim=-1).flatten(3).to(k.dtype)
     free = folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1]
     columns = k.new_full((1,), GATE_QUERY), k.new_zeros(free - 1)

@@ -1,18 +1,31 @@
-"""`attn_implementation="forgetting_triton"`: the Triton kernels as an attention implementation of transformers.
+"""Who computes the attention: implementations of transformers, or Triton kernels that take the gates as they are.
+
+`attn_implementation="forgetting_triton"` is the kernels of triton_fox.py. The name of a repository of the Hub is the
+kernels in it, where kernel.py of the package tells what they are; both are used alike.
 
 A mask function computes once per forward pass which keys the queries see, in one integer per query; an attention
 function runs the kernels for each layer. The gates of new keys are an argument. The gates of cached keys are folded
 into the keys (attention_fox.py): the decoding kernel reads them there, at the cost of a few bytes per key.
 """
 
+import copy
+import inspect
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import (
+    causal_mask_function,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import (
     GATE_PARTS,
@@ -24,18 +37,71 @@ from .attention_fox import (
     unfold_decay,
 )
 from .bounds_fox import VisibleKeys, find_visible_keys, stop_query
-from .inputs_fox import check_gate_heads
+from .inputs_fox import Rows, check_gate_heads
 from .kernels_fox import triton
 from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache
 from .tiles_fox import DECODE_ROWS
-from .triton_fox import attention_from_sums, is_decoding, triton_attention, triton_decode, why_not
+from .triton_fox import (
+    FOX_INTERFACE,
+    attention_from_sums,
+    is_decoding,
+    triton_attention,
+    triton_decode,
+    why_not,
+)
 
 
 NAME = "forgetting_triton"
 # In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
 # 2^-8 each, and the product of the weights is rounded once more.
 ROUNDING = 1.03
+
+
+class GatedKernels(NamedTuple):
+    """Functions that compute forgetting attention, of triton_fox.py or of a kernel of the Hub, of the same meaning."""
+
+    why_not: Callable
+    is_decoding: Callable
+    triton_attention: Callable
+    attention_from_sums: Callable
+    triton_decode: Callable
+
+
+# The implementations that take gates, by name.
+GATED = {NAME: GatedKernels(why_not, is_decoding, triton_attention, attention_from_sums, triton_decode)}
+
+
+def check_implementation(name, head_dim):
+    """Raise what keeps an attention implementation from computing a FoX; what transformers does not know, it refuses.
+
+    A kernel of the Hub, which transformers has loaded and registered under its name, of any repository and revision,
+    takes gates if it has a FOX_INTERFACE: its functions are called in place of those of triton_fox.py. One that
+    transformers wraps as FlashAttention is used as FlashAttention is.
+
+    Raises:
+        ValueError: a kernel of the Hub computes something else, or has another interface.
+        ImportError, NotImplementedError: Triton is missing, or heads are too large for the kernels.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if function not in (None, flash_attention_forward) and "/" in name:
+        kernel = inspect.getmodule(function)
+        interface = getattr(kernel, "FOX_INTERFACE", None)
+        if interface is None:
+            raise ValueError(
+                f"the kernel {name!r} does not compute forgetting attention: it has no FOX_INTERFACE. Choose another, or "
+                f"the model's own kernels: attn_implementation={NAME!r}."
+            )
+        if interface != FOX_INTERFACE:
+            raise ValueError(
+                f"the kernel {name!r} has interface {interface} of forgetting attention, and this model calls interface "
+                f"{FOX_INTERFACE}. That is in the branch of the number: "
+                f"attn_implementation={name.partition('@')[0] + f'@v{FOX_INTERFACE}'!r}. The model's own kernels always "
+                f"fit: attn_implementation={NAME!r}."
+            )
+        GATED[name] = GatedKernels(*(getattr(kernel, field) for field in GatedKernels._fields))
+    if name in GATED and (reason := GATED[name].why_not(head_dim)) is not None:
+        raise reason
 
 
 def forgetting_triton_mask(
@@ -126,9 +192,9 @@ def gates_in(module, key, heads):
     return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
-def refuse(module, query, mask, dropout, output_attentions):
+def refuse(kernels, module, query, mask, dropout, output_attentions):
     """Raise what keeps the kernels from computing a call; see `forgetting_triton_attention`."""
-    if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
+    if (reason := kernels.why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
         raise ValueError(
@@ -156,9 +222,10 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size;
             dropout or attention weights are requested; the mask is not from `forgetting_triton_mask`.
     """
-    refuse(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
+    kernels = GATED[module.config._attn_implementation]
+    refuse(kernels, module, query, attention_mask, dropout, kwargs.get("output_attentions"))
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
-    decoding, end = is_decoding(query, key, value), visible.end
+    decoding, end = kernels.is_decoding(query, key, value), visible.end
     if isinstance(end, torch.Tensor) and not decoding:
         end = int(end)
     if not isinstance(end, torch.Tensor):
@@ -173,13 +240,13 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
         bound = None if largest is None else bound_scale * largest
         options = dict(scale=scaling, log_pruning_tolerance=tolerance, logit_bound=bound)
-        return triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
+        return kernels.triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
 
     q, k, v, key = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, key))
     gates, gate_scale = gates_in(module, key, heads), -GATE_QUERY * scaling
     if decoding:
         bounds = visible.first_key, end, scaling, tolerance, largest, bound_scale
-        o = triton_decode(q, k, v, gates, gate_scale, *bounds)
+        o = kernels.triton_decode(q, k, v, gates, gate_scale, *bounds)
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.real is not None:
@@ -187,17 +254,52 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
         bound = None if largest is None else bound_scale * largest
-        o, _ = attention_from_sums(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
+        o, _ = kernels.attention_from_sums(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
     return visible.unsort_queries(o).transpose(1, 2), None
 
 
 if triton is not None:
     AttentionInterface.register(NAME, forgetting_triton_attention)
-    AttentionMaskInterface.register(NAME, forgetting_triton_mask)
+AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 
 
-# Backends that compute softmax(scaling * q.k + mask) v exactly. Others may drop an argument that they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", NAME)
+def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=None):
+    """Who sees whom, in the form that the attention implementation of the config takes."""
+    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    if config._attn_implementation in GATED and config._attn_implementation != NAME:
+        # the mask under the name of a kernel of the Hub is that of other models
+        config = copy.copy(config)
+        config._attn_implementation_internal = NAME
+    return create(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
+
+
+def read_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows: Rows):
+    """The mask for the layers, from that of the caller; arguments as in `read_rows`."""
+    if isinstance(attention_mask, dict):  # `generate` with a static cache has called `create_masks_for_generate`
+        return attention_mask["attention"]
+    if rows.document_positions is not None:
+        past_key_values = None  # an empty one at most
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = None  # all ones
+    return create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows.document_positions)
+
+
+def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None, **kwargs) -> dict:
+    """The borders of packed documents as FlashAttention takes them, over all rows; {} if none or no other are needed.
+
+    FlashAttention itself would look for them in the position ids, in each layer again and only in a batch of one.
+    """
+    positions = rows.document_positions
+    if positions is None or cu_seq_lens_q is not None or not is_flash_attention_requested(config):
+        return {}
+    borders = F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=positions.numel()).int()
+    longest = int(positions.max()) + 1
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+
+# Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
+# Others may drop an argument that they do not know.
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -224,7 +326,7 @@ def fold_forget_gate(module, q, k, v, log_f, rows, past):
     c = running_sum(log_f, rows.document_positions)
     if past.cache is not None:
         c = c + past.decay(c)
-    if module.config._attn_implementation != NAME:  # which reads the decay from the keys by itself
+    if module.config._attn_implementation not in GATED:  # which read the decay from the keys by themselves
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
     k = fold_keys(k, c, module.scaling)
     return q, k, F.pad(v, (0, k.shape[-1] - module.head_dim))
@@ -256,10 +358,10 @@ def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
         check_gate_heads(log_f, module.gates_per_key, k.shape[1])
         if rows.tree is not None:
             return attend_along_paths(module, q, k, v, log_f, rows, past)
-        if name != NAME or past.cache is not None:
+        if name not in GATED or past.cache is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, rows, past)
     k, v = past.append(k, v)
-    if name == NAME:
+    if name in GATED:
         kwargs["log_f"] = log_f
     # FlashAttention finds packed documents in the position ids
     return run_backend(name, module, q, k, v, attention_mask, past.cache, position_ids=rows.position_ids, **kwargs)
@@ -285,12 +387,15 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
     Raises:
         ValueError: the implementation may not compute forgetting attention exactly.
     """
-    if name not in ATTENTION_BACKENDS:
+    if name in GATED:
+        attention_function = forgetting_triton_attention
+    elif name in ATTENTION_BACKENDS or ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward:
+        attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    else:
         raise ValueError(
             f"attention implementation {name!r} is not known to compute forgetting attention exactly; choose one of "
-            f"{ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
+            f"{(*ATTENTION_BACKENDS, *GATED)}: model.set_attn_implementation('sdpa')."
         )
-    attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
     if isinstance(cache, AttendingCache):
         attention_function = cache.wrap_attention(attention_function)
     dropout = module.config.attention_dropout if module.training else 0.0

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs, logging
 
@@ -184,36 +183,6 @@ def can_be_cached(rows: Rows) -> bool:
         return True
     logger.warning_once("Packed documents cannot be continued from a cache: none is returned for them.")
     return False
-
-
-def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=None):
-    """Who sees whom, in the form that the attention implementation of the config takes."""
-    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    return create(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
-
-
-def read_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows: Rows):
-    """The mask for the layers, from that of the caller; arguments as in `read_rows`."""
-    if isinstance(attention_mask, dict):  # `generate` with a static cache has called `create_masks_for_generate`
-        return attention_mask["attention"]
-    if rows.document_positions is not None:
-        past_key_values = None  # an empty one at most
-        if attention_mask is not None and attention_mask.ndim == 2:
-            attention_mask = None  # all ones
-    return create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows.document_positions)
-
-
-def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None, **kwargs) -> dict:
-    """The borders of packed documents as FlashAttention takes them, over all rows; {} if none or no other are needed.
-
-    FlashAttention itself would look for them in the position ids, in each layer again and only in a batch of one.
-    """
-    positions = rows.document_positions
-    if positions is None or cu_seq_lens_q is not None or not config._attn_implementation.startswith("flash_attention"):
-        return {}
-    borders = F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=positions.numel()).int()
-    longest = int(positions.max()) + 1
-    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
 def split_heads(projected: torch.Tensor, head_dim: int) -> torch.Tensor:

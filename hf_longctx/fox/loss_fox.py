@@ -32,6 +32,9 @@ def loss_without_logits(
 ) -> torch.Tensor:
     """transformers' `ForCausalLMLoss` of `head(hidden_states)`; a scalar, fp32.
 
+    Logits and sums are those of float32 at least, since PyTorch returns the sum over all tokens in the dtype of the
+    weights: in bfloat16 it has 8 bits. A copy of the weight and its gradient in float32 is the price.
+
     Args:
         hidden_states: (B, T, hidden).
         head: as `can_skip_logits` allows.
@@ -44,11 +47,12 @@ def loss_without_logits(
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     shift_labels = shift_labels.to(hidden_states.device).flatten()
     rows = max(1, LOGITS_AT_ONCE // head.out_features)
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
     loss = F.linear_cross_entropy(
-        hidden_states.flatten(0, 1),
-        head.weight,
+        hidden_states.flatten(0, 1).to(dtype),
+        head.weight.to(dtype),
         shift_labels,
-        linear_bias=head.bias,
+        linear_bias=None if head.bias is None else head.bias.to(dtype),
         reduction="sum",
         ignore_index=ignore_index,
         options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),

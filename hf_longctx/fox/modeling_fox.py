@@ -33,8 +33,14 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import NAME as FORGETTING_TRITON
-from .backend_fox import attend, why_not
+from .backend_fox import (
+    NAME,
+    attend,
+    check_implementation,
+    create_attention_mask,
+    flash_borders,
+    read_attention_mask,
+)
 from .configuration_fox import FoxConfig
 from .inputs_fox import (
     PLAIN_ROWS,
@@ -44,9 +50,6 @@ from .inputs_fox import (
     check_dtype,
     check_ids,
     check_labels,
-    create_attention_mask,
-    flash_borders,
-    read_attention_mask,
     read_rows,
     real_tokens,
     split_heads,
@@ -292,10 +295,28 @@ class FoxPreTrainedModel(PreTrainedModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise if Triton was requested but cannot run: no silent fallback."""
-        if requested_attention == FORGETTING_TRITON and (reason := why_not(self.config.head_dim)) is not None:
-            raise reason
+        """Raise if Triton was requested but cannot run, or where vLLM runs models of transformers."""
+        if requested_attention == "vllm":
+            raise ValueError(
+                "attention implementation 'vllm' would leave out the forget gate. vLLM has a FoX of its own with "
+                "pip install 'hf-longctx[vllm]'; leave --model-impl and --trust-remote-code out."
+            )
+        check_implementation(requested_attention, self.config.head_dim)
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        """transformers loads a kernel of the Hub here; raise if it does not compute forgetting attention."""
+        try:
+            name = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        except (ImportError, ValueError, UnboundLocalError) as error:  # the last by transformers 5.15
+            if "/" not in (attn_implementation or ""):
+                raise
+            raise (ImportError if isinstance(error, ImportError) else ValueError)(
+                f"{error} Kernels of the Hub need transformers>=5.17. This model has kernels of its own: "
+                f"attn_implementation={NAME!r}."
+            ) from error
+        check_implementation(name, self.config.head_dim)
+        return name
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):

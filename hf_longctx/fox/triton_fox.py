@@ -31,6 +31,9 @@ from .kernels_fox import (
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
 
+# Of `why_not`, `is_decoding` and the three functions below, which a FoX calls here or in a kernel of the Hub: a change
+# of their arguments or meaning raises the number, which is the kernel's version there.
+FOX_INTERFACE = 1
 MAX_HEAD_DIM = 256
 MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
 SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
@@ -229,7 +232,8 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, boun
 
 if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
-    _SPACE = __name__.removesuffix(".fox.triton_fox").replace(".", "_")
+    # For a kernel of the Hub, it is the identifier in its metadata.
+    _SPACE = __package__.removesuffix(".fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? first_key, Tensor? stop_query"
 
     def _operator(name, launcher, schema):
@@ -305,9 +309,7 @@ if triton is not None:
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
     """The exception to raise for heads of this size, dtype and device; None if the kernels can run."""
     if triton is None:
-        return ImportError(
-            "The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'."
-        )
+        return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError(
             f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."

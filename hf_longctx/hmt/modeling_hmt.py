@@ -10,8 +10,8 @@ recalled from the memories so far: a *summary pass* over its first j tokens give
 grows linearly with the text, and an `HMTState` of fixed size carries everything from segment to segment. Memories
 beyond that size are dropped, or go to pages where a recall still finds them (`pages_hmt.py`).
 
-Two ways to use the recall
---------------------------
+Three ways to use the recall
+----------------------------
 `recall_mode="paper"` does what is written above. But a prompt that depends on the first j tokens then stands *before*
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
@@ -29,39 +29,42 @@ pass, so those of several segments go through the backbone together, and a call 
 is made, and the segment is read again under its recalled prompt. Segments 0 and 1 have at most one memory and nothing
 to choose from, so one pass serves all their tokens.
 
-Padding: in the causal mode each row has segment borders of its own, and is read, scored and continued as if it stood
-alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows padded
-sensory tokens, as the official code does.
+`recall_mode="single"` reads every position once: the query is taken and the recall stands in the middle of one pass
+(`single_hmt.py`).
+
+Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it
+stood alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows
+padded sensory tokens, as the official code does.
 """
 
+import math
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_generation, check_ids
+from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position
 from .configuration_hmt import HMTConfig, custom_model_class
-from .memory_hmt import SIMILARITY_GAIN, HMTMemory, HMTState, pad_front, pick, recall_distance
+from .generation_hmt import HMTGenerationMixin
+from .loss_hmt import mean_loss, targets_of
+from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
 from .pages_hmt import MemoryPages, PageFile
-from .rows_hmt import Chunk, Rows, Span, align
+from .published_hmt import PublishedSegments
+from .rows_hmt import Rows
+from .single_hmt import SingleSegments
 
 
 @dataclass
@@ -86,33 +89,7 @@ class HMTOutput(ModelOutput):
     memories: tuple | None = None
 
 
-class Pass(NamedTuple):
-    """A pass of the backbone: embeddings (B, P, d), and the tokens of the chunk whose logits are computed."""
-
-    chunk: Chunk
-    embeds: torch.Tensor
-    span: Span
-
-    @property
-    def shape(self):
-        """What passes must have in common to run together."""
-        return self.embeds.shape[1], self.span.columns()
-
-
-class Reading(NamedTuple):
-    """What a pass over chunk n gives: logits of each row's tokens (n_b, V), or []; the summed loss, or the hidden
-    states (n, d) and targets (n,) that it will be made of; and the recall."""
-
-    n: int
-    logits: list
-    loss: torch.Tensor | None = None
-    scored: tuple | None = None
-    recall_scores: torch.Tensor | None = None
-    recall_distance: torch.Tensor | None = None
-    memory: torch.Tensor | None = None
-
-
-class HMTWrapper(PreTrainedModel, GenerationMixin):
+class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     """A causal LM with sensory, short-term and long-term memory. Build one with `from_backbone`.
 
     Args:
@@ -157,7 +134,7 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
         self.backbone = backbone
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
-        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim)
+        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.recall_mode == "single")
         self._versions = lm.versions()
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
@@ -171,19 +148,23 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             return super()._init_weights(module)
         std = self.lm.embedding_std()  # prompts stand among token embeddings, so they start at the same scale
         init.normal_(module.initial, std=std)
-        if not self.config.recall:
-            return
-        if self.config.recall_init == "similarity":
-            # Start at the prompt of a first segment: the summary of j tokens then equals the memory they would leave
-            # as a segment.
-            init.copy_(module.summary_prompt, module.initial)
-            for projection in (module.wq, module.wk):
-                init.copy_(projection, SIMILARITY_GAIN * torch.eye(*projection.shape))
-        else:
+        similarity = self.config.recall_init == "similarity"
+        if hasattr(module, "summary_prompt"):
+            # Similarity: the prompt of a first segment, so that the summary of j tokens equals the memory they would
+            # leave as a segment.
             init.normal_(module.summary_prompt, std=std)
+            if similarity:
+                init.copy_(module.summary_prompt, module.initial)
+        if self.config.recall:
+            gain = SIMILARITY_GAIN
+            if module.single:
+                gain = 1
+                init.constant_(module.log_temperature, math.log(TEMPERATURE))
             bound = module.wq.shape[1] ** -0.5  # the start of nn.Linear
             for projection in (module.wq, module.wk):
                 init.uniform_(projection, -bound, bound)
+                if similarity:
+                    init.copy_(projection, gain * torch.eye(*projection.shape))
 
     # ------------------------------------------------------------------------------------------------ one forward
 
@@ -232,37 +213,29 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             if value is not None and value is not False:
                 raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
         use_cache = state is not None if use_cache is None else use_cache
-        self._check_settings()
-        self._check_loss_arguments(labels, logits_to_keep, score_from)
-        state, mask = self._check_inputs(input_ids, attention_mask, labels, state, use_cache)
+        check_settings(self)
+        check_loss_arguments(self.config, labels, logits_to_keep, score_from)
+        state, mask = check_inputs(self, input_ids, attention_mask, labels, state, use_cache)
         tokens, length = input_ids.shape[1], self.config.segment_length
-        first = self._first_position(logits_to_keep, tokens)
-        targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)
+        first = first_position(logits_to_keep, tokens)
+        targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
         rows = Rows.of(state, input_ids, mask, targets, length)
         chunks = rows.chunks(length, first)
 
-        late, early, first_halves = [], [], []
-        group_size = max(1, self.config.summary_batch // len(input_ids))
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            for chunk, query in zip(chunks, self._recall_queries(state, chunks)):
-                state, reading, first_half = self._read_segment(state, chunk, query, use_cache)
-                late.append(reading)
-                first_halves += first_half
-                if len(first_halves) == group_size or chunk is chunks[-1]:
-                    early += self._read_first_halves(first_halves)
-                    first_halves = []
+            reader = SingleSegments if self.config.recall_mode == "single" else PublishedSegments
+            state, late, early = reader(self).read(state, chunks, use_cache)
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
         pieces = [
             [x.logits[row] for x in readings if x.logits and len(x.logits[row])] for row in range(len(input_ids))
         ]
-        del early
         logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
         if isinstance(logits_to_keep, torch.Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
         result = HMTOutput(logits=logits)
         if labels is not None:
-            result.loss = self._loss(readings, n_scored, n_labelled, num_items_in_batch)
+            result.loss = mean_loss(self, readings, n_scored, n_labelled, num_items_in_batch)
         if use_cache:
             open_ids, open_mask = rows.open(length)
             lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
@@ -274,419 +247,6 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
             result.recall_distance = torch.stack(distances)
             result.memories = tuple(x.memory for x in late if x.memory is not None)
         return result
-
-    def _recall_queries(self, state, chunks):
-        """Yield the recall query of each chunk, (B, 1, d), or None for a chunk in which no row recalls.
-
-        Summary passes see no memory, so those of several segments go through the backbone together.
-        """
-        j, queries = self.config.summary_length, {}
-        group_size = max(1, self.config.summary_batch // len(state.bank))
-        pending = [chunk.n for chunk in chunks if any(self._recalls(chunk))]
-        for n in range(len(chunks)):
-            if pending[:1] == [n]:
-                group = [i for i in pending[:group_size] if i == n or chunks[i].ids.shape[1] >= j]
-                del pending[: len(group)]
-                ids = torch.cat([chunks[i].ids[:, :j] for i in group])
-                mask = torch.cat([chunks[i].mask[:, :j] for i in group]) if state.padded else None
-                queries.update(zip(group, self._summarize(ids, mask).chunk(len(group))))
-            yield queries.pop(n, None)
-
-    def _recalls(self, chunk):
-        """Which rows make the recall of their segment in this call."""
-        numbers = zip(chunk.segments, chunk.counts, chunk.read)
-        return [self._has_recall(n, count) and not self._has_recall(n, read) for n, count, read in numbers]
-
-    def _has_recall(self, segment, tokens):
-        """Whether `segment` of a text makes a recall when its first `tokens` tokens are known."""
-        if not self.config.recall or segment == 0:
-            return False
-        if self.config.recall_mode == "paper":
-            return tokens > 0
-        # Logits before token j do not need the recall. Only a full segment leaves a memory, which does.
-        return tokens > self.config.summary_length or tokens == self.config.segment_length
-
-    def _summarize(self, ids, mask=None):
-        """H^sum (paper, sec. 3.2): the backbone on [H^T, E(ids), H^T], last position. (R, j) -> (R, 1, d)."""
-        tokens = self.lm.embed(ids)
-        prompt = self._prompt(self.memory.summary_prompt, tokens)
-        if mask is not None:
-            visible = mask.new_ones(len(ids), 1)
-            mask = torch.cat([visible, mask, visible], 1)
-        _, hidden, _ = self._run(torch.cat([prompt, tokens, prompt], 1), mask)
-        return hidden[:, -1:].clone()
-
-    def _read_segment(self, state, chunk, query, use_cache):
-        """Read one segment of each row, or its tokens so far: sections 3.2 and 3.3 of the paper.
-
-        Args:
-            state: before this segment.
-            chunk: the segment's tokens so far.
-            query: (B, 1, d) or None.
-            use_cache: whether a later call continues a segment that stays open.
-
-        Returns:
-            the state after it; the `Reading`; a list of the `Pass` that gives the logits before token j, or [].
-        """
-        config, j = self.config, self.config.summary_length
-        scores, distance = None, None
-        begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
-        if any(begins):
-            opening = self._opening_prompt(state)
-            prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
-            state = replace(state, **prompts)
-        if query is not None:
-            rows = self._recalls(chunk)
-            recalled, scores, distance = self._recall(state, query)
-            scores, distance = (pick(rows, x[:, None], None)[:, 0] for x in (scores, distance))
-            prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
-            state = replace(state, prompt=prompt, query=query).without_kv_cache()
-
-        first = chunk.returned if chunk.targets is None else chunk.read
-        first_half = []
-        if config.recall_mode == "causal":
-            # segment 1 has one memory, so both prompts are equal: one pass is enough
-            recalled = [n > 1 and self._has_recall(n, count) for n, count in zip(chunk.segments, chunk.counts)]
-            stop = [max(a, min(j, n)) if late else a for a, n, late in zip(first, chunk.counts, recalled)]
-            if stop != first:
-                counts = [min(j, count) for count in chunk.counts]
-                embeds, _, starts = self._layout(state, state.opening_prompt, chunk, counts)
-                first_half.append(Pass(chunk, embeds, Span(first, stop, starts)))
-            first = stop
-
-        full = [count == config.segment_length for count in chunk.counts]
-        stays_open = use_cache and not any(full)
-        n_cached = self._cached_positions(state, chunk)
-        if n_cached:
-            kv_cache = state.kv_cache
-            embeds, mask, starts = self._continue_layout(state, chunk, close=not stays_open)
-        else:
-            new_cache = stays_open and all(chunk.ongoing) and self.lm.continues and not torch.is_grad_enabled()
-            kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
-            layout = (state, state.prompt, chunk, chunk.counts)
-            embeds, mask, starts = self._layout(*layout, close=not stays_open, left=not new_cache)
-        (reading,), hidden = self._run_passes([Pass(chunk, embeds, Span(first, chunk.counts, starts))], mask, kv_cache)
-
-        memory = None
-        if not stays_open:
-            # indexing copies: a view would keep all hidden states alive
-            end = torch.tensor([start + count for start, count in zip(starts, chunk.counts)], device=embeds.device)
-            place = end[:, None] + torch.arange(config.memory_tokens, device=embeds.device)
-            memory = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
-            memory = pick(full if use_cache else [count > 0 for count in chunk.counts], memory, None)
-        if stays_open and kv_cache is not None:
-            state = replace(state, kv_cache=kv_cache, kv_mask=mask, kv_length=n_cached + embeds.shape[1])
-        else:
-            state = state.without_kv_cache()
-        if any(full):
-            state = self._close(state, chunk, memory, full)
-        return state, reading._replace(recall_scores=scores, recall_distance=distance, memory=memory), first_half
-
-    def _recall(self, state, query):
-        """Recall from the bank and, if there are pages, from the best of them.
-
-        Returns:
-            prompt (B, 1, d), scores (B, c), distances (B,).
-        """
-        bank, valid, count = state.bank, state.valid, state.bank.shape[1]
-        ages = torch.arange(count - 1, -1, -1, device=bank.device).expand(len(bank), -1)
-        if state.pages is not None:
-            looked_up = [pages.look_up(row) for pages, row in zip(state.pages, self.memory.direction(query))]
-            width = max(len(paged_ages) for _, paged_ages in looked_up)
-            paged = torch.stack([pad_front(x, width) for x, _ in looked_up])
-            paged_ages = torch.stack([pad_front(x, width) for _, x in looked_up])
-            counts = torch.tensor([len(x) for _, x in looked_up], device=bank.device)[:, None]
-            paged_valid = torch.arange(width, device=bank.device) >= width - counts
-            bank, valid = torch.cat([paged, bank], 1), torch.cat([paged_valid, valid], 1)
-            ages = torch.cat([paged_ages + count, ages], 1)
-        prompt, scores = self.memory.recall(query, bank, valid)
-        return prompt, scores, recall_distance(scores, ages).masked_fill(~valid.any(1), 0)
-
-    def _layout(self, state, prompt, chunk, counts, close=False, left=True):
-        """[prompt, sensory tokens, tokens], and the prompt again with `close`.
-
-        Args:
-            state, prompt, chunk: of a segment, before it is read.
-            counts: how many of its tokens each row reads.
-            left: rows of unequal length stand at the left, where nothing sees the padding behind them; else at the
-                right, so that a cache can grow.
-
-        Returns:
-            embeddings (B, P, d); mask (B, P), or None if no position sees padding; the column of each row's token 0.
-        """
-        config, width = self.config, max(counts)
-        tokens, mask = self.lm.embed(chunk.ids[:, :width]), chunk.mask[:, :width]
-        prompt, visible = prompt.to(tokens), mask.new_ones(len(tokens), config.memory_tokens)
-        parts = 4 if close else 3
-        embeds = torch.cat([prompt, self.lm.embed(state.sensory_ids), tokens, prompt][:parts], 1)
-        mask = torch.cat([visible, state.sensory_mask, mask, visible][:parts], 1)
-        starts = [config.memory_tokens + config.sensory_tokens * (segment > 0) for segment in chunk.segments]
-        if state.padded:
-            return embeds, mask, starts
-        if set(counts) == {width} and set(starts) == {config.memory_tokens + state.sensory_ids.shape[1]}:
-            return embeds, None, starts
-        mask, embeds = align(mask, embeds, left=left)
-        if left:
-            return embeds, None, starts
-        return embeds, mask, [embeds.shape[1] - count for count in counts]
-
-    def _continue_layout(self, state, chunk, close):
-        """As `_layout`, of the tokens behind those in the cache; the mask covers these too."""
-        new_tokens = torch.arange(chunk.counts[0] - chunk.read[0], device=chunk.ids.device)
-        place = torch.tensor(chunk.read, device=chunk.ids.device)[:, None] + new_tokens
-        embeds, mask = self.lm.embed(chunk.ids.gather(1, place)), None
-        if state.kv_mask is not None:
-            mask = torch.cat([state.kv_mask, chunk.mask.gather(1, place)], 1)
-        if close:
-            prompt = state.prompt.to(embeds)
-            embeds = torch.cat([embeds, prompt], 1)
-            mask = None if mask is None else torch.cat([mask, mask.new_ones(prompt.shape[:2])], 1)
-        return embeds, mask, [-n for n in chunk.read]
-
-    def _read_first_halves(self, passes):
-        """Run neighbouring passes of one shape together, and yield their `Reading`s."""
-        for _, alike in groupby(passes, key=lambda one: one.shape):
-            yield from self._run_passes(list(alike))[0]
-
-    def _run_passes(self, passes, mask=None, kv_cache=None):
-        """Run passes of one shape together: their `Reading`s, and the last hidden states (R, P, d)."""
-        columns, targets = passes[0].span.columns(), None
-        if passes[0].chunk.targets is not None:
-            targets = torch.cat([one.span.gather(one.chunk.targets, columns) for one in passes])
-        returned = [one.span.after(one.chunk.returned) for one in passes]
-        kept = sorted({column for span in returned for column in span.columns()})
-        embeds, scored = torch.cat([one.embeds for one in passes]), None
-        if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
-            logits, hidden, loss = self._run(embeds, mask, kept, None, kv_cache)
-            scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
-        else:
-            logits, hidden, loss = self._run(embeds, mask, columns, targets, kv_cache, bool(kept))
-        rows = [[]] * len(passes)
-        if kept:
-            rows = [span.rows(x, columns) for span, x in zip(returned, logits.chunk(len(passes)))]
-        readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
-        return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden
-
-    def _opening_prompt(self, state):
-        """The prompt that a segment opens with, before it has a recall of its own, (B, m, d)."""
-        if state.bank.shape[1] == 0:
-            return self._prompt(self.memory.initial, state.bank).clone()  # an optimizer step must not change a state
-        if state.query is None:  # no recall at all, or one memory only: nothing to choose from
-            return self.memory.or_initial(state.bank[:, -self.config.memory_tokens :], state.valid)
-        return self._recall(state, state.query)[0]
-
-    def _close(self, state, chunk, memory, full):
-        """The state after the segment of the `full` rows: its memory is in the bank, its last tokens are sensory."""
-        config, pages = self.config, state.pages
-        bank = torch.cat([state.bank, memory.to(state.bank)], 1)
-        valid = torch.cat([state.valid, state.valid.new_ones(memory.shape[:2])], 1)
-        kept = (config.memory_size or bank.shape[1]) if config.recall else config.memory_tokens
-        if pages is not None:
-            drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
-            # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
-            dropped = state.bank[:, :1]
-            pages = tuple(row.append(x) if drop else row for row, x, drop in zip(pages, dropped, drops))
-        sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
-        closed = replace(
-            state,
-            pages=pages,
-            bank=bank[:, -kept:],
-            valid=valid[:, -kept:],
-            sensory_ids=sensory_ids,
-            sensory_mask=torch.ones_like(sensory_ids, dtype=torch.bool),
-            opening_prompt=None,
-            prompt=None,
-        )
-        state = closed.pick(full, state)
-        if config.bptt_segments is not None:
-            cut = [
-                closes and (segment + 1) % config.bptt_segments == 0 for closes, segment in zip(full, chunk.segments)
-            ]
-            state = state.detach().pick(cut, state)
-        return state
-
-    def _prompt(self, parameter, like):
-        """A learned prompt (m, d) as embeddings for each row of `like` (B, ., d)."""
-        return parameter.to(like).expand(len(like), -1, -1)
-
-    def _run(self, *arguments):
-        """`_run_once`; with gradient checkpointing the backward pass computes it again."""
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return self._gradient_checkpointing_func(self._run_once, *arguments)
-        return self._run_once(*arguments)
-
-    def _run_once(self, embeds, mask=None, columns=(), targets=None, kv_cache=None, keep_logits=True):
-        """Logits of `columns` (R, n, V) or None, last hidden state (R, P, d), summed loss over `targets` or None."""
-        keep = torch.tensor(columns, device=embeds.device) if columns else None
-        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, self.config.recall_mode == "causal")
-        loss = None
-        if columns and targets is not None:
-            sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
-            loss = self.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
-        return logits if keep_logits else None, hidden, loss
-
-    def _cached_positions(self, state, chunk):
-        """Positions in the cache of the open segments; 0 where there is no usable cache, and they are read again.
-
-        That is so after loading a state, when the same state is continued a second time (the first call has extended
-        the cache), with gradients, with backbones that cannot continue, after a recall or a border in any row, and
-        where the rows get unequal numbers of new tokens.
-        """
-        if torch.is_grad_enabled() or len({n - m for n, m in zip(chunk.counts, chunk.read)}) > 1:
-            return 0
-        unchanged = state.kv_cache is not None and state.kv_cache.get_seq_length() == state.kv_length
-        return state.kv_length if unchanged else 0
-
-    def _targets(self, labels, mask, state, score_from):
-        """What each position of the call predicts, (B, T), -100 where not scored; how many are scored and labelled."""
-        if labels is None:
-            return None, None, None
-        length, real = self.config.segment_length, torch.ones_like(labels, dtype=torch.bool)
-        if mask is not None and not state.padded:
-            real = mask
-        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        both = real & torch.nn.functional.pad(real[:, 1:], (0, 1), value=False)
-        targets = targets.masked_fill(~both, -100)
-        n_labelled = (targets != -100).sum()
-        if self.config.loss_scope == "last":
-            to_the_end = real.flip(1).cumsum(1).flip(1)
-            targets = targets.masked_fill(to_the_end > length + 1, -100)
-        if score_from is not None:
-            opened = torch.tensor([n % length for n in state.lengths], device=labels.device)
-            place = (opened[:, None] + real.cumsum(1) - 1) % length  # in its segment
-            targets = targets.masked_fill(place < score_from, -100)
-        return targets, (targets != -100).sum(), n_labelled
-
-    def _loss(self, readings, n_scored, n_labelled, num_items_in_batch):
-        """Mean cross entropy of the scored labels; with `num_items_in_batch` this call's share of the batch's mean."""
-        losses = [x.loss for x in readings if x.loss is not None]
-        if scored := [x.scored for x in readings if x.scored is not None]:
-            losses.append(self.lm.loss_without_logits(*map(torch.cat, zip(*scored))).float())
-        loss = torch.stack(losses).sum()
-        loss = loss / n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
-        if num_items_in_batch is not None:
-            loss = loss * (n_labelled / num_items_in_batch).to(loss)
-        if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient of every parameter, and a text of one segment recalls nothing
-            loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
-        return loss
-
-    def _check_inputs(self, input_ids, attention_mask, labels, state, use_cache):
-        """The state to start from, and the mask as (B, T) bool or None if nothing is padding; or ValueError."""
-        if input_ids is not None and not isinstance(input_ids, torch.Tensor):
-            raise ValueError(
-                f"input_ids is a {type(input_ids).__name__}; it must be a tensor: torch.tensor(input_ids)."
-            )
-        if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
-            shape = None if input_ids is None else tuple(input_ids.shape)
-            raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
-        for name, value in (("attention_mask", attention_mask), ("labels", labels)):
-            if value is not None and value.shape != input_ids.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
-                    "the tokens of this call only."
-                )
-        vocab_size = len(self.get_input_embeddings().weight)
-        if labels is not None:
-            check_ids("labels", labels, vocab_size, ignored=-100)
-        if state is None:
-            state = self.new_state(len(input_ids), device=input_ids.device)
-        else:
-            self._check_state(state, len(input_ids))
-        if attention_mask is None or attention_mask.all():
-            check_ids("input_ids", input_ids, vocab_size)
-            return state, None
-        if not ((attention_mask == 0) | (attention_mask == 1)).all():
-            raise ValueError(
-                f"attention_mask holds {attention_mask.min()} to {attention_mask.max()}; it must be 1 on tokens and 0 "
-                "on padding."
-            )
-        mask = attention_mask.bool()
-        self._check_padding(mask, state, use_cache)
-        check_ids("input_ids", input_ids[mask], vocab_size)
-        return replace(state, padded=self.config.recall_mode == "paper"), mask
-
-    def _check_settings(self):
-        """Settings may have changed since the parameters were made."""
-        self.config.check()
-        if self.config.recall and not hasattr(self.memory, "wq"):
-            raise ValueError(
-                "config.recall is True, and this model was built without recall: it has no projections. Save it, and "
-                "load it with HMTWrapper.from_pretrained(folder, recall=True)."
-            )
-        if self.config.memory_tokens != len(self.memory.initial):
-            raise ValueError(
-                f"config.memory_tokens is {self.config.memory_tokens}, and this model was built with "
-                f"{len(self.memory.initial)}. Build a new model: HMTWrapper.from_backbone(model.backbone, config)."
-            )
-
-    def _check_loss_arguments(self, labels, logits_to_keep, score_from):
-        if not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep is {logits_to_keep}; it counts the last positions, 0 is all of them.")
-        if labels is None and score_from is not None:
-            raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
-        last = self.config.segment_length - 1
-        if score_from is not None and not 0 <= score_from <= last:
-            raise ValueError(f"score_from is {score_from}; it is a position within a segment, 0 to {last}.")
-
-    @staticmethod
-    def _first_position(logits_to_keep, tokens):
-        """The first of the call's `tokens` positions that gets logits; ValueError for a position outside the call."""
-        if not isinstance(logits_to_keep, torch.Tensor):
-            return max(0, tokens - logits_to_keep) if logits_to_keep else 0
-        if logits_to_keep.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"logits_to_keep is a tensor of {logits_to_keep.dtype}; it must list positions as integers (of a mask "
-                "over positions: mask.nonzero().squeeze(1))."
-            )
-        first, last = (-1, -1) if logits_to_keep.numel() == 0 else map(int, logits_to_keep.aminmax())
-        if first < 0 or last >= tokens or logits_to_keep.dim() != 1:
-            raise ValueError(
-                f"logits_to_keep has shape {tuple(logits_to_keep.shape)} and reaches from {first} to {last}; as a "
-                f"tensor it must be a list of positions of this call, 0 to {tokens - 1}."
-            )
-        return first
-
-    def _check_state(self, state, rows):
-        differing = {name: value for name, value in self._signature().items() if state.signature.get(name) != value}
-        if differing:
-            of_state = {name: state.signature.get(name) for name in differing}
-            raise ValueError(
-                f"The state belongs to another model or setting: it has {of_state}, this model {differing}. "
-                "Its memories mean nothing here; start a new state."
-            )
-        if len(state.bank) != rows:
-            raise ValueError(
-                f"The state has {len(state.bank)} rows and input_ids {rows}; they must be the same texts."
-            )
-        config, open_tokens = self.config, state.position % self.config.segment_length
-        incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
-        if config.recall and config.recall_mode == "paper" and incomplete_query:
-            raise ValueError(
-                f"The state stops after {open_tokens} tokens of a segment, and recall_mode='paper' reads the first "
-                f"{config.summary_length} before it predicts them: what was predicted so far would change. End chunks "
-                "at multiples of segment_length, or use recall_mode='causal' (also to generate beyond a segment)."
-            )
-
-    def _check_padding(self, mask, state, use_cache):
-        if not mask.any() or not (use_cache or mask.any(1).all()):
-            raise ValueError("A row of attention_mask is all padding: there is nothing to read. Remove the row.")
-        if (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).max() > 1:
-            raise ValueError(
-                "attention_mask has padding between tokens; padding must be on one side, best on the left."
-            )
-        if self.config.recall_mode == "causal":
-            return
-        if not self.lm.sees_padding:
-            raise NotImplementedError(
-                f"{type(self.lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
-                "as text. Use recall_mode='causal', rows of equal length, or batch size 1."
-            )
-        if not mask[:, -1].all() or (state.open_mask.any(1) & ~mask[:, 0]).any():
-            raise ValueError(
-                "The rows are padded on the right, and recall_mode='paper' would put padding into the query, the loss "
-                "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='causal'."
-            )
 
     def new_state(self, batch_size=1, page_file=None, device=None):
         """The state before the first token. Calls without a state make it themselves.
@@ -726,62 +286,15 @@ class HMTWrapper(PreTrainedModel, GenerationMixin):
 
     # ---------------------------------------------------------------------------------------- generation, training
 
-    def prepare_inputs_for_generation(
-        self, input_ids, state=None, attention_mask=None, is_first_iteration=False, **kwargs
-    ):
-        """The whole prompt first (it may continue a `state`), then one new token at a time."""
-        if is_first_iteration and attention_mask is not None:
-            if not attention_mask.any(1).all():
-                raise ValueError(
-                    "A row of attention_mask is all padding: there is nothing to continue. Remove the row."
-                )
-            if not attention_mask[:, -1].all():
-                raise ValueError(
-                    "The rows are padded on the right, and generation would continue the padding. Pad on the left: "
-                    "tokenizer.padding_side = 'left'."
-                )
-        if state is not None and not kwargs.get("use_cache", True):
-            raise ValueError(
-                "use_cache is False, and generation continues a state: only a state can hold the generated tokens. "
-                "Leave use_cache at True, or generate from the whole text without a state."
-            )
-        if state is not None and not is_first_iteration:
-            input_ids, attention_mask = input_ids[:, -1:], None
-        options = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
-
-    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
-        check_generation(generation_config)
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
-
-    def generate(self, *args, **kwargs):
-        """As in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
-
-        It has read everything but the last token of the sequences, with which the next call begins. Rows that end
-        before others read padding until all have ended: generate such rows one by one to go on from their states. A
-        beam search has no `state`: its rows are beams, not the sequences.
-        """
-        output = super().generate(*args, **kwargs)
-        if isinstance(output, GenerateDecoderOnlyOutput):
-            output["state"] = output.past_key_values
-        return output
-
-    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
-        """As in transformers, and also repeat the rows of a `state`."""
-        state = model_kwargs.get("state")
-        if expand_size > 1 and state is not None:
-            index = torch.arange(len(state.bank)).repeat_interleave(expand_size)
-            model_kwargs["state"] = state.select_rows(index)
-        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls):
-        return False  # the cache is an HMTState
-
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, every_n_layers=1):
         """Checkpoint whole segments. For the layers within them too, enable it on `model.backbone`."""
         if every_n_layers != 1:
             raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True loses the gradients of keys and values; pass gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}."
+            )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
 

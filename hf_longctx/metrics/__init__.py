@@ -29,6 +29,7 @@ _NAMES = {
     "run.parts": "Run",
     "run.reader": "Reader LocalReader reader_for",
     "run.served": "ServedModel",
+    "run.offline": "OfflineModel",
     "curve.measure": "PositionLimitError forgetting_curve",
     "rope.bounds": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table rope_context_bound rope_decay "
     "rope_inv_freq rope_variance_weights",

@@ -4,7 +4,7 @@ config.yaml      all settings
 lock.json        what must not change when the run goes on: settings, hashes of tokens, tokenizer, pretrained weights
 data/            the packed tokens
 checkpoints/     complete ones only
-metrics.jsonl    a line a step
+metrics.jsonl    a line a step, see `ResumableTrainer`
 model/           model and tokenizer, once all steps are done
 """
 
@@ -126,6 +126,7 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         metrics=folder / "metrics.jsonl",
         shard=shard,
         stops=stops,
+        batch_tokens=settings.batch_tokens,
         gate_learning_rate=getattr(settings, "gate_learning_rate", None),
         decays_in_steps=settings.schedule == "step",
         callbacks=[Progress(settings.batch_tokens)],

@@ -123,13 +123,16 @@ def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
 
 
 def extend_rope(config, settings: FinetuneSettings) -> str:
-    """Give a configuration the context and the RoPE base of the settings (arXiv 2405.14591, eq. 18).
+    """Give a configuration the context of the settings, or its own if that is longer, and a RoPE base for it.
+
+    The bound of the base is eq. 18 of arXiv 2405.14591.
 
     Returns:
         What was changed, and what the old base could reach.
 
     Raises:
-        ValueError: the model has no plain RoPE of one base, the context does not grow, or the base is below the bound.
+        ValueError: the model has no plain RoPE of one base, its base supports the context already, or the new base is
+            below the bound.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
@@ -140,24 +143,26 @@ def extend_rope(config, settings: FinetuneSettings) -> str:
         (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         * rope.get("partial_rotary_factor", 1.0)
     )
-    length, old = settings.sequence_length, rope["rope_theta"]
-    if length <= config.max_position_embeddings:
+    length, claimed, old = settings.sequence_length, config.max_position_embeddings, rope["rope_theta"]
+    context = max(length, claimed)
+    reach = rope_context_bound(base=old, head_dim=head_dim)
+    if length <= claimed and (reach is None or reach >= claimed - 1):  # a distance, one less than a context
         raise ValueError(
-            f"--sequence-length {length} does not extend the context of {config.max_position_embeddings} tokens."
+            f"--sequence-length {length} does not extend the context of {claimed} tokens, and base {old:g} suffices for "
+            "these: there is nothing to extend. Take longer rows, or train on these by --recipe lora."
         )
-    bound = rope_base_bound(length - 1, head_dim)
+    bound = rope_base_bound(context - 1, head_dim)
     if settings.rope_base is None:
         base = round_up(bound.settled_base or bound.base, 2)
     elif settings.rope_base < bound.base and not settings.allow_below_bound:
         raise ValueError(
-            f"--rope-base {settings.rope_base:g} is below the bound of {bound.base:.0f} for {length} tokens and heads "
+            f"--rope-base {settings.rope_base:g} is below the bound of {bound.base:.0f} for {context} tokens and heads "
             f"of {head_dim}. Take a larger one, or --allow-below-bound."
         )
     else:
         base = settings.rope_base
-    rope["rope_theta"], config.max_position_embeddings = float(base), length
-    reach = rope_context_bound(base=old, head_dim=head_dim)
-    return f"RoPE base {old:g}, which reaches {reach} tokens, becomes {base:g}; {length} tokens need {bound.base:.0f}"
+    rope["rope_theta"], config.max_position_embeddings = float(base), context
+    return f"RoPE base {old:g}, which reaches {reach} tokens, becomes {base:g}; {context} tokens need {bound.base:.0f}"
 
 
 def round_up(value: float, digits: int) -> float:

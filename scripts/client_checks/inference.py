@@ -94,8 +94,11 @@ def served(command, health="/health"):
             time.sleep(0.2)
         yield f"http://localhost:{port}"
     finally:
-        server.kill()
-        server.wait()
+        server.terminate()  # so that it can end its workers
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def program(name):

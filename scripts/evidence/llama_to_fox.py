@@ -1,11 +1,11 @@
 """SmolLM2-135M becomes a FoX: loss, gates, forgetting curve and pruned cache, beside the same training of the Llama.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--contexts 8192] [--full] [--device cuda]
+    python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--full-steps 8] [--device cuda]
 
 Two runs of `hf-longctx finetune` see the same rows in the same order, with equal steps and learning rates:
 `--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. What both gain is adaptation to the
-text; the difference is due to the gates. `--full` trains all parameters of both, too.
+text; the difference is due to the gates. `--full-steps` trains all parameters of both, too, in so many steps.
 
 Measured, on a novel that is not trained on: the loss of rows as long as the trained ones, and its difference from the
 untrained Llama row by row; how many tokens each head needs to forget by a factor e; the forgetting curve; and what a
@@ -26,9 +26,10 @@ from hf_longctx.fox import PrunedCache
 from hf_longctx.fox.convert import from_llama
 from hf_longctx.metrics import forgetting_curve
 from hf_longctx.training.data import pack
+from hf_longctx.training.gates import GateMeter
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
-from scripts.evidence.parts import make_parser, measure_parts
+from scripts.evidence.parts import make_parser, measure_parts, run
 from scripts.fetch_smollm2 import FOLDER
 
 
@@ -67,10 +68,11 @@ def train(name, args):
     if not tokens.exists():
         pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(FOLDER), tokens)
     output = run_folder(name, args)
-    rate = args.full_learning_rate if "--full" in RUNS[name] else args.learning_rate
+    full = "--full" in RUNS[name]
+    steps, rate = (args.full_steps, args.full_learning_rate) if full else (args.steps, args.learning_rate)
     command = [sys.executable, "-m", "hf_longctx", "finetune", FOLDER, *RUNS[name], "--output", output]
     options = {"--data": tokens, "--sequence-length": args.length, "--batch-tokens": args.rows * args.length}
-    options |= {"--steps": args.steps, "--learning-rate": rate, "--save-steps": max(1, args.steps // 3)}
+    options |= {"--steps": steps, "--learning-rate": rate, "--save-steps": max(1, steps // 3)}
     subprocess.run([*command, *(x for option in options.items() for x in map(str, option))], check=True)
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {"losses": [step["loss"] for step in steps if "loss" in step]}
@@ -106,11 +108,10 @@ def loss(name, args):
 @torch.no_grad()
 def gates(name, args):
     """Tokens in which each head forgets by a factor e, by the mean of log f over a text; ascending."""
-    model, means = load(name, args), []
-    for layer in model.model.layers:
-        layer.self_attn.f_proj.register_forward_hook(lambda _, __, log_f: means.append(log_f.mean((0, 2))))
+    model = load(name, args)
+    meter = GateMeter(model)
     model(held_out(args)[None, : args.length], logits_to_keep=1)
-    return {"decay_times": sorted((-1 / torch.cat(means)).tolist())}
+    return {"decay_times": meter.decay_times().tolist()}
 
 
 def curve(name, args):
@@ -120,13 +121,9 @@ def curve(name, args):
 
 
 @torch.no_grad()
-def pruned(name, args):
-    """Texts that are read in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
-    model, tokens = load(name, args), held_out(args)
-    return {"contexts": [pruned_context(model, tokens[None, :length], args) for length in args.contexts]}
-
-
-def pruned_context(model, ids, args):
+def pruned(name, args, length):
+    """A text that is read in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
+    model, ids = load(name, args), held_out(args)[None, :length]
     pruned = PrunedCache(model, args.tolerance, logit_bound="observed", prune_every=CHUNK)
     caches = {"full": DynamicCache(config=model.config), "pruned": pruned}
     loss, logits = {}, {}
@@ -154,17 +151,19 @@ def pruned_context(model, ids, args):
 PARTS = {"training": train, "loss": loss, "gates": gates, "curve": curve, "pruned": pruned}
 
 
-def one_part(kind, model, args):
-    return {"kind": kind, "model": model, **PARTS[kind](model, args)}
+def one_part(kind, model, *length_and_args):
+    *length, args = length_and_args
+    return {"kind": kind, "model": model, **PARTS[kind](model, args, *length)}
 
 
 def measure(args):
-    trained = [model for model in RUNS if args.full or "--full" not in RUNS[model]]
+    trained = [model for model in RUNS if args.full_steps or "--full" not in RUNS[model]]
     keys = [("loss", model) for model in ("Llama", *CONVERTED)]
     keys += [(kind, model) for model in trained for kind in ("training", "loss")]
-    keys += [("gates", model) for model in trained if model.startswith("FoX")]
+    foxes = [model for model in trained if model.startswith("FoX")]
+    keys += [("gates", model) for model in ("FoX, gates of one row", *foxes)]
     keys += [("curve", model) for model in ("Llama", *trained)]
-    keys += [("pruned", model) for model in trained if model.startswith("FoX")]
+    keys += [("pruned", model, length) for model in foxes[:1] for length in args.contexts]
     yield from measure_parts(one_part, keys, args)
 
 
@@ -199,19 +198,19 @@ def table(result):
 | model | share of tokens | {" | ".join(f"{n} tokens" for n in lengths)} |
 | {{model}} | {{kind}} | {" | ".join(f"{{n{n}:.1%}}" for n in lengths)} |
 """
-    contexts = [{"model": row["model"], **context} for row in rows["pruned"] for context in row["contexts"]]
+    full = f" (of all parameters {s['full_steps']} and {s['full_learning_rate']:g})" if s["full_steps"] else ""
     text = (
         f"Rows of {s['length']} tokens, {s['rows']} of them a step, {s['steps']} steps, learning rate "
-        f"{s['learning_rate']:g}. Loss of {s['held_out_rows']} rows of the held-out novel (± standard error of the "
-        "difference):"
+        f"{s['learning_rate']:g}{full}. Loss of {s['held_out_rows']} rows of the held-out novel (± standard "
+        "error of the difference):"
     )
     parts = [
         (text, losses, LOSSES),
-        ("Tokens in which the heads forget by a factor e (before training: a row):", quantiles, GATES),
+        ("Tokens in which the heads forget by a factor e, before and after training:", quantiles, GATES),
         (f"Forgetting curve, {s['repeats']} passages of the novel for each length:", curves, curve_table),
         (
             f"Pruned cache, tolerance {s['tolerance']:g}; the loss is that of the last {CHUNK} tokens:",
-            contexts,
+            rows["pruned"],
             PRUNED,
         ),
     ]
@@ -230,7 +229,6 @@ def draw(result, path):
         if row["kind"] == "gates":
             right.plot(row["decay_times"], label=row["model"])
     left.set(xlabel="step", ylabel="training loss, nats")
-    right.axhline(result["settings"]["length"], color="grey", linestyle="--", label="before training")
     right.set(xlabel="heads, the fastest first", ylabel="decay time, tokens", yscale="log")
     for ax in (left, right):
         ax.legend()
@@ -238,12 +236,13 @@ def draw(result, path):
 
 
 def main(arguments=None):
-    training = {"length": 256, "rows": 2, "steps": 24, "learning_rate": 2e-4, "full_learning_rate": 2e-5}
-    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 2, "contexts": [2048, 4096]}
-    parser = make_parser(__spec__.name, __doc__, "llama_to_fox", **training, **reading, tolerance=1e-2, device="cpu")
-    parser.add_argument("--full", action="store_true", help="train all parameters, too")
-    result = common.run(parser, measure, table, arguments)
-    draw(result, parser.parse_args(arguments).picture)
+    training = {"length": 256, "rows": 2, "steps": 24, "learning_rate": 2e-4}
+    full = {"full_steps": 0, "full_learning_rate": 2e-5}
+    reading = {"held_out_rows": 8, "curve_lengths": [32, 64, 128, 256], "repeats": 2, "contexts": [8192]}
+    parser = make_parser(
+        __spec__.name, __doc__, "llama_to_fox", **training, **full, **reading, tolerance=1e-2, device="cpu"
+    )
+    run(parser, measure, table, draw, arguments)
 
 
 if __name__ == "__main__":

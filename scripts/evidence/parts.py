@@ -8,23 +8,33 @@ from hf_longctx.metrics import Journal
 from scripts.bench import common
 
 
+PICTURES = common.ROOT / "model_cards" / "evidence"
+OF_KEYS = ("seeds", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
+
+
 def make_parser(module, description, name, **defaults):
     """The parser of a benchmark, with a folder to keep parts in, and a picture."""
     parser = common.make_parser(module, description, name, **defaults)
-    work, picture = common.ROOT / "demo_output" / "evidence", common.ROOT / "model_cards" / "evidence" / f"{name}.png"
+    work = common.ROOT / "demo_output" / "evidence"
     parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="keeps what is done")
-    parser.add_argument("--picture", type=Path, default=picture, metavar="FILE", help=f"default: {picture.name}")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"default: model_cards/evidence/{name}.png")
     return parser
+
+
+def run(parser, measure, table, draw, arguments=None):
+    """Measure, write and print as `common.run` does, and draw the picture."""
+    result = common.run(parser, measure, table, arguments)
+    args = parser.parse_args(arguments)
+    draw(result, args.picture or PICTURES / f"{common.result_name(args)}.png")
 
 
 def measure_parts(measure, keys, args):
     """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work."""
     torch.set_num_threads(1)
-    of_keys = ("seeds", "bases")
-    settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *of_keys)}
+    settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *OF_KEYS)}
     settings |= {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
-    with Journal(args.work / f"{args.name}.jsonl", settings) as journal:
+    with Journal(args.work / f"{common.result_name(args)}.jsonl", settings) as journal:
         for key in keys:
             if key not in journal.done:
                 journal.append(key, measure(*key, args))

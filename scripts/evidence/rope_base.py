@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.metrics import rope_base_bound, rope_context_bound
 from scripts.bench import common
-from scripts.evidence.parts import make_parser, mean_and_range, measure_parts
+from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
 from scripts.evidence_curves import VOCABULARY, copy_rows
 
 
@@ -208,9 +208,7 @@ def main(arguments=None):
         "learning_rate": 3e-3,
         "device": "cpu",
     }
-    parser = make_parser(__spec__.name, __doc__, "rope_base", **lengths, **options)
-    result = common.run(parser, measure, table, arguments)
-    draw(result, parser.parse_args(arguments).picture)
+    run(make_parser(__spec__.name, __doc__, "rope_base", **lengths, **options), measure, table, draw, arguments)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ CONFIG = [
     config("a name of nothing", "'frobnicate' is no field", frobnicate=True),
     config("an option of generate", "'temperature' is no field", temperature=0.5),
     refused("unknown implementation", lambda: with_implementation("magic"), "magic"),
+    refused("vLLM without its plugin", lambda: with_implementation("vllm"), r"leave out.*'hf-longctx\[vllm\]'"),
     harmless("rope without parameters", lambda: (theta({}), theta({"rope_type": "default"}))),
 ]
 

@@ -114,7 +114,9 @@ def test_accelerate_may_not_divide_rows(name, monkeypatch):
         check_arguments(SimpleNamespace(parallelism_config=SimpleNamespace(**{name: 4})))
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
     with pytest.raises(ValueError, match=f"{name}=2"):
-        ResumableTrainer(make("llama"), TrainingArguments(use_cpu=True), metrics=None, stops=StopAtSignal())
+        ResumableTrainer(
+            make("llama"), TrainingArguments(use_cpu=True), metrics=None, stops=StopAtSignal(), batch_tokens=1
+        )
 
 
 def test_models_whose_rows_cannot_be_shared():

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTMemory, HMTState, HMTWrapper
 from hf_longctx.hmt.pages_hmt import TAGS_PER_EMBEDDING, MemoryPages, PageFile
+from hf_longctx.hmt.published_hmt import PublishedSegments
 
 
 PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
@@ -157,7 +158,7 @@ def test_a_fact_ten_thousand_segments_back():
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        fact = model._summarize(ids[:, :4])
+        fact = PublishedSegments(model).summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         state.bank = everything[:, -4:]
         state.pages = (filled(everything[0, :-4], block_size=16, recalled=8, at_once=1000),)

@@ -1,21 +1,23 @@
 """Repositories that nobody should load: refused, or harmless."""
 
+import gzip
 import json
 import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
 from hf_longctx.hub import build_bundle
 
 
+DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-Path({ran!r}).touch()
 class Config(LlamaConfig):
     model_type = "elsewhere"
 class Model(LlamaForCausalLM):
@@ -23,6 +25,40 @@ class Model(LlamaForCausalLM):
 class Tokenizer(PreTrainedTokenizerFast):
     pass
 """
+METRIC = """
+from pathlib import Path
+import datasets
+import evaluate
+class Sum(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int64")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+    def _compute(self, predictions):
+        return {"sum": sum(predictions)}
+"""
+TEMPLATES = (
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch RAN') }}",
+    "{% for i in range(10**9) %}{% endfor %}",
+)
+FIELDS = (
+    {"hidden_act": "__import__('pathlib').Path('RAN').touch()"},
+    {"dtype": "__import__('pathlib').Path('RAN').touch()"},
+    {"forget_gate": "__class__"},
+    {"layer_types": ["__class__"]},
+    {"num_hidden_layers": "9**9**9"},
+    {"head_dim": -1},
+    {"quantization_config": {"quant_method": "mallory/quantizer"}},
+    {"use_kernels": True},
+    {"attn_implementation": "mallory/kernel"},
+    {"_attn_implementation": "mallory/kernel"},
+)
+AUTO_MAPS = ("../../code.Config", "/code.Config", "os.system", "code", 3, ["code.Config", None])
+HEADERS = (
+    (2**62).to_bytes(8, "little"),
+    (200_000_000).to_bytes(8, "little") + b"{}",
+    (8).to_bytes(8, "little") + b"{" * 8,
+)
 
 
 class Touch:
@@ -36,7 +72,7 @@ class Touch:
 
 
 @pytest.mark.slow
-def test_hostile_repositories(run_client, publish, tmp_path):
+def test_hostile_repositories(hub, run_client, publish, tmp_path):
     ran = str(tmp_path / "ran")
 
     def saved(model, **config):
@@ -49,29 +85,62 @@ def test_hostile_repositories(run_client, publish, tmp_path):
     def encoded(values):
         return json.dumps(values).encode()
 
-    code = {"code.py": CODE.format(ran=ran).encode()}
+    good, bad = CODE.encode(), f"{CODE}Path({ran!r}).touch()\n".encode()
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     chain = {name: f"mallory/evil--{value}" for name, value in auto_map.items()}
     llama, fox = LlamaForCausalLM(LlamaConfig(**TINY)), FoxForCausalLM(FoxConfig(**TINY))
     weights = saved(llama)
+    config, commits = {"config.json": weights["config.json"]}, {}
 
-    publish({"../../outside.txt": b"out"}, "mallory/up")
-    publish({"/outside.txt": b"out"}, "mallory/root")
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../../outside.safetensors"}}
-    publish({"config.json": weights["config.json"], "model.safetensors.index.json": encoded(index)}, "mallory/index")
-    publish({"config.json": weights["config.json"], "pytorch_model.bin": pickle.dumps(Touch(ran))}, "mallory/pickle")
-    publish(saved(llama, model_type="elsewhere", auto_map=auto_map) | code, "mallory/evil")
+    for name, path in {"up": "../../x.txt", "root": "/x.txt", "in": "a/../../x.txt", "dos": r"..\..\x.txt"}.items():
+        publish({path: b"out"}, f"mallory/{name}")
+    publish({"config.json": b"../../../../../../etc/passwd"}, "mallory/link")  # as the Hub sends a link
+    publish(weights, "mallory/loop")
+    hub.knobs.loop = "mallory/loop"
+    publish({"config.json": b"[" * 10**6}, "mallory/deep")
+    publish({"config.json": b" " * 2 * 10**6 + b"{}"}, "mallory/large")
+
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../../x.safetensors"}}
+    publish(config | {"model.safetensors.index.json": encoded(index)}, "mallory/index")
+    for i, header in enumerate(HEADERS):
+        publish(config | {"model.safetensors": header}, f"mallory/header-{i}")
+    publish(config | {"pytorch_model.bin": pickle.dumps(Touch(ran))}, "mallory/pickle")
+    torch.save({"lm_head.weight": Touch(ran)}, tmp_path / "zipped.bin")
+    publish(config | {"pytorch_model.bin": tmp_path / "zipped.bin"}, "mallory/zipped-pickle")
+
+    publish(saved(llama, model_type="elsewhere", auto_map=auto_map) | {"code.py": bad}, "mallory/evil")
     publish(saved(llama, model_type="elsewhere", auto_map=chain), "mallory/unknown-chain")
     publish(saved(fox, auto_map=chain), "mallory/chain")
-    publish(saved(fox, attn_implementation="mallory/kernel-with-code"), "mallory/kernel")
+    for i, value in enumerate(AUTO_MAPS):
+        values = {"model_type": "elsewhere", "auto_map": {"AutoConfig": value}}
+        publish({"config.json": encoded(values)}, f"mallory/map-{i}")
+    for i, values in enumerate(FIELDS):
+        text = json.dumps(values).replace("RAN", ran)
+        publish(saved(fox, **json.loads(text)), f"mallory/field-{i}")
     tokenizer = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
-    publish(weights | code | {"tokenizer_config.json": encoded(tokenizer)}, "mallory/tokenizer")
+    publish(weights | {"code.py": bad, "tokenizer_config.json": encoded(tokenizer)}, "mallory/tokenizer")
+    for i, template in enumerate(TEMPLATES):
+        files = {name: DEMO / name for name in ("tokenizer.json", "tokenizer_config.json")}
+        publish(files | {"chat_template.jinja": template.replace("RAN", ran).encode()}, f"mallory/template-{i}")
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=16, sensory_tokens=4))
     hmt.config.backbone_in_checkpoint, hmt.config.backbone_name_or_path = False, "mallory/evil"
     publish(saved(hmt), "mallory/hmt")
 
-    files = saved(fox) | {"README.md": b"good"}
+    rows = encoded({"text": "a" * 1000}) + b"\n"
+    publish({"data.jsonl.gz": gzip.compress(rows * 100_000)}, "mallory/bomb", type="dataset")  # 100 MB
+
+    moved = {name: f"mallory/changed--{value}" for name, value in auto_map.items()}
+    commits["changed-chain"] = publish(saved(llama, model_type="elsewhere", auto_map=moved), "mallory/changed-chain")
+    own = saved(llama, model_type="elsewhere", auto_map=auto_map)
+    commits["changed"] = publish(own | {"code.py": good}, "mallory/changed")
+    publish({"code.py": bad}, "mallory/changed")
+    commits["metric"] = publish({"metric.py": METRIC.encode()}, "mallory/metric", type="space")
+    publish({"metric.py": f"{METRIC}Path({ran!r}).touch()\n".encode()}, "mallory/metric", type="space")
+
+    publish(saved(fox) | {"README.md": b"good"}, "mallory/bytes")
     (tmp_path / "hashes.json").write_text(json.dumps({"README.md": "0" * 64}))
-    publish(files, "mallory/bytes")
-    run_client("malicious.py", ran, "hashes.json", with_package=True)
+    (tmp_path / "commits.json").write_text(json.dumps(commits))
+    run_client("malicious.py", ran, "hashes.json", "commits.json", with_package=True)
     assert not Path(ran).exists()
+    assert not [entry.path for entry in hub.log if "mallory/kernel" in entry.path or "mallory/quantizer" in entry.path]
+    assert len([entry for entry in hub.log if "mallory/loop" in entry.path]) < 200

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
@@ -15,15 +16,14 @@ from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.run import train
-from hf_longctx.training.starts import changed_model
+from hf_longctx.training.starts import changed_model, extend_rope
 from hf_longctx.training.trainer import ResumableTrainer
 
 
 # PEFT asks transformers for a property that has another name now.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-DEMO = "model_cards/fox-demo"
-IDS = torch.randint(3, 1024, (2, 60), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -34,7 +34,7 @@ def llama(request, tmp_path_factory):
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
+        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
@@ -97,18 +97,28 @@ def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
 
 
 def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):
-    assert train(settings(llama, tmp_path, full=True)) == 0
+    assert train(settings(llama, tmp_path, full=True, warmup_steps=1)) == 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learning_rate"] for line in lines] == pytest.approx([5e-3, 1e-2, 5e-3])
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (llama, tmp_path / "model"))
     same = [n for (n, p), q in zip(before.named_parameters(), after.parameters()) if torch.equal(p, q)]
     assert not same
 
 
-def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path):
+def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path, capsys):
     run = settings(llama, tmp_path, recipe="fox-from-llama", decay_time=1e7)
     assert train(run) == 0
+    assert "gates that forget after 1e+07 tokens hardly learn from rows of 32" in capsys.readouterr().err
     assert train(settings(llama, tmp_path / "llama")) == 0
-    first = [json.loads((path / "metrics.jsonl").open().readline())["loss"] for path in (tmp_path, tmp_path / "llama")]
-    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    fox, plain = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (tmp_path, tmp_path / "llama")
+    )
+    assert fox[0]["loss"] == pytest.approx(plain[0]["loss"], abs=1e-4)
+    assert fox[0]["decay_time_min"] == pytest.approx(1e7, rel=1e-3) and fox[2]["decay_time_min"] < 0.9e7
+    assert [line["tokens"] for line in fox] == [64, 128, 192]
+    assert [line["gate_learning_rate"] for line in fox] == pytest.approx([100 * x["learning_rate"] for x in fox])
+    assert set(plain[0]) == {"step", "tokens", "loss", "grad_norm", "learning_rate"}
     before = changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama)).model.layers[0].self_attn.f_proj
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
@@ -123,6 +133,19 @@ def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and
     for when in ("before", "after"):
         assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 512
         assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
+
+
+def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():
+    rope = {"rope_type": "default", "rope_theta": 100_000.0}
+    smollm2 = LlamaConfig(hidden_size=576, num_attention_heads=9, max_position_embeddings=8192, rope_parameters=rope)
+    run = FinetuneSettings(model="smollm2", recipe="rope-extend", sequence_length=2048)
+    assert (
+        extend_rope(smollm2, run)
+        == "RoPE base 100000, which reaches 3615 tokens, becomes 2e+06; 8192 tokens need 323744"
+    )
+    assert (smollm2.rope_parameters["rope_theta"], smollm2.max_position_embeddings) == (2e6, 8192)
+    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these: there is nothing to extend"):
+        extend_rope(smollm2, run)
 
 
 def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):

@@ -5,16 +5,20 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
@@ -22,12 +26,14 @@ from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import Rows, stack
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
+from hf_longctx.training.settings import write_settings
 from hf_longctx.training.starts import changed_model
-from hf_longctx.training.trainer import ResumableTrainer
+from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
 
 STEPS, SAVE_STEPS = 9, 3
-TOKENIZER = os.path.join(os.path.dirname(__file__), "..", "..", "model_cards", "fox-demo")
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = str(DEMO)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +169,7 @@ def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone
         losses.append([line["eval_loss"] for line in metrics(folder) if "eval_loss" in line])
     assert [len(values) for values in losses] == [2, 2]
     model = FoxForCausalLM.from_pretrained(tmp_path / "False" / "model")
-    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, 1024)
+    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, VOCABULARY)
     assert len(rows) == 3
     with torch.no_grad():
         passes = [float(model(**stack(part)).loss) for part in ([rows[0], rows[1]], [rows[2]])]
@@ -171,6 +177,25 @@ def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone
     plain = tmp_path / "plain"
     train(settings(text, plain, preset="tiny", steps=4))
     assert metrics(plain) == [line for line in metrics(tmp_path / "False") if "loss" in line]
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant_with_warmup", "warmup_stable_decay"])
+@pytest.mark.parametrize("steps, warmup", [(3, 0), (20, 1), (39, 1), (200, 10)])
+def test_every_step_of_a_schedule_learns_and_the_warmup_is_linear(name, steps, warmup):
+    options = {"num_decay_steps": steps // 10} if name == "warmup_stable_decay" else {}
+    rates = {}
+    for mended in (False, True):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=options)
+        schedule = warm_up_above_zero(schedule, warmup) if mended else schedule
+        rates[mended] = []
+        for _ in range(steps):
+            rates[mended].append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+    assert min(rates[True]) > 0 and max(rates[True]) == 1
+    assert rates[True][: warmup + 1] == pytest.approx([(step + 1) / (warmup + 1) for step in range(warmup + 1)])
+    assert rates[True][warmup:] == rates[False][warmup:]
 
 
 FAULTS = {
@@ -238,10 +263,28 @@ def test_processes_divide_a_step(sharded, changes, uninterrupted, evaluated):
 
 
 @pytest.mark.slow
+def test_accelerate_launches_processes_that_divide_a_step(uninterrupted, evaluated, text, tmp_path):
+    (tmp_path / "config.yaml").write_text(write_settings(settings(text, tmp_path / "run", dropout=0.0)))
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "scripts/accelerate/ddp.yaml"]
+    train = ["-m", "hf_longctx", "train", "--config", str(tmp_path / "config.yaml")]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [*accelerate, "--num_processes", "2", "--main_process_port", port, *train]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    losses = [line["loss"] for line in uninterrupted(**evaluated) if "loss" in line]
+    assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
+    states = list((tmp_path / "run" / "checkpoints" / "checkpoint-9").glob("rng_state*"))
+    assert len(states) == 2, "two processes trained"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, sharded", [("fox-from-llama", True), ("rope-extend", False)])
 def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart, text, tmp_path):
     torch.manual_seed(0)
-    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "llama")
     sizes = dict(sequence_length=128, batch_tokens=512) if recipe == "rope-extend" else dict(sequence_length=32)
     sizes |= dict(rows_at_once=1, steps=3, learning_rate=1e-2)

@@ -1,6 +1,6 @@
 """What a metric needs of a model: the `Reader` protocol, and the reader of a model in this process.
 
-`served.ServedModel` is the other reader. A metric never asks which of them it has.
+`served.ServedModel` and `offline.OfflineModel` are the other readers. A metric never asks which of them it has.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def reader_for(model: nn.Module | Reader) -> Reader:
     if not hasattr(model, "reading") or isinstance(model, type):
         raise TypeError(
             f"model is {repr(model) if isinstance(model, str) else 'of ' + str(type(model))}; give a causal language model of transformers, such as "
-            "AutoModelForCausalLM.from_pretrained(name), or a reader, such as ServedModel(url)."
+            "AutoModelForCausalLM.from_pretrained(name), or a reader, such as ServedModel(url) or OfflineModel(llm)."
         )
     return model
 

@@ -25,24 +25,23 @@ import urllib.request
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .engine import Unreadable
+from .prompts import ANOTHER, PromptReader, Scores, no_scores, scores_of_entries
 from .text_prompts import TextPrompts
 
 
-NO_PREDICTION, ANOTHER = -1, -2  # in place of ids: NaN; a token that the reply does not identify
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
 REFUSED = {400, 404, 405, 422, 501}  # the server does not know the request or something in it
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
 SAME = 0.02  # nats by which rounding may change a log-probability from one request to the next
 
 
-class ServedModel:
+class ServedModel(PromptReader):
     """The `Reader` of one served model. Making one asks the server for its name and for its form of log-probabilities.
 
     Args:
@@ -66,10 +65,6 @@ class ServedModel:
             the prompt at the right tokens.
         RuntimeError: the server refuses; the message is the server's.
     """
-
-    can_reply, device = True, None
-    is_distributed = False
-    reuses_prefixes = False  # the server does, by itself
 
     def __init__(
         self,
@@ -112,32 +107,18 @@ class ServedModel:
     def configured_id(self, name: str) -> None:
         """None: no server reports its special ids."""
 
-    def cost(self, tokens: int) -> float:
-        return tokens
-
-    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> nullcontext:
-        """Nothing to prepare: memory and passes are the server's business."""
-        return nullcontext()
-
-    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """As for `reader.Reader`, but at positions up to T - 2: log-probabilities are those of the prompt's tokens.
-
-        A prediction is -2 where the likeliest id is not that of the input and the reply does not identify it.
-        """
-        rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
+    def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
         with ThreadPoolExecutor(self.concurrency) as pool:
-            best = np.stack(list(pool.map(lambda row: self.score_prompt(row)[0], rows)))
-        # the prediction after position p is reported with the token p + 1
-        return best[inverse.reshape(-1)][:, positions.start + 1 : positions.stop + 1]
+            return list(pool.map(self.score_prompt, prompts))
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        best, log_probs, _ = self.score_prompt(np.append(ids, targets[-1]))
-        if positions.start == 0 and self._form.prompt is not list and math.isnan(log_probs[1]):
+        log_probs, best = super().score(ids, targets, positions)
+        if positions.start == 0 and self._form.prompt is not list and math.isnan(log_probs[0]):
             raise ValueError(
                 f"{self.base_url} takes text only and leaves out the log-probability of the first token, without which there "
                 "is no loss by position. What it reports suffices for a forgetting curve, and for questions."
             )
-        return log_probs[positions.start + 1 :], best[positions.start + 1 :]
+        return log_probs, best
 
     def score_prompt(self, ids: np.ndarray) -> Scores:
         """For each token of a prompt, what the model expected in its place.
@@ -285,39 +266,14 @@ def read_message(error: urllib.error.HTTPError) -> str:
     return " ".join(str(text).split())[:500] or str(error.reason)
 
 
-class Scores(NamedTuple):
-    """What a model expected in place of each token of a prompt. Nothing comes before the first one.
-
-    Attributes:
-        best: the likeliest id, (T,) int64, see `ServedModel.predict`; -1 for the first one.
-        log_probs: log-probability of the prompt's token, (T,) float64, in nats; NaN for the first one.
-        highest: log-probability of the likeliest token, (T,) float64, in nats; NaN for the first one.
-    """
-
-    best: np.ndarray
-    log_probs: np.ndarray
-    highest: np.ndarray
-
-
 def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | None:
     """vLLM's form: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`."""
     entries = choice.get("prompt_logprobs")
     if not entries:
         return None
     check_count(len(entries), len(ids))
-    scores = no_scores(len(ids))
-    for i, entry in enumerate(entries[1:], start=1):
-        numbers = {int(token): number(value["logprob"]) for token, value in entry.items()}
-        if ids[i] not in numbers:
-            raise ValueError(
-                f"the tokens of the reply are not those of the prompt: at position {i} of {list(numbers)}, not of {ids[i]}. "
-                "Does the endpoint rewrite prompts?"
-            )
-        scores.log_probs[i] = numbers[ids[i]]
-        if not any(map(math.isnan, numbers.values())):
-            scores.highest[i] = highest = max(numbers.values())
-            scores.best[i] = min(token for token, value in numbers.items() if value == highest)  # as argmax does
-    return scores
+    numbers = [{int(token): number(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
+    return scores_of_entries(numbers, ids)
 
 
 def parse_echo(choice: dict[str, Any], ids: list[int]) -> Scores | None:
@@ -382,10 +338,6 @@ def echo_of_text(prompts: TextPrompts) -> Form:
         return scores
 
     return Form("echo of text", ECHO, parse, prompts.text, prompts.learn)
-
-
-def no_scores(n) -> Scores:
-    return Scores(np.full(n, NO_PREDICTION, dtype=np.int64), np.full(n, np.nan), np.full(n, np.nan))
 
 
 def number(value) -> float:

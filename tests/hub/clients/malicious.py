@@ -1,17 +1,24 @@
-"""Repositories that want to run code, or to write where they should not: nothing of the kind happens."""
+"""Repositories that want to run code, to write where they should not, or to fill the machine: none of it happens."""
 
+import itertools
+import json
 import os
 import sys
 from pathlib import Path
 
 import checks
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+import evaluate
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import hf_longctx.hub
+from hf_longctx.corpus import open_source
 from hf_longctx.hub import check
 
 
-RAN = Path(sys.argv[1])  # what the code of each repository would create
+RAN, COMMITS = Path(sys.argv[1]), json.loads(Path(sys.argv[3]).read_text())  # RAN: what the code would create
+load = AutoModelForCausalLM.from_pretrained
 
 
 def refused(function, *arguments, says="", **options):
@@ -24,21 +31,62 @@ def refused(function, *arguments, says="", **options):
     assert not RAN.exists(), "code was run"
 
 
+def numbered(name):
+    """The repositories mallory/NAME-0, mallory/NAME-1, ... as far as there are any."""
+    for i in itertools.count():
+        try:
+            HfApi().repo_info(f"mallory/{name}-{i}")
+        except RepositoryNotFoundError:
+            assert i, f"there is no mallory/{name}-0"
+            return
+        yield f"mallory/{name}-{i}"
+
+
 def check_paths_that_lead_out():
     """Nothing is written outside of the cache, or of the folder that is asked for."""
-    for id in ("mallory/up", "mallory/root"):
+    for id in ("mallory/up", "mallory/root", "mallory/in", "mallory/dos"):
         refused(snapshot_download, id)
         refused(snapshot_download, id, local_dir="here")
-    refused(hf_hub_download, "mallory/up", "../../outside.txt", local_dir="here")
-    assert not list(Path().glob("**/outside.txt")) and not Path("/outside.txt").exists()
+    refused(hf_hub_download, "mallory/up", "../../x.txt", local_dir="here")
+    assert not list(Path().glob("**/*x.txt")) and not Path("/x.txt").exists()
+
+
+def check_a_link_is_a_text():
+    """The Hub sends the target of a link as the content of the file; no client makes a link of it."""
+    path = Path(hf_hub_download("mallory/link", "config.json"))
+    assert path.read_text() == "../../../../../../etc/passwd"
+    assert path.resolve().is_relative_to(Path(os.environ["HF_HOME"]).resolve())
+    refused(AutoConfig.from_pretrained, "mallory/link", says="not a valid JSON")
+
+
+def check_redirects_that_never_end():
+    refused(hf_hub_download, "mallory/loop", "config.json")
+    refused(get_hf_file_metadata, hf_hub_url("mallory/loop", "config.json"), says="redirects")
+    refused(AutoConfig.from_pretrained, "mallory/loop")
+
+
+def check_configurations_that_are_too_much():
+    """Deep ones end in an error; the Space reads none of more than 1 MB."""
+    refused(AutoConfig.from_pretrained, "mallory/deep")
+    sys.path.append(str(Path(hf_longctx.hub.__file__).with_name("explorer")))
+    import inputs
+
+    refused(inputs.fetch, "mallory/large", "config.json", inputs.MEGABYTE, says="2000002 bytes")
 
 
 def check_shards_that_lead_out():
-    refused(AutoModelForCausalLM.from_pretrained, "mallory/index", trust_remote_code=True)
+    refused(load, "mallory/index", trust_remote_code=True)
+
+
+def check_damaged_weights():
+    for id in numbered("header"):
+        refused(load, id)
 
 
 def check_a_pickle_runs_no_code():
-    refused(AutoModelForCausalLM.from_pretrained, "mallory/pickle", trust_remote_code=True)
+    for id in ("mallory/pickle", "mallory/zipped-pickle"):
+        refused(load, id, trust_remote_code=True)
+        refused(load, id, says="does not appear to have a file named model.safetensors", use_safetensors=True)
 
 
 def check_code_of_another_repository_needs_trust():
@@ -48,8 +96,26 @@ def check_code_of_another_repository_needs_trust():
     refused(AutoConfig.from_pretrained, "mallory/unknown-chain", says="mallory/evil", trust_remote_code=False)
 
 
+def check_auto_maps_of_no_class():
+    for id in numbered("map"):
+        refused(AutoConfig.from_pretrained, id, trust_remote_code=True)
+
+
+def check_fields_that_name_code():
+    """They are refused, or mean nothing: the model is loaded without them, and nothing else is."""
+    for id in numbered("field"):
+        try:
+            load(id)
+        except Exception as error:
+            print(id, type(error).__name__)
+        assert not RAN.exists(), id
+
+
+def check_a_kernel_named_by_a_file_is_not_loaded():
+    refused(load, "mallory/field-8", trust_remote_code=True)
+
+
 def check_a_backbone_needs_trust_by_its_own_name():
-    load = AutoModelForCausalLM.from_pretrained
     refused(load, "mallory/hmt", says="backbone_trust_remote_code=True", trust_remote_code=True)
 
 
@@ -57,8 +123,28 @@ def check_a_tokenizer_with_code_needs_trust():
     refused(AutoTokenizer.from_pretrained, "mallory/tokenizer", trust_remote_code=False)
 
 
-def check_a_kernel_named_by_a_file_is_not_loaded():
-    refused(AutoModelForCausalLM.from_pretrained, "mallory/kernel", trust_remote_code=True)
+def check_chat_templates():
+    for id in numbered("template"):
+        tokenizer = AutoTokenizer.from_pretrained(id)
+        refused(tokenizer.apply_chat_template, [{"role": "user", "content": "x"}], tokenize=False)
+
+
+def check_a_small_file_of_much_text():
+    """A dataset is streamed: what is not read fills neither memory nor disk."""
+    documents = open_source("mallory/bomb")[1]
+    assert len(next(documents)) == 1000
+    sizes = [path.stat().st_size for path in Path(os.environ["HF_HOME"]).rglob("*") if path.is_file()]
+    assert sum(sizes) < 50_000_000, f"{sum(sizes)} bytes were written"
+
+
+def check_what_upstream_runs_is_pinned_by_its_commit():
+    """Code that its owner changes later is not run."""
+    options = {"revision": COMMITS["changed"], "trust_remote_code": True}
+    assert AutoConfig.from_pretrained("mallory/changed", **options).model_type == "elsewhere"
+    options = {"revision": COMMITS["changed-chain"], "code_revision": COMMITS["changed"], "trust_remote_code": True}
+    assert AutoConfig.from_pretrained("mallory/changed-chain", **options).model_type == "elsewhere"
+    assert evaluate.load("mallory/metric", revision=COMMITS["metric"]).compute(predictions=[1, 2]) == {"sum": 3}
+    assert not RAN.exists(), "other code was run"
 
 
 def check_other_bytes_are_noticed_by_their_hashes():

@@ -40,6 +40,7 @@ class Knobs:
     xet: bool = True  # without it, files are offered by plain HTTP only
     slow: float = 0.0  # seconds to wait before each 64 KiB of a blob
     cut: int | None = None  # the next download of a blob ends after so many bytes
+    loop: str | None = None  # the files of this repository redirect to themselves
 
 
 @dataclass

@@ -138,6 +138,8 @@ async def resolve(hub, request, plural, id, revision, path):
     """A file of a commit: small ones at another path of this host, LFS at the blob host."""
     repo = hub.repo(request, type_of(plural), id)
     commit = repo.at(revision)
+    if id == hub.knobs.loop:
+        return RedirectResponse(request.url.path, 307, {"X-Repo-Commit": commit.sha})
     headers, file = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
     if file is None:
         raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # with its commit, for the client's cache

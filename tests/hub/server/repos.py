@@ -1,5 +1,6 @@
 """Repositories: their commits, branches, tags and pull requests, and the endpoints that make, name and list them."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -227,8 +228,11 @@ def info_of(hub, repo, commit, blobs=False):
     if repo.type == "space":
         values |= {"sdk": repo.sdk or card.get("sdk")}
     if "config.json" in commit.files:
-        config = json.loads(hub.path(commit.files["config.json"].sha256).read_text())
-        values["config"] = {key: config[key] for key in ("architectures", "model_type", "auto_map") if key in config}
+        with contextlib.suppress(ValueError, RecursionError):  # the Hub takes any text, and leaves it out here
+            config = json.loads(hub.path(commit.files["config.json"].sha256).read_text())
+            values["config"] = {
+                key: config[key] for key in ("architectures", "model_type", "auto_map") if key in config
+            }
     return values
 
 

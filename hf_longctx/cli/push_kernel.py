@@ -1,0 +1,26 @@
+"""Push the Triton kernels of forgetting attention to the Hub, as a kernel that transformers loads by its name.
+
+The source goes to the branch main, and what is loaded to the branch of the version. Who loads it runs its code: give
+them the commit, attn_implementation="REPO@COMMIT". The Hub asks for its approval before a new kernel is published.
+
+Examples:
+  hf-longctx push-kernel alice/forgetting-attention --dry-run
+  hf-longctx push-kernel alice/forgetting-attention --private
+"""
+
+from . import push
+
+
+def add_arguments(parser):
+    push.add_destination(parser, branch=False)
+
+
+def run(args):
+    from ..hub import build_kernel
+
+    push.check_repo(args.repo)
+    for branch, bundle in build_kernel(args.repo).items():
+        args.revision, args.tag = branch, None
+        commit = push.send(bundle, args, repo_type="kernel")
+    if commit is not None:
+        print(f'attn_implementation="{args.repo}@{commit.oid}"')

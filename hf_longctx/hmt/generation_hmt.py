@@ -1,0 +1,66 @@
+"""What `generate` of transformers asks of `HMTWrapper`: a state in place of a key/value cache."""
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .checks_hmt import check_generation
+
+
+class HMTGenerationMixin(GenerationMixin):
+    """`GenerationMixin` whose cache is an `HMTState`."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids, state=None, attention_mask=None, is_first_iteration=False, **kwargs
+    ):
+        """The whole prompt first (it may continue a `state`), then one new token at a time."""
+        if is_first_iteration and attention_mask is not None:
+            if not attention_mask.any(1).all():
+                raise ValueError(
+                    "A row of attention_mask is all padding: there is nothing to continue. Remove the row."
+                )
+            if not attention_mask[:, -1].all():
+                raise ValueError(
+                    "The rows are padded on the right, and generation would continue the padding. Pad on the left: "
+                    "tokenizer.padding_side = 'left'."
+                )
+        if state is not None and not kwargs.get("use_cache", True):
+            raise ValueError(
+                "use_cache is False, and generation continues a state: only a state can hold the generated tokens. "
+                "Leave use_cache at True, or generate from the whole text without a state."
+            )
+        if state is not None and not is_first_iteration:
+            input_ids, attention_mask = input_ids[:, -1:], None
+        options = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
+
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        check_generation(generation_config)
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        """As in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
+
+        It has read everything but the last token of the sequences, with which the next call begins. Rows that end
+        before others read padding until all have ended: generate such rows one by one to go on from their states. A
+        beam search has no `state`: its rows are beams, not the sequences.
+        """
+        output = super().generate(*args, **kwargs)
+        if isinstance(output, GenerateDecoderOnlyOutput):
+            output["state"] = output.past_key_values
+        return output
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        """As in transformers, and also repeat the rows of a `state`."""
+        state = model_kwargs.get("state")
+        if expand_size > 1 and state is not None:
+            index = torch.arange(len(state.bank)).repeat_interleave(expand_size)
+            model_kwargs["state"] = state.select_rows(index)
+        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False  # the cache is an HMTState
+
+
+__all__ = ["HMTGenerationMixin"]

@@ -1,0 +1,201 @@
+"""The segments of the paper: a summary pass, and one pass between two prompts; in the causal mode a third pass.
+
+The modes are described in `modeling_hmt.py`.
+"""
+
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from transformers import DynamicCache
+
+from .memory_hmt import pick
+from .rows_hmt import Span, align
+from .segments_hmt import Pass, Segments
+
+
+class PublishedSegments(Segments):
+    """`recall_mode` "paper" and "causal"; and any mode without recall."""
+
+    def read(self, state, chunks, use_cache):
+        """Read the segments of a call.
+
+        Returns:
+            the state after them; their `Reading`s; the `Reading`s of first halves, which were read apart.
+        """
+        late, early, first_halves = [], [], []
+        group_size = max(1, self.config.summary_batch // len(state.bank))
+        for chunk, query in zip(chunks, self.recall_queries(state, chunks)):
+            state, reading, first_half = self.read_segment(state, chunk, query, use_cache)
+            late.append(reading)
+            first_halves += first_half
+            if len(first_halves) == group_size or chunk is chunks[-1]:
+                early += self.read_first_halves(first_halves)
+                first_halves = []
+        return state, late, early
+
+    def recall_queries(self, state, chunks):
+        """Yield the recall query of each chunk, (B, 1, d), or None for a chunk in which no row recalls.
+
+        Summary passes see no memory, so those of several segments go through the backbone together.
+        """
+        j, queries = self.config.summary_length, {}
+        group_size = max(1, self.config.summary_batch // len(state.bank))
+        pending = [chunk.n for chunk in chunks if any(self.recalls(chunk))]
+        for n in range(len(chunks)):
+            if pending[:1] == [n]:
+                group = [i for i in pending[:group_size] if i == n or chunks[i].ids.shape[1] >= j]
+                del pending[: len(group)]
+                ids = torch.cat([chunks[i].ids[:, :j] for i in group])
+                mask = torch.cat([chunks[i].mask[:, :j] for i in group]) if state.padded else None
+                queries.update(zip(group, self.summarize(ids, mask).chunk(len(group))))
+            yield queries.pop(n, None)
+
+    def recalls(self, chunk):
+        """Which rows make the recall of their segment in this call."""
+        numbers = zip(chunk.segments, chunk.counts, chunk.read)
+        return [self.has_recall(n, count) and not self.has_recall(n, read) for n, count, read in numbers]
+
+    def has_recall(self, segment, tokens):
+        """Whether `segment` of a text makes a recall when its first `tokens` tokens are known."""
+        if not self.config.recall or segment == 0:
+            return False
+        if self.config.recall_mode == "paper":
+            return tokens > 0
+        # Logits before token j do not need the recall. Only a full segment leaves a memory, which does.
+        return tokens > self.config.summary_length or tokens == self.config.segment_length
+
+    def summarize(self, ids, mask=None):
+        """H^sum (paper, sec. 3.2): the backbone on [H^T, E(ids), H^T], last position. (R, j) -> (R, 1, d)."""
+        tokens = self.lm.embed(ids)
+        prompt = self.prompt(self.memory.summary_prompt, tokens)
+        if mask is not None:
+            visible = mask.new_ones(len(ids), 1)
+            mask = torch.cat([visible, mask, visible], 1)
+        _, hidden, *_ = self.run(torch.cat([prompt, tokens, prompt], 1), mask)
+        return hidden[:, -1:].clone()
+
+    def read_segment(self, state, chunk, query, use_cache):
+        """Read one segment of each row, or its tokens so far: sections 3.2 and 3.3 of the paper.
+
+        Args:
+            state: before this segment.
+            chunk: the segment's tokens so far.
+            query: (B, 1, d) or None.
+            use_cache: whether a later call continues a segment that stays open.
+
+        Returns:
+            the state after it; the `Reading`; a list of the `Pass` that gives the logits before token j, or [].
+        """
+        config, j = self.config, self.config.summary_length
+        scores, distance = None, None
+        begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
+        if any(begins):
+            opening, _, _ = self.prompt_for(state, state.query)  # without recall, or with one memory, it has no query
+            prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
+            state = replace(state, **prompts)
+        if query is not None:
+            rows = self.recalls(chunk)
+            recalled, scores, distance = self.recall(state, query)
+            scores, distance = (pick(rows, x[:, None], None)[:, 0] for x in (scores, distance))
+            prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
+            state = replace(state, prompt=prompt, query=query).without_kv_cache()
+
+        first = chunk.returned if chunk.targets is None else chunk.read
+        first_half = []
+        if config.recall_mode == "causal":
+            # segment 1 has one memory, so both prompts are equal: one pass is enough
+            recalled = [n > 1 and self.has_recall(n, count) for n, count in zip(chunk.segments, chunk.counts)]
+            stop = [max(a, min(j, n)) if late else a for a, n, late in zip(first, chunk.counts, recalled)]
+            if stop != first:
+                counts = [min(j, count) for count in chunk.counts]
+                embeds, _, starts = self.layout(state, state.opening_prompt, chunk, counts)
+                first_half.append(Pass(chunk, embeds, (Span(first, stop, starts),)))
+            first = stop
+
+        full = [count == config.segment_length for count in chunk.counts]
+        stays_open = use_cache and not any(full)
+        if self.cached_positions(state, chunk):
+            kv_cache = state.kv_cache
+            embeds, mask, starts = self.continue_layout(state, chunk, close=not stays_open)
+        else:
+            new_cache = stays_open and all(chunk.ongoing) and self.lm.continues and not torch.is_grad_enabled()
+            kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
+            layout = (state, state.prompt, chunk, chunk.counts)
+            embeds, mask, starts = self.layout(*layout, close=not stays_open, left=not new_cache)
+        one = Pass(chunk, embeds, (Span(first, chunk.counts, starts),))
+        (reading,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
+
+        memory = None
+        if not stays_open:
+            # indexing copies: a view would keep all hidden states alive
+            end = torch.tensor([start + count for start, count in zip(starts, chunk.counts)], device=embeds.device)
+            place = end[:, None] + torch.arange(config.memory_tokens, device=embeds.device)
+            memory = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
+            memory = pick(full if use_cache else [count > 0 for count in chunk.counts], memory, None)
+        if stays_open and kv_cache is not None:
+            state = replace(state, kv_cache=kv_cache, kv_mask=mask)
+        else:
+            state = state.without_kv_cache()
+        if any(full):
+            state = self.close(state, chunk, memory, full)
+        return state, reading._replace(recall_scores=scores, recall_distance=distance, memory=memory), first_half
+
+    def layout(self, state, prompt, chunk, counts, close=False, left=True):
+        """[prompt, sensory tokens, tokens], and the prompt again with `close`.
+
+        Args:
+            state, prompt, chunk: of a segment, before it is read.
+            counts: how many of its tokens each row reads.
+            left: rows of unequal length stand at the left, where nothing sees the padding behind them; else at the
+                right, so that a cache can grow.
+
+        Returns:
+            embeddings (B, P, d); mask (B, P), or None if no position sees padding; the column of each row's token 0.
+        """
+        config, width = self.config, max(counts)
+        tokens, mask = self.lm.embed(chunk.ids[:, :width]), chunk.mask[:, :width]
+        prompt, visible = prompt.to(tokens), mask.new_ones(len(tokens), config.memory_tokens)
+        parts = 4 if close else 3
+        embeds = torch.cat([prompt, self.lm.embed(state.sensory_ids), tokens, prompt][:parts], 1)
+        mask = torch.cat([visible, state.sensory_mask, mask, visible][:parts], 1)
+        starts = [config.memory_tokens + config.sensory_tokens * (segment > 0) for segment in chunk.segments]
+        if state.padded:
+            return embeds, mask, starts
+        if set(counts) == {width} and set(starts) == {config.memory_tokens + state.sensory_ids.shape[1]}:
+            return embeds, None, starts
+        mask, embeds = align(mask, embeds, left=left)
+        if left:
+            return embeds, None, starts
+        return embeds, mask, [embeds.shape[1] - count for count in counts]
+
+    def continue_layout(self, state, chunk, close):
+        """As `_layout`, of the tokens behind those in the cache; the mask covers these too."""
+        new_tokens = torch.arange(chunk.counts[0] - chunk.read[0], device=chunk.ids.device)
+        place = torch.tensor(chunk.read, device=chunk.ids.device)[:, None] + new_tokens
+        embeds, mask = self.lm.embed(chunk.ids.gather(1, place)), None
+        if state.kv_mask is not None:
+            mask = torch.cat([state.kv_mask, chunk.mask.gather(1, place)], 1)
+        if close:
+            prompt = state.prompt.to(embeds)
+            embeds = torch.cat([embeds, prompt], 1)
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(prompt.shape[:2])], 1)
+        return embeds, mask, [-n for n in chunk.read]
+
+    def read_first_halves(self, passes):
+        """Run neighbouring passes of one shape together, and yield their `Reading`s."""
+        for _, alike in groupby(passes, key=lambda one: one.shape):
+            yield from self.run_passes(list(alike))[0]
+
+    def cached_positions(self, state, chunk):
+        """Positions in the cache of the open segments; 0 where there is no usable cache, and they are read again.
+
+        That is so after loading a state, with gradients, with backbones that cannot continue, after a recall or a
+        border in any row, and where the rows get unequal numbers of new tokens.
+        """
+        if torch.is_grad_enabled() or len({n - m for n, m in zip(chunk.counts, chunk.read)}) > 1:
+            return 0
+        return 0 if state.kv_cache is None else state.kv_cache.get_seq_length()
+
+
+__all__ = ["PublishedSegments"]

@@ -1,0 +1,165 @@
+"""Reading one segment: what every layout shares. The layouts are `published_hmt.py` and `single_hmt.py`."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .backbone_hmt import fork
+from .memory_hmt import pad_front, recall_distance
+from .rows_hmt import Chunk, Span
+
+
+class Pass(NamedTuple):
+    """A pass of the backbone: embeddings (B, P, d), and the tokens of the chunk whose logits are computed."""
+
+    chunk: Chunk
+    embeds: torch.Tensor
+    spans: tuple[Span, ...]
+
+    @property
+    def shape(self):
+        """What passes must have in common to run together."""
+        return self.embeds.shape[1], self.columns(self.spans)
+
+    def columns(self, spans):
+        return sorted({column for span in spans for column in span.columns()})
+
+    def targets(self, columns):
+        """What the tokens in `columns` predict, (B, n); -100 where a row has no token."""
+        return torch.stack([span.gather(self.chunk.targets, columns) for span in self.spans]).amax(0)
+
+
+class Reading(NamedTuple):
+    """What a pass over chunk n gives: logits of each row's tokens (n_b, V), or []; the summed loss, or the hidden
+    states (n, d) and targets (n,) that it will be made of; and the recall."""
+
+    n: int
+    logits: list
+    loss: torch.Tensor | None = None
+    scored: tuple | None = None
+    recall_scores: torch.Tensor | None = None
+    recall_distance: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
+
+
+class Segments:
+    """Reads segments with the backbone and the memory of a model.
+
+    Args:
+        model: `HMTWrapper`.
+    """
+
+    def __init__(self, model):
+        self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
+
+    def prompt_for(self, state, query):
+        """As `recall`; without memories `initial`, without a query the latest memory, and no scores or distances."""
+        if state.bank.shape[1] == 0:
+            return (
+                self.prompt(self.memory.initial, state.bank).clone(),
+                None,
+                None,
+            )  # an optimizer must not change a state
+        if query is None:
+            latest = state.bank[:, -self.config.memory_tokens :]
+            return self.memory.or_initial(latest, state.valid), None, None
+        return self.recall(state, query)
+
+    def recall(self, state, query):
+        """Recall from the bank and, if there are pages, from the best of them.
+
+        Returns:
+            prompt (B, 1, d), scores (B, c), distances (B,).
+        """
+        bank, valid, count = state.bank, state.valid, state.bank.shape[1]
+        ages = torch.arange(count - 1, -1, -1, device=bank.device).expand(len(bank), -1)
+        if state.pages is not None:
+            looked_up = [
+                pages.look_up(row) for pages, row in zip(state.pages, self.memory.direction(query, bank, valid))
+            ]
+            width = max(len(paged_ages) for _, paged_ages in looked_up)
+            paged = torch.stack([pad_front(x, width) for x, _ in looked_up])
+            paged_ages = torch.stack([pad_front(x, width) for _, x in looked_up])
+            counts = torch.tensor([len(x) for _, x in looked_up], device=bank.device)[:, None]
+            paged_valid = torch.arange(width, device=bank.device) >= width - counts
+            bank, valid = torch.cat([paged, bank], 1), torch.cat([paged_valid, valid], 1)
+            ages = torch.cat([paged_ages + count, ages], 1)
+        prompt, scores = self.memory.recall(query, bank, valid)
+        return prompt, scores, recall_distance(scores, ages).masked_fill(~valid.any(1), 0)
+
+    def close(self, state, chunk, memory, full):
+        """The state after the segment of the `full` rows: its memory is in the bank, its last tokens are sensory."""
+        config, pages = self.config, state.pages
+        bank = torch.cat([state.bank, memory.to(state.bank)], 1)
+        valid = torch.cat([state.valid, state.valid.new_ones(memory.shape[:2])], 1)
+        kept = (config.memory_size or bank.shape[1]) if config.recall else config.memory_tokens
+        if pages is not None:
+            drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
+            # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
+            dropped = state.bank[:, :1]
+            pages = tuple(row.append(x) if drop else row for row, x, drop in zip(pages, dropped, drops))
+        sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
+        closed = replace(
+            state,
+            pages=pages,
+            bank=bank[:, -kept:],
+            valid=valid[:, -kept:],
+            sensory_ids=sensory_ids,
+            sensory_mask=torch.ones_like(sensory_ids, dtype=torch.bool),
+            opening_prompt=None,
+            prompt=None,
+        )
+        state = closed.pick(full, state)
+        if config.bptt_segments is not None:
+            cut = [
+                closes and (segment + 1) % config.bptt_segments == 0 for closes, segment in zip(full, chunk.segments)
+            ]
+            state = state.detach().pick(cut, state)
+        return state
+
+    def prompt(self, parameter, like):
+        """A learned prompt (m, d) as embeddings for each row of `like` (B, ., d)."""
+        return parameter.to(like).expand(len(like), -1, -1)
+
+    def run_passes(self, passes, mask=None, kv_cache=None, visible=None):
+        """Run passes of one shape together: their `Reading`s, the last hidden states (R, P, d), and the cache."""
+        columns, targets = passes[0].columns(passes[0].spans), None
+        if passes[0].chunk.targets is not None:
+            targets = torch.cat([one.targets(columns) for one in passes])
+        returned = [[span.after(one.chunk.returned) for span in one.spans] for one in passes]
+        kept = sorted({column for one, spans in zip(passes, returned) for column in one.columns(spans)})
+        embeds, scored = torch.cat([one.embeds for one in passes]), None
+        if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, visible)
+            scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
+        else:
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, visible, bool(kept))
+        rows = [[]] * len(passes)
+        if kept:
+            several = zip(returned, logits.chunk(len(passes)))
+            rows = [[*map(torch.cat, zip(*(span.rows(x, columns) for span in spans)))] for spans, x in several]
+        readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
+        return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden, kv_cache
+
+    def run(self, *arguments):
+        """`_run_once`; with gradient checkpointing the backward pass computes it again."""
+        if self.model.gradient_checkpointing and self.model.training and torch.is_grad_enabled():
+            return self.model._gradient_checkpointing_func(self.run_once, *arguments)
+        return self.run_once(*arguments)
+
+    def run_once(self, embeds, mask=None, columns=(), targets=None, kv_cache=None, visible=None, keep_logits=True):
+        """Logits of `columns` (R, n, V) or None, last hidden state (R, P, d), summed loss over `targets` or None, and
+        the continued cache or None; `kv_cache` itself stays as it is."""
+        keep = torch.tensor(columns, device=embeds.device) if columns else None
+        kv_cache = kv_cache and fork(kv_cache)
+        skip_padding = self.config.recall_mode != "paper"
+        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, visible)
+        loss = None
+        if columns and targets is not None:
+            sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
+            loss = self.model.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
+        return logits if keep_logits else None, hidden, loss, kv_cache
+
+
+__all__ = ["Pass", "Reading", "Segments"]

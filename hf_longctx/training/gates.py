@@ -1,0 +1,51 @@
+"""How far the heads of a FoX remember, measured while the model runs."""
+
+from functools import partial
+
+import torch
+
+from ..fox.modeling_fox import FoxForgetGate
+
+
+QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
+OPEN = 1e-12  # of a gate that forgets less, float32 has no decay time
+
+
+class GateMeter:
+    """Tokens in which each gate of a model forgets by a factor e, over all tokens that are read.
+
+    Forward hooks keep the mean of log f of each gate and pass, which the layers compute anyway.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.total: dict[str, torch.Tensor] = {}
+        self.passes: dict[str, int] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, FoxForgetGate):
+                module.register_forward_hook(partial(self.add, name))
+
+    def add(self, name, module, inputs, log_f):
+        self.total[name] = self.total.get(name, 0) + log_f.detach().mean((0, 2))
+        self.passes[name] = self.passes.get(name, 0) + 1
+
+    def decay_times(self, reduce=lambda means: means) -> torch.Tensor:
+        """Decay times in tokens, (gates,) fp32, the shortest first, since the last call; empty if no gate has run.
+
+        Args:
+            reduce: takes means of log f to their mean over all processes.
+        """
+        if not self.total:
+            return torch.empty(0)
+        means = torch.cat([total / self.passes[name] for name, total in self.total.items()])
+        self.total, self.passes = {}, {}
+        return (1 / (-reduce(means)).clamp(min=OPEN)).sort().values
+
+    def quantiles(self, reduce=lambda means: means) -> dict[str, float]:
+        """Of the decay times, for a log; six digits."""
+        times = self.decay_times(reduce)
+        shares = times.new_tensor(list(QUANTILES.values()))
+        values = times.quantile(shares).tolist() if len(times) else []
+        return {f"decay_time_{name}": float(f"{value:.6g}") for name, value in zip(QUANTILES, values)}
+
+
+__all__ = ["GateMeter"]

@@ -1,0 +1,21 @@
+"""FoX for vLLM, as a plugin that vLLM finds by its entry point `vllm.general_plugins`; see README.md."""
+
+
+def register():
+    """Make FoX known to vLLM, which calls this in each of its processes, perhaps more than once.
+
+    The model itself is imported only where a FoX is served.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from ..fox.configuration_fox import FoxConfig
+    from .checks import BY_TRANSFORMERS, FoxChecks, NotByTransformers, longest_input
+
+    if "FoxForCausalLM" in ModelRegistry.get_supported_archs():
+        return
+    ModelRegistry.register_model("FoxForCausalLM", "hf_longctx.vllm.model:FoxForCausalLM")
+    MODELS_CONFIG_MAP["FoxForCausalLM"] = FoxChecks
+    for architecture in BY_TRANSFORMERS:
+        MODELS_CONFIG_MAP.setdefault(architecture, NotByTransformers)
+    FoxConfig.model_max_length = property(longest_input)

@@ -1,0 +1,167 @@
+"""Forgetting attention by the attention of vLLM: the decay is folded into keys that are a few dimensions wider.
+
+`../fox/attention_fox.py` explains the folding. Here the running sum comes from `FoxState`, and the column for the
+gradient is left out. The N tokens of all requests lie in one dimension; heads are those of this rank.
+"""
+
+from copy import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.platforms import current_platform
+
+from ..fox.attention_fox import GATE_PARTS, GATE_QUERY, gate_parts
+from ..fox.configuration_fox import FoxConfig
+from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShiftWeight
+from .checks import check_cache_dtype
+from .shards import sharded
+from .state import FoxState
+
+
+def folded_width(width: int) -> int:
+    """The smallest head size from `width` on that vLLM has attention kernels for."""
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+    else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache
+        sizes = range(32, 513, 8)
+    if width > max(sizes):
+        raise ValueError(f"heads with the decay of their gates need {width} dimensions; vLLM has up to {max(sizes)}.")
+    return min(size for size in sizes if size >= width)
+
+
+class FoxAttention(nn.Module):
+    """`FoxAttention` of modeling_fox.py, with the same weights; `LlamaDecoderLayer` of vLLM makes it.
+
+    Raises:
+        ValueError: the checkpoint has a quantized KV cache, or no kernel takes heads so wide.
+    """
+
+    def __init__(
+        self,
+        config: FoxConfig,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        quant_config=None,
+        cache_config=None,
+        prefix: str = "",
+        **kwargs,  # what else a Llama has
+    ):
+        super().__init__()
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        local = copy(config)  # with this rank's heads
+        local.num_attention_heads, local.num_key_value_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
+        if config.forget_gate == "fixed":
+            local.forget_gate = "bias_only"  # vLLM loads parameters, and no buffers
+        self.config, self.head_dim, self.scaling = local, config.head_dim, config.head_dim**-0.5
+        self.sizes = [local.num_attention_heads * self.head_dim] + 2 * [local.num_key_value_heads * self.head_dim]
+
+        def linear(kind, *sizes, name, bias=False):
+            return kind(*sizes, bias=bias, quant_config=quant_config, prefix=f"{prefix}.{name}")
+
+        q_size, heads = num_heads * self.head_dim, (num_heads, num_kv_heads)
+        qkv_bias = config.qkv_bias
+        self.qkv_proj = linear(QKVParallelLinear, hidden_size, self.head_dim, *heads, name="qkv_proj", bias=qkv_bias)
+        self.o_proj = linear(RowParallelLinear, q_size, hidden_size, name="o_proj")
+        self.g_proj = linear(ColumnParallelLinear, hidden_size, q_size, name="g_proj") if config.output_gate else None
+        self.g_act = ACT2FN[config.output_gate] if config.output_gate else None
+
+        def of_heads(kind, *args):
+            return sharded(kind(*args), rank, ranks)
+
+        self.f_proj = of_heads(FoxForgetGate, local) if config.forget_gate != "none" else None
+        self.k_shift_proj = of_heads(FoxShiftWeight, local) if config.k_shift else None
+        self.v_shift_proj = of_heads(FoxShiftWeight, local) if config.v_shift else None
+        if not config.qk_norm:
+            self.q_norm = self.k_norm = nn.Identity()
+        elif config.qk_norm_shared:
+            self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
+        else:
+            self.q_norm, self.k_norm = (of_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in self.sizes[:2])
+        norm = config.output_norm
+        self.o_norm = of_heads(FoxHeadRMSNorm, self.sizes[0], config.rms_norm_eps) if norm else nn.Identity()
+        self.rotary_emb = None
+        if config.rope_parameters:
+            limit = config.max_position_embeddings
+            self.rotary_emb = get_rope(self.head_dim, max_position=limit, rope_parameters=config.rope_parameters)
+
+        group = local.num_attention_heads // local.num_key_value_heads
+        self.gates_per_key = 0 if self.f_proj is None else 1 if config.forget_gate_per_kv_head else group
+        self.width = folded_width(self.head_dim + GATE_PARTS * self.gates_per_key)
+        self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
+        gates = local.num_key_value_heads * self.gates_per_key
+        shifted = sum(self.sizes[1:]) if config.k_shift or config.v_shift else 0
+        self.state = None
+        if gates or shifted:
+            dtype, name = torch.get_default_dtype(), f"{prefix}.state"
+            self.state = FoxState(gates, shifted, dtype, config.sliding_window, name)
+        self.attn = Attention(
+            local.num_attention_heads,
+            self.width,
+            self.scaling,
+            num_kv_heads=local.num_key_value_heads,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            per_layer_sliding_window=config.sliding_window,
+            prefix=f"{prefix}.attn",
+        )
+        check_cache_dtype(self.attn.kv_cache_dtype)  # that of the checkpoint, if it has one
+
+    def columns_of_queries(self):
+        """What is appended to each query, (Hq, D' - D): it multiplies the parts of its own gate, and zeros."""
+        columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
+        if self.gates_per_key:
+            parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
+            columns[:, : parts.shape[1]] = GATE_QUERY * parts.repeat(len(columns) // self.gates_per_key, 1)
+        return columns
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        x, n = hidden_states, len(hidden_states)  # (N, hidden)
+        q, k, v = self.qkv_proj(x)[0].split(self.sizes, dim=-1)
+        c, k, v = self.look_back(x, k, v)  # (N, Hkv * G), (N, Hkv, D)
+        q, k = self.q_norm(q.view(n, -1, self.head_dim)), self.k_norm(k)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q.flatten(1).contiguous(), k.flatten(1).contiguous())
+            q, k = (y.view(n, -1, self.head_dim) for y in (q, k))
+        q = torch.cat([q, self.query_columns.to(q.dtype).expand(n, -1, -1)], dim=-1)
+        k, v = self.fold_keys(k, c), F.pad(v, (0, self.width - self.head_dim))
+        o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
+        o = self.o_norm(o.view(n, -1, self.width)[..., : self.head_dim]).flatten(1)
+        if self.g_proj is not None:
+            o = o * self.g_act(self.g_proj(x)[0])
+        return self.o_proj(o)[0]
+
+    def look_back(self, x, k, v):
+        """The running sum of log f, None without gates, and keys and values after the token shift (eq. 14)."""
+        c, tokens = None, k[:, :0]
+        if self.k_shift_proj is not None or self.v_shift_proj is not None:
+            tokens = torch.cat([k, v], dim=-1)
+        log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
+        if self.f_proj is not None:
+            log_f = self.f_proj(x[None])[0].T.contiguous()  # (N, Hkv * G)
+        if self.state is not None:
+            c, before = self.state(log_f, tokens)
+        k, v = (y.view(len(x), -1, self.head_dim) for y in (k, v))
+        if tokens.shape[1]:
+            k_before, v_before = (y.view_as(k) for y in before.chunk(2, dim=-1))
+            if self.k_shift_proj is not None:
+                k = torch.lerp(k, k_before, self.k_shift_proj(x)[..., None].to(k.dtype))
+            if self.v_shift_proj is not None:
+                v = torch.lerp(v, v_before, self.v_shift_proj(x)[..., None].to(v.dtype))
+        return c, k, v
+
+    def fold_keys(self, k, c):
+        """(N, Hkv, D) -> (N, Hkv, D'); c as above."""
+        if self.gates_per_key:
+            x = (c / (-GATE_QUERY * self.scaling)).view(len(k), -1, self.gates_per_key)
+            parts = torch.stack(gate_parts(x), dim=-1).flatten(2).to(k.dtype)  # (N, Hkv, G * parts)
+            k = torch.cat([k, parts], dim=-1)
+        return F.pad(k, (0, self.width - k.shape[-1]))

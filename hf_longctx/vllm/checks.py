@@ -1,0 +1,62 @@
+"""What vLLM cannot do with a FoX, refused in the main process: errors of its workers reach no user."""
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+
+EXACT = ("auto", "bfloat16", "float16", "float32")  # dtypes of a cache that hold the parts of the running sum
+# The classes in which vLLM runs a model of transformers.
+BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersEmbeddingModel", "TransformersForSequenceClassification")
+ANY_LENGTH = 2**31
+
+
+def longest_input(config):
+    """Tokens up to which vLLM takes a --max-model-len beyond `max_position_embeddings`; None: it takes none.
+
+    Without RoPE, nothing in a FoX depends on positions.
+    """
+    return ANY_LENGTH if config.rope_parameters is None else None
+
+
+def check_cache_dtype(dtype: str) -> None:
+    """Raise ValueError for a quantized KV cache."""
+    if dtype not in EXACT:
+        raise ValueError(
+            f"kv_cache_dtype is {dtype!r}; a FoX stores the running sum of its gates in the keys, which would round it. "
+            "Leave --kv-cache-dtype out; for a checkpoint that sets it by a kv_cache_scheme, give "
+            "--kv-cache-dtype bfloat16."
+        )
+
+
+class FoxChecks(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_config(vllm_config):
+        """Raise ValueError for what vLLM has and this plugin has not."""
+        config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+        check_cache_dtype(vllm_config.cache_config.cache_dtype)
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(
+                    f"{name} is {getattr(parallel, name)}; the gates of a FoX are summed over all earlier tokens, so one "
+                    f"process has to see them all. Leave {name} out; tensor_parallel_size divides the heads."
+                )
+        ranks, heads = parallel.tensor_parallel_size, config.num_key_value_heads
+        if heads % ranks and ranks % heads:  # vLLM checks query heads
+            raise ValueError(
+                f"tensor_parallel_size is {ranks}; it must divide the {heads} key heads, or be a multiple of their number."
+            )
+        if config.hidden_act != "silu":
+            raise ValueError(
+                f"hidden_act is {config.hidden_act!r}; vLLM's MLP of a Llama, which a FoX shares, knows 'silu' only. "
+                "Serve this model with: hf-longctx serve FOLDER."
+            )
+
+
+class NotByTransformers(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_model_config(model_config):
+        """Raise ValueError where vLLM would run the FoX of transformers, whose gate its attention leaves out."""
+        if model_config.hf_config.model_type == "fox":
+            raise ValueError(
+                "--model-impl transformers cannot run a FoX, because vLLM's attention would leave out the forget gate. Leave "
+                "--model-impl out: hf_longctx.vllm has the architecture FoxForCausalLM, for causal language models."
+            )

@@ -1,0 +1,35 @@
+"""Which rows of a weight belong to a rank, for weights with a row, or some, for every head.
+
+The linear layers of vLLM share out the large matrices. Gates and token shifts are none of them, so that no
+quantization method touches them: errors of a gate add up over the whole context.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+
+def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
+    """The `local` of `total` rows that a rank holds; ranks that share a key head hold the same.
+
+    >>> [rank_rows(8, 4, rank, 2) for rank in range(2)]
+    [slice(0, 4, None), slice(4, 8, None)]
+    >>> [rank_rows(2, 1, rank, 4) for rank in range(4)]
+    [slice(0, 1, None), slice(0, 1, None), slice(1, 2, None), slice(1, 2, None)]
+    """
+    first = rank * (total // local) // ranks * local
+    return slice(first, first + local)
+
+
+def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
+    """A `weight_loader` of vLLM: copies this rank's rows of a weight in the checkpoint."""
+    parameter.data.copy_(loaded[rank_rows(len(loaded), len(parameter), rank, ranks)])
+
+
+def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
+    """The module, whose parameters hold a rank's rows, with the loader for them."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        parameter.weight_loader = partial(load_rows, rank=rank, ranks=ranks)
+    return module

@@ -1,0 +1,160 @@
+"""The state of a FoX layer as a cache of vLLM: beside the keys, in the same blocks.
+
+So vLLM's scheduler shares and frees it with the keys, in chunked prefill, prefix caching, preemption and forking, and
+no attention backend has to know of it. `sums.py` says what a row holds.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from .sums import Step, carry, packed_width, read_step
+
+
+TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefixes are shared by whole blocks
+
+
+class FoxState(nn.Module, AttentionLayerBase):
+    """A layer without weights, with a cache.
+
+    Args:
+        gates: forget gates of this rank; may be 0.
+        shifted: numbers of a token that the token shift keeps, on this rank; may be 0.
+        dtype: of the keys.
+        sliding_window: as in `FoxConfig`.
+        prefix: name of the layer in vLLM.
+    """
+
+    supports_dcp = False
+
+    def __init__(self, gates: int, shifted: int, dtype: torch.dtype, sliding_window: int | None, prefix: str):
+        super().__init__()
+        config = get_current_vllm_config()
+        self.width = gates + packed_width(shifted, dtype)  # of a row
+        self.dtype, self.sliding_window, self.prefix = dtype, sliding_window, prefix
+        # A draft that is rejected has overwritten the row of the tokens before it.
+        self.tokens_per_state = TOKENS_PER_STATE if config.speculative_config is None else 1
+        self.kv_cache = torch.tensor([])
+        compilation = config.compilation_config
+        if prefix in compilation.static_forward_context:
+            raise ValueError(f"there are two layers of the name {prefix}.")
+        compilation.static_forward_context[prefix] = self
+        # A CUDA graph would capture the step that it is recorded with. As for attention, graphs end before the op.
+        if compilation.splitting_ops and CARRY not in compilation.splitting_ops:
+            compilation.splitting_ops.append(CARRY)
+
+    def forward(self, log_f: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """c of every token and `tokens` of the token before it; see `sums.carry`."""
+        c, before = torch.empty_like(log_f), torch.empty_like(tokens)
+        torch.ops.vllm.fox_carry(log_f, tokens, c, before, _encode_layer_name(self.prefix))
+        return c, before
+
+    def get_kv_cache_spec(self, vllm_config):
+        block_size = vllm_config.cache_config.block_size
+        if block_size % self.tokens_per_state:
+            raise ValueError(
+                f"block_size is {block_size}; for a FoX it must be a multiple of {self.tokens_per_state}."
+            )
+        # In the dtype of the keys, because vLLM would fill every new block with zeros in a cache of two dtypes.
+        size = dict(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=self.width * 4 // self.dtype.itemsize,
+            head_size_v=0,
+            dtype=self.dtype,
+            tokens_per_state=self.tokens_per_state,
+        )
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(sliding_window=self.sliding_window, **size)
+        return FullAttentionSpec(**size)
+
+    def bind_kv_cache(self, kv_cache):  # (blocks, 1, places, head_size), in any memory layout
+        self.kv_cache = kv_cache.view(torch.float32).squeeze(1)
+
+    def get_attn_backend(self):
+        return FoxStateBackend
+
+
+class FoxStateBackend(AttentionBackend):
+    """No attention: only what vLLM has to know to make the cache and to describe a step."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name():
+        return "FOX_STATE"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(TOKENS_PER_STATE)]
+
+    @staticmethod
+    def get_impl_cls():
+        raise NotImplementedError("the state of a FoX computes no attention.")
+
+    @staticmethod
+    def get_builder_cls():
+        return FoxStateBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls):
+        return True  # sums are float64
+
+
+class FoxStateBuilder(AttentionMetadataBuilder[Step]):
+    # Graphs of whole steps would need the tensors of a `Step` at fixed addresses.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        m, spec = common_attn_metadata, self.kv_cache_spec
+        return read_step(
+            m.query_start_loc[: m.num_reqs + 1],
+            m.seq_lens[: m.num_reqs],
+            m.block_table_tensor[: m.num_reqs],
+            m.num_actual_tokens,
+            spec.block_size,
+            spec.tokens_per_state,
+        )
+
+
+@eager_break_during_capture
+@maybe_transfer_kv_layer
+def fox_carry(
+    log_f: torch.Tensor, tokens: torch.Tensor, c: torch.Tensor, before: torch.Tensor, layer_name: LayerNameType
+) -> None:
+    context, name = get_forward_context(), _resolve_layer_name(layer_name)
+    steps = context.attn_metadata
+    if steps is None:  # vLLM measures memory
+        c.zero_()
+        before.zero_()
+        return
+    carry(steps[name], context.no_compile_layers[name].kv_cache, log_f, tokens, c, before)
+
+
+def fox_carry_fake(
+    log_f: torch.Tensor, tokens: torch.Tensor, c: torch.Tensor, before: torch.Tensor, layer_name: LayerNameType
+) -> None:
+    return
+
+
+# An op, because compiled code cannot read the forward context. Its results are tensors that it is given: pieces of a
+# CUDA graph read their inputs at fixed addresses.
+CARRY = "vllm::fox_carry"
+direct_register_custom_op("fox_carry", fox_carry, mutates_args=["c", "before"], fake_impl=fox_carry_fake)

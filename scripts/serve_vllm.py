@@ -1,0 +1,139 @@
+"""A FoX behind vLLM's server, beside the same FoX in transformers: replies, log-probabilities, forgetting curve.
+
+    scripts/serve_vllm [--model FOLDER] [--dtype float32]
+
+Every row compares what comes through the endpoint, by the openai client or the curve's reader, with the model here.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+import threading
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx import cli
+from hf_longctx.corpus import load_tokens
+from hf_longctx.metrics import forgetting_curve, read_result
+from scripts.bench import common
+from scripts.client_checks.inference import served
+
+
+TABLE = """
+| through the endpoint | compared with transformers | equal | of | largest difference |
+| {name} | {unit} | {equal} | {of} | {largest_difference:.1e} |
+"""
+CHAT = [{"role": "user", "content": "How do I sort a list?"}]
+
+
+def read_prompts(tokens, count):
+    """Stretches of a text, of unequal lengths."""
+    return [tokens[start : start + 20 + 37 * i].tolist() for i, start in enumerate(range(0, 1000 * count, 1000))]
+
+
+@torch.no_grad()
+def continue_greedily(model, ids, tokens):
+    """The tokens that `generate` writes."""
+    out = model.generate(
+        torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(ids) :]
+
+
+def compare_replies(client, name, model, tokenizer, prompts, tokens):
+    """Greedy replies to all prompts at once, as ids of their text, and the log-probabilities of their tokens."""
+    replies = [None] * len(prompts)
+
+    def ask(i):
+        options = dict(max_tokens=tokens, temperature=0, logprobs=1, extra_body={"ignore_eos": True})
+        replies[i] = client.completions.create(model=name, prompt=prompts[i], **options).choices[0]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    equal, differences = 0, []
+    for prompt, reply in zip(prompts, replies):
+        ids = continue_greedily(model, prompt, tokens)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist()
+        same = reply.text == tokenizer.decode(ids, skip_special_tokens=True)
+        equal += same
+        if same:
+            differences += [abs(a - b) for a, b in zip(reply.logprobs.token_logprobs, own)]
+    return {"equal": equal, "of": len(prompts), "largest_difference": max(differences, default=None)}
+
+
+def compare_chat(client, name, model, tokenizer, tokens):
+    """A chat, as a whole and as a stream."""
+    options = dict(model=name, messages=CHAT, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True})
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    stream = client.chat.completions.create(**options, stream=True)
+    pieces = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    expected = tokenizer.decode(continue_greedily(model, prompt, tokens), skip_special_tokens=True)
+    return {"equal": (whole == expected) + (pieces == expected), "of": 2}
+
+
+def compare_curve(address, model, tokenizer, tokens, args):
+    """Counts of the forgetting curve: those of `hf-longctx curve --endpoint`, and those of the model here."""
+    lengths, options = [*map(str, args.lengths)], dict(lengths=args.lengths, repeats=args.repeats)
+    options |= dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer)
+    for data_type, text in (("order", ["--text", "stdlib"]), ("random", [])):
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["curve", args.model, "--endpoint", f"{address}/v1", "--output", f"{folder}/curve", "--lengths"]
+            command += [*lengths, "--repeats", str(args.repeats), "--data-type", data_type, *text]
+            if cli.main(command):
+                raise RuntimeError(f"hf-longctx {shlex.join(command)} failed.")
+            endpoint = read_result(f"{folder}/curve.json")
+        local = forgetting_curve(model, tokens if text else None, data_type=data_type, **options)
+        yield {
+            "name": f"hf-longctx curve, {'English' if text else 'random tokens'}",
+            "unit": "counts of a length",
+            "equal": sum(a == b for a, b in zip(endpoint.points, local.points)),
+            "of": len(local.points),
+            "lengths": args.lengths,
+            "copied": [round(point.copy_mean, 4) for point in endpoint.points],
+        }
+
+
+def measure(args):
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+    tokens = load_tokens(tokenizer, "stdlib").tokens
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default half of the machine's
+    # what `vllm serve FOLDER` runs; of vLLM's build for CPUs, this command looks for a package of another name
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", "{port}"]
+    command += ["--dtype", args.dtype, "--served-model-name", "fox", "--max-model-len", str(args.max_model_len)]
+    with served([*command, "--enforce-eager"]) as address:
+        import openai
+
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+        prompts = read_prompts(tokens, args.prompts)
+        of_replies = {"name": "completions, all at once", "unit": "replies"}
+        yield of_replies | compare_replies(client, "fox", model, tokenizer, prompts, args.tokens)
+        if tokenizer.chat_template:
+            of_chats = {"name": "chat, whole and streamed", "unit": "replies"}
+            yield of_chats | compare_chat(client, "fox", model, tokenizer, args.tokens)
+        yield from compare_curve(address, model, tokenizer, tokens, args)
+
+
+def table(result):
+    return common.markdown(result["rows"], TABLE)
+
+
+def main(arguments=None):
+    sizes = dict(prompts=8, tokens=48, lengths=[32, 256, 800], repeats=4, max_model_len=4096, dtype="float32")
+    folder = common.ROOT / "model_cards" / "fox-demo"
+    parser = common.make_parser("scripts.serve_vllm", __doc__, name="serve_vllm", model=str(folder), **sizes)
+    parser.prog = "scripts/serve_vllm"
+    result = common.run(parser, measure, table, arguments)
+    sys.exit(not all(row["equal"] == row["of"] for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    main()

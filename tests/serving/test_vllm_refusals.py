@@ -1,0 +1,73 @@
+"""What a FoX cannot do in vLLM is refused in the main process, before any worker starts."""
+
+import subprocess
+import sys
+
+import pytest
+from served_fox import SIZES, save_fox, vllm
+
+from hf_longctx.fox import FoxConfig, FoxForCausalLM
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fox")
+    save_fox("pro", folder)
+    return folder
+
+
+def configured(folder, **options):
+    """What vLLM does before it starts workers."""
+    engine_args = vllm.EngineArgs(str(folder), skip_tokenizer_init=True, **{"max_model_len": 256} | options)
+    return engine_args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8'.*--kv-cache-dtype bfloat16"),
+        (dict(model_impl="transformers", trust_remote_code=True), "leave out the forget gate.*FoxForCausalLM"),
+    ],
+    ids=["fp8 cache", "model of transformers"],
+)
+def test_refused_with_the_way_out(folder, options, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        configured(folder, **options)
+
+
+def test_ranks_that_do_not_fit_the_key_heads_are_refused(tmp_path):
+    save_fox("one gate per key head", tmp_path)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 3; it must divide the 2 key heads"):
+        configured(tmp_path, tensor_parallel_size=3)
+
+
+def test_context_parallelism_is_refused(tmp_path):
+    FoxForCausalLM(FoxConfig(**SIZES, num_key_value_heads=1)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"decode_context_parallel_size is 2; .* Leave"):
+        configured(tmp_path, tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
+def test_another_activation_is_refused(tmp_path):
+    FoxForCausalLM(FoxConfig(**SIZES, hidden_act="gelu")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*hf-longctx serve"):
+        configured(tmp_path)
+
+
+def test_without_rope_any_length_can_be_served(folder, tmp_path):
+    assert configured(folder, max_model_len=8192).model_config.max_model_len == 8192
+    save_fox("no gate", tmp_path)
+    with pytest.raises(ValueError, match="max_model_len"):
+        configured(tmp_path, max_model_len=8192)
+
+
+def test_registering_twice_imports_no_model():
+    code = """
+import sys, vllm, hf_longctx.vllm
+for _ in range(2): hf_longctx.vllm.register()
+print("FoxForCausalLM" in vllm.ModelRegistry.get_supported_archs(), "hf_longctx.vllm.model" in sys.modules)
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "True False"
