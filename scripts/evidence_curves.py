@@ -4,8 +4,7 @@
 
 Five models are trained here to copy random tokens, in one or two minutes each on one core: a Llama whose RoPE base
 lies above the bound for its context, the same Llama with two bases below the bound, a Mamba-2, and HMT around the
-first Llama. Two models are loaded: fox-demo, and a Llama that was trained on text, whose weights are expected beside
-this repository and which is otherwise left out. All are measured on random tokens, which cannot be guessed.
+first Llama. All are measured on random tokens, which cannot be guessed.
 
 Trained models are kept in --work and curves in --output. After an interruption, the same command continues; where all
 curves are there, it draws them again. --quick trains two steps and measures two lengths: a test of the script, not
@@ -20,7 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper
 from hf_longctx.metrics import (
@@ -35,8 +34,6 @@ from hf_longctx.metrics import (
 
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT.parent / "shared" / "golden" / "forgetting_curve" / "model"
-FOX = ROOT / "model_cards" / "fox-demo"
 BOS, EOS, VOCABULARY = 1, 2, 64
 CONTEXT, HEAD_DIM = 512, 32
 BASES = (20_000.0, 1_000.0, 100.0)  # of RoPE; the bound for 512 tokens is 12487
@@ -112,15 +109,6 @@ def train(name, model, stages, file, learning_rate=3e-3):
 def models(work, quick):
     """Yield (name, function that makes the model, training context); a model is made only if it is to be measured."""
 
-    def loaded(folder):
-        return partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)
-
-    if GOLDEN.is_dir():
-        yield "Llama of text", loaded(GOLDEN), 512
-    else:
-        print(f"left out: the Llama trained on text, because there are no weights in {GOLDEN}")
-    yield "fox-demo (FoX Pro)", loaded(FOX), 768
-
     def trained(name, build, stages, **options):
         stages = [(context, rows, 2 if quick else steps) for context, rows, steps in stages]
 
@@ -179,8 +167,6 @@ Lengths are tokens of the text to copy; the input is twice as long. "95 % sure" 
 the noise of the repeats, if memory only fades. The paper's lengths are the longest tested ones that pass; 0: none. "Effective" is how
 far 85 % are copied.
 
-- **Llama of text** was trained on rows of 512 tokens of text with repetitions; three layers, 1.4 million parameters.
-- **fox-demo** is `model_cards/fox-demo`, trained on rows of 768 tokens of text with repetitions.
 - **Llama, RoPE base {bases}**: two layers, {llama} parameters, trained from the same start, on the same rows of up to 512
   random tokens. The bound for 512 tokens and heads of {head_dim} dimensions (`rope_base_bound(511, {head_dim})`) is {bound:.0f}; B_m
   stays positive up to m = {reach}.

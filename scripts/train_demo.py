@@ -2,61 +2,97 @@
 
     python -m scripts.train_demo [--work FOLDER]
 
-Collects the text (`scripts.demo_corpus`), trains a tokenizer and both models by `hf-longctx train`, and saves each in
-bfloat16 with its log and its forgetting curve on a novel that was held out. After an interruption, the same command
-goes on.
+Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages by commands that
+are printed and kept in `training.txt` of each card (`training.yaml`: all settings of the last stage). After an
+interruption, the same command goes on. The models are saved in bfloat16, with their logs and their forgetting curves
+on a novel that was held out.
 """
 
 import argparse
 import gzip
 import json
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx import cli
 from hf_longctx.corpus import load_text
-from hf_longctx.metrics import Run, forgetting_curve, linear_lengths
+from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, read_result
 from hf_longctx.training.tokenizer import train_tokenizer
 
 from . import demo_corpus
 
 
-CARDS = Path(__file__).resolve().parents[1] / "model_cards"
-MODELS = {"fox-demo": ["--pro"], "llama-demo": ["--architecture", "llama"]}
+ROOT = Path(__file__).resolve().parents[1]
+CARDS = ROOT / "model_cards"
+HELD_OUT = CARDS / "held_out.txt.gz"
+MODELS = {"fox-demo": "--pro", "llama-demo": "--architecture llama"}
 VOCABULARY = 4096
-TRAINING = "--preset 5M --repeated-rows 0.4 --rows-at-once 4 --steps 1024 --dtype bfloat16"
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
+# The text is learned first; copying takes more repetitions, and as many again to be exact.
+STAGES = (
+    "train --preset 5M {architecture} --repeated-rows 0.4 --steps 1024",
+    "finetune {before} --full --repeated-rows 0.7 --steps 512 --learning-rate 1e-3 --weight-decay 0.1",
+    "finetune {before} --full --repeated-rows 0.9 --steps 512 --learning-rate 1e-3 --weight-decay 0.1 --seed 1",
+)
+SIZES = "--sequence-length 512 --batch-tokens 4096 --rows-at-once 4 --dtype bfloat16"
+TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 512 --tokenizer tokenizer"
+LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
 LOGGED = 8  # of so many steps, one is kept in the log of the card
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
+LENGTHS, REPEATS = range(64, 1025, 64), 20
+TITLE = "Two models of 5 million parameters copy a novel"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=CARDS.parent / "demo_output" / "training", metavar="FOLDER")
+    parser.add_argument("--work", type=Path, default=ROOT / "demo_output" / "training", metavar="FOLDER")
     work = parser.parse_args().work
-    corpus, tokenizer = work / "corpus", work / "tokenizer"
-    if not corpus.exists():
-        demo_corpus.write(corpus)
-    if not tokenizer.exists():
-        documents = (file.read_text() for file in sorted((corpus / "train").iterdir()))
-        train_tokenizer(documents, VOCABULARY).save_pretrained(tokenizer)
-    for name, options in MODELS.items():
-        data = ["--data", str(corpus / "train"), "--eval-data", str(corpus / "held_out.txt")]
-        places = ["--tokenizer", str(tokenizer), "--output", str(work / name)]
-        if status := cli.main(["train", *TRAINING.split(), *options, *data, *places]):
-            sys.exit(status)
-        publish(work / name, CARDS / name, corpus / "held_out.txt")
+    if not (work / "corpus").exists():
+        demo_corpus.write(work / "corpus")
+    if not (work / "tokenizer").exists():
+        documents = (file.read_text() for file in sorted((work / "corpus" / "train").iterdir()))
+        train_tokenizer(documents, VOCABULARY).save_pretrained(work / "tokenizer")
+    held_out = (work / "corpus" / "held_out.txt").read_bytes()
+    HELD_OUT.write_bytes(gzip.compress(held_out, mtime=0))
+    for name, architecture in MODELS.items():
+        stages = train(name, architecture, work)
+        publish(stages, CARDS / name)
+    curves = {name: read_result(CARDS / name / "forgetting_curve.json") for name in MODELS}
+    contexts = {name: curve.settings["train_length"] for name, curve in curves.items()}
+    plot_comparison(curves, CARDS / "forgetting_curves.png", train_lengths=contexts, title=TITLE)
+    print(comparison_table(curves, contexts))
 
 
-def publish(run, card, held_out):
-    card.mkdir(exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.bfloat16)
+def train(name, architecture, work):
+    """Train one model; returns {folder of a stage, below `work`: its command}."""
+    stages, before = {}, None
+    for number, stage in enumerate(STAGES, start=1):
+        output = f"{name}/stage-{number}"
+        stage = stage.format(architecture=architecture, before=f"{before}/model")
+        stages[work / output] = f"{LAUNCHER} {stage} {SIZES} {TEXTS} --output {output}"
+        before = output
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for command in stages.values():
+        print(command, flush=True)
+        arguments = shlex.split(command.removeprefix("torchrun"))
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        subprocess.run([*torchrun, *arguments], cwd=work, env=environment, check=True)
+    return stages
+
+
+def publish(stages, card):
+    """Save model, log and forgetting curve of a training, {folder: command}, in the folder of the card."""
+    trained = list(stages)[-1] / "model"
+    model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
+    model.config.use_cache = True  # Trainer switched it off
     model.generation_config.update(**SAMPLING)
     model.save_pretrained(card)
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(trained)
     tokenizer.save_pretrained(card)
     for code in card.glob("*.py"):  # in this repository, the package is the code of the model
         code.unlink()
@@ -64,16 +100,27 @@ def publish(run, card, held_out):
     config.pop("auto_map", None)
     (card / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if "eval_loss" in line or json.loads(line)["step"] % LOGGED == 0]
-    (card / "training_log.jsonl").write_text("".join(kept))
-    shutil.copy(run / "config.yaml", card / "training.yaml")
-    (CARDS / "held_out.txt.gz").write_bytes(gzip.compress(held_out.read_bytes(), mtime=0))
+    (card / "training.txt").write_text("\n".join(stages.values()) + "\n")
+    shutil.copy(list(stages)[-1] / "config.yaml", card / "training.yaml")
+    with (card / "training_log.jsonl").open("w") as log:
+        for number, stage in enumerate(stages, start=1):
+            for entry in map(json.loads, (stage / "metrics.jsonl").read_text().splitlines()):
+                if "eval_loss" in entry or entry["step"] % LOGGED == 0:
+                    log.write(json.dumps({"stage": number} | entry) + "\n")
 
     model = model.float()
-    model.config._name_or_path = card.name
-    tokens = tokenizer(load_text(str(held_out)), add_special_tokens=False, verbose=False)["input_ids"]
-    curve = forgetting_curve(model, tokens, lengths=linear_lengths(1600, 16), run=Run(progress=True))
+    model.config._name_or_path = tokenizer.name_or_path = card.name
+    tokens = tokenizer(load_text(str(HELD_OUT)), add_special_tokens=False, verbose=False)["input_ids"]
+    curve = forgetting_curve(
+        model,
+        tokens,
+        lengths=LENGTHS,
+        repeats=REPEATS,
+        tokenizer=tokenizer,
+        corpus_name="Persuasion",
+        train_length=model.config.max_position_embeddings,
+        run=Run(progress=True),
+    )
     curve.save(card / "forgetting_curve.json")
     curve.plot(card / "forgetting_curve.png", train_length=model.config.max_position_embeddings)
     print(f"{card.name}: {curve.summary()}")

@@ -12,6 +12,7 @@ import sys
 
 from .. import __version__
 from . import (
+    card,
     compare,
     convert,
     curve,
@@ -48,6 +49,7 @@ COMMANDS = {
     "train": train,
     "finetune": finetune,
     "convert": convert,
+    "card": card,
     "push": push,
     "push-metric": push_metric,
     "push-space": push_space,

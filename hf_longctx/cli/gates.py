@@ -8,6 +8,8 @@ Examples:
   hf-longctx gates model_cards/fox-demo --layers 0 --heads 0 1
 """
 
+from statistics import median
+
 from . import shared
 
 
@@ -30,5 +32,9 @@ def run(args):
     tokenizer = shared.load_tokenizer(args)
     tokens = shared.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens]
     output = shared.picture_path(args.output)
-    plot_forget_gates(shared.load_weights(args), tokens, output, layers=args.layers, heads=args.heads)
-    print(f"wrote {output}, of {len(tokens)} tokens")
+    maps = plot_forget_gates(shared.load_weights(args), tokens, output, layers=args.layers, heads=args.heads)
+    times = sorted(head_map.decay_time for head_map in maps)
+    print(
+        f"decay times of {len(times)} heads: {times[0]:,.1f} to {times[-1]:,.0f} tokens, median {median(times):,.0f}\n"
+        f"wrote {output}, of {len(tokens)} tokens"
+    )

@@ -1,12 +1,14 @@
 """Push the folder of a model or adapter to the Hub, in one commit.
 
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
-so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files and links out
-of DIR are refused. The token is that of `hf auth login`, or of the environment variable HF_TOKEN.
+so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
+DIR, tokens and paths of this machine are refused. The card's places are filled from the files (`hf-longctx card`). The
+token is that of `hf auth login`, or of the environment variable HF_TOKEN.
 
 Examples:
   hf-longctx push model alice/fox --dry-run
   hf-longctx push model alice/fox --private --verify
+  hf-longctx push model alice/fox --tag v1
 """
 
 
@@ -21,22 +23,26 @@ def add_arguments(parser):
 
 
 def add_destination(parser, branch=True):
-    """Arguments that say where to push; see `send`. branch: whether the branch can be chosen."""
+    """Arguments that say where to push; see `send`. branch: whether branch and tag can be chosen."""
     parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if there is none")
     parser.add_argument("--private", action="store_true", help="create a private repository")
     if branch:
         parser.add_argument(
             "--revision", metavar="BRANCH", help="branch, which is created if there is none (default: main)"
         )
+        parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
 
 
 def run(args):
-    from ..hub import build_bundle, check_pushed, loading_lines
+    from ..hub import build_bundle, check_pushed, loading_lines, pin_base, with_card
 
     check_repo(args.repo)
     bundle = build_bundle(args.folder)
+    if not args.dry_run:
+        bundle = pin_base(bundle)
+    bundle = with_card(bundle, args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return
@@ -57,16 +63,19 @@ def check_repo(name):
 
 def send(bundle, args, repo_type="model"):
     """List the files, push them, and print where they are; the commit, or None after a dry run."""
-    from ..hub import push
+    from ..hub import gaps, lint, push
 
+    lint.check(bundle)
     for path in sorted(bundle.files):
         print(f"{bundle.size(path):>14,}  {path}")
     if bundle.left_out:
         print(f"left out: {', '.join(bundle.left_out)}")
+    for gap in gaps(bundle):
+        print(f"missing: {gap}")
     if args.dry_run:
         print(f"nothing was sent to {args.repo}")
         return None
-    options = {"private": args.private, "revision": args.revision, "create_pr": args.create_pr}
+    options = {"private": args.private, "revision": args.revision, "create_pr": args.create_pr, "tag": args.tag}
     commit = push(bundle, args.repo, repo_type=repo_type, **options)
     print(commit.pr_url or commit.commit_url)
     return commit

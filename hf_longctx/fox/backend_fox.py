@@ -266,9 +266,8 @@ AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=None):
     """Who sees whom, in the form that the attention implementation of the config takes."""
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    if config._attn_implementation in GATED.keys() - {
-        NAME
-    }:  # the name of a kernel of the Hub belongs to other models too
+    if config._attn_implementation in GATED and config._attn_implementation != NAME:
+        # the mask under the name of a kernel of the Hub is that of other models
         config = copy.copy(config)
         config._attn_implementation_internal = NAME
     return create(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
@@ -298,8 +297,9 @@ def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None,
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
-# Backends that compute softmax(scaling * q.k + mask) v exactly. Others may drop an argument that they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", NAME)
+# Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
+# Others may drop an argument that they do not know.
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -387,13 +387,14 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
     Raises:
         ValueError: the implementation may not compute forgetting attention exactly.
     """
-    attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
     if name in GATED:
         attention_function = forgetting_triton_attention
-    elif name not in ATTENTION_BACKENDS and attention_function is not flash_attention_forward:
+    elif name in ATTENTION_BACKENDS or ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward:
+        attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    else:
         raise ValueError(
             f"attention implementation {name!r} is not known to compute forgetting attention exactly; choose one of "
-            f"{ATTENTION_BACKENDS}: model.set_attn_implementation('sdpa')."
+            f"{(*ATTENTION_BACKENDS, *GATED)}: model.set_attn_implementation('sdpa')."
         )
     if isinstance(cache, AttendingCache):
         attention_function = cache.wrap_attention(attention_function)

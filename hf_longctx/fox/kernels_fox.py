@@ -30,7 +30,9 @@ try:
     # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
     # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the
     # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before.
-    jit_any_length = triton.jit(do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_halvings", "G"])
+    jit_any_length = triton.jit(
+        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_parts", "n_halvings", "G"]
+    )
     LOG2E = tl.constexpr(1.4426950408889634)
     # Stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight.
     GATE_FLOOR = tl.constexpr(-1e5)
@@ -262,10 +264,12 @@ def forward_kernel(
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
 
-    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head.
+    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head. Where it masks, it takes BS keys at a time: the
+    exact decay of every pair needs more registers per key.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -308,11 +312,11 @@ def forward_kernel(
     b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
-            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BN * BN, full, begin, end, Tk,
-            s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BS * BS, full, begin, end, Tk,
+            s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, diagonal, end, begin, end, Tk,
-        s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED)  # fmt: skip
+        s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     o_i = i_row + tl.arange(0, BM)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
@@ -361,6 +365,7 @@ def dq_kernel(
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
+    BS: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
     delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
@@ -415,10 +420,10 @@ def dq_kernel(
     if BOUNDED:
         b_dq, b_dc = dq_span(
             b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-            begin // BN * BN, full, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+            begin // BS * BS, full, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_dq, b_dc = dq_span(
         b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
-        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=True)  # fmt: skip
+        diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     store_rows(p_dq, b_dq * scale, i_row, Tk, s_dqt, D, BM, BD)
     tl.store(p_dc + o_i, b_dc, mask=m_i)
 
@@ -465,17 +470,19 @@ def dkdv_kernel(
     p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_delta, p_fade, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
-    Tq, Tk, Hq, G, scale,
+    Tq, Tk, Hq, G, n_parts, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one block of keys, summed over the G query heads that share it; the keys' share of each head's dc.
+    """dk, dv of one block of keys, summed over G query heads that share it; the keys' share of each head's dc.
+
+    A key head with n_parts * G query heads has a program, and a part of its dk and dv, for each G of them.
 
     Where it masks, it takes BS queries at a time: the exact decay of every pair needs more registers per query.
     """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
-    Hkv = Hq // G
-    i_b, i_hk = tl.cast(i_bh // Hkv, tl.int64), tl.cast(i_bh % Hkv, tl.int64)
+    i_b, i_hg = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)  # i_hg: of G query heads
+    i_hk = i_hg // n_parts
     i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
     i_last = tl.minimum(i_col + BN, Tk) - 1
     past = tl.cast(Tk - Tq, tl.int64)
@@ -486,7 +493,7 @@ def dkdv_kernel(
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
     for i_g in range(G):
-        i_h = i_hk * G + i_g
+        i_h = i_hg * G + i_g
         p_qh = p_q + i_b * s_qb + i_h * s_qh - past * s_qt
         p_doh = p_do + i_b * s_dob + i_h * s_doh - past * s_dot
         i_key, i_query = (i_b * Hq + i_h) * Tk, (i_b * Hq + i_h) * Tq - past
@@ -522,8 +529,8 @@ def dkdv_kernel(
         tl.store(
             p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
         )  # dq_kernel has written the queries' share
-    store_rows(p_dk + i_b * s_dkb + i_hk * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
-    store_rows(p_dv + i_b * s_dvb + i_hk * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
+    store_rows(p_dk + i_b * s_dkb + i_hg * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
+    store_rows(p_dv + i_b * s_dvb + i_hg * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 
 
 @jit

@@ -308,12 +308,13 @@ class FoxPreTrainedModel(PreTrainedModel):
         """transformers loads a kernel of the Hub here; raise if it does not compute forgetting attention."""
         try:
             name = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-        except (ImportError, ValueError) as error:
-            if "/" in (attn_implementation or ""):
-                error.add_note(
-                    f"A kernel of the Hub needs transformers>=5.17 too. The model's own code has the same: {NAME!r}."
-                )
-            raise
+        except (ImportError, ValueError, UnboundLocalError) as error:  # the last by transformers 5.15
+            if "/" not in (attn_implementation or ""):
+                raise
+            raise (ImportError if isinstance(error, ImportError) else ValueError)(
+                f"{error} Kernels of the Hub need transformers>=5.17. This model has kernels of its own: "
+                f"attn_implementation={NAME!r}."
+            ) from error
         check_implementation(name, self.config.head_dim)
         return name
 

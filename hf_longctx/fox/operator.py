@@ -127,7 +127,7 @@ def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruni
     if backend == "folded" and not causal:
         raise NotImplementedError(
             "the folded form is causal only: a decay in the keys cannot grow in both directions. For causal=False use "
-            "backend='triton' (pip install 'hf-longctx[triton]'), on GPUs of compute capability 8.0 and later, in bf16, "
+            "backend='triton' (pip install triton), on GPUs of compute capability 8.0 and later, in bf16, "
             f"fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. backend='reference' "
             "computes it anywhere, in memory that grows with T * T."
         )

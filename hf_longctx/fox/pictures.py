@@ -132,7 +132,7 @@ def _check_indices(name, indices, count):
     return indices
 
 
-def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolution=384, title=None) -> None:
+def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolution=384, title=None) -> list[HeadMap]:
     """Draw the forget gate matrix F and the attention map A of some heads, F above A.
 
     Args:
@@ -141,6 +141,9 @@ def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolu
             over all layers.
         path: the file to write: PNG, SVG or PDF by its extension.
         title: above all.
+
+    Returns:
+        the maps of these heads, or of all heads where four are drawn.
 
     Raises:
         ValueError: as `head_maps`, or matplotlib does not know the extension.
@@ -153,9 +156,8 @@ def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolu
     except ImportError as error:
         raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
 
-    maps = head_maps(model, input_ids, layers, heads, resolution)
-    if layers is None and heads is None:
-        maps = spread(maps, TYPICAL)
+    measured = head_maps(model, input_ids, layers, heads, resolution)
+    maps = spread(measured, TYPICAL) if layers is None and heads is None else measured
     columns = min(len(maps), COLUMNS)
     rows = -(-len(maps) // columns)
     figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, layout="constrained", facecolor="white")
@@ -190,6 +192,7 @@ def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolu
         note = f"{maps[0].tokens:,} tokens; a point stands for {side} x {side}: the mean of F, the largest of A"
         figure.supxlabel(note, x=0.99, ha="right", fontsize=8, color=QUIET)
     figure.savefig(path)
+    return measured
 
 
 LABELS = {

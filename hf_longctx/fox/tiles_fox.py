@@ -87,8 +87,11 @@ def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def prune_blocks(tiles: Tiles) -> tuple[int, int]:
-    """Queries and keys that are pruned together, outside of decoding."""
-    return tiles.forward.BM, tiles.forward.BN
+    """Queries and keys that are pruned together, outside of decoding.
+
+    They are whole blocks of every kernel, none of which then has to mask where pruning begins.
+    """
+    return tuple(max(sizes) for sizes in zip(*(tile[:2] for tile in tiles[:3])))
 
 
 def padded(head_dim: int) -> int:

@@ -35,6 +35,7 @@ from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, pru
 # of their arguments or meaning raises the number, which is the kernel's version there.
 FOX_INTERFACE = 1
 MAX_HEAD_DIM = 256
+MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
 SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
 
 
@@ -50,8 +51,13 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def launch_options(tile: Tile) -> dict:
+    # Triton 3.10 ends the fusion of products and sums by default, which costs an instruction a logit.
+    return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+
+
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, **constants)
+    kernel[(programs,)](*args, **launch_options(tile), **constants)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -143,6 +149,7 @@ def launch_forward(q, k, v, c, first_key, stop_query, logit_bound, scale):
             q, k, v, c, e, d, first_key, logit_bound, o, lse, *_strides(q, k, v, o), *s_first,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, KNOWN=logit_bound is not None,
+            BS=min(tile.BN, MASKED_KEYS),
         )  # fmt: skip
     return o, lse
 
@@ -165,14 +172,32 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
             *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
+            BS=min(tiles.dq.BN, MASKED_KEYS),
         )  # fmt: skip
+        programs, G = triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, Hq // Hkv
+        n_parts = parts_of_group(programs, G, processors(q.device))
+        parts = dk, dv
+        if n_parts > 1:
+            parts = [q.new_empty(B, Hkv * n_parts, Tk, D, dtype=torch.float32) for _ in range(2)]
         launch(
-            dkdv_kernel, triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, tiles.dkdv,
-            q, k, v, c, e, stop_query, lse, do, delta, fade, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_stop,
-            Tq, Tk, Hq, Hq // Hkv, scale,
+            dkdv_kernel, programs * n_parts, tiles.dkdv,
+            q, k, v, c, e, stop_query, lse, do, delta, fade, *parts, dc, *_strides(q, k, v, do, *parts), *s_stop,
+            Tq, Tk, Hq, G // n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip
+    if n_parts > 1:
+        for whole, part in zip((dk, dv), parts):
+            whole.copy_(part.unflatten(1, (Hkv, n_parts)).sum(2))
     return dq, dk, dv, dc
+
+
+def parts_of_group(programs: int, group: int, processors: int) -> int:
+    """Into how many parts of query heads each of the dk/dv pass's programs is cut, so that no processor is idle.
+
+    The oldest keys take twice the time of the average key, so a program and a half for each processor are enough.
+    """
+    enough = -(-3 * processors // 2)
+    return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
 
 
 def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
@@ -284,9 +309,7 @@ if triton is not None:
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
     """The exception to raise for heads of this size, dtype and device; None if the kernels can run."""
     if triton is None:
-        return ImportError(
-            "The Triton backend of forgetting attention needs triton: pip install 'hf-longctx[triton]'."
-        )
+        return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError(
             f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."

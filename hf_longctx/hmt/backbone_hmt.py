@@ -6,20 +6,28 @@ causal LM runs, so that the soft caps and scales of its head apply, and a forwar
 hidden state. No pass builds the list of all hidden states, or a key/value cache that nobody asked for.
 """
 
+import copy
 import inspect
+import math
 import threading
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
 # Layers whose cache several tokens can continue under an attention mask. "hybrid": FoX, whose token shift minds
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "attention_window_size",
+)  # names in configurations
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
@@ -80,6 +88,7 @@ class Backbone:
             and layers <= _CONTINUED_LAYERS
         )
         self._head_alone_makes_logits = None  # not probed yet
+        self._follows_masks = {}  # by the implementation of attention
         self._check_causal(embedding.weight.device)
 
     def _check_causal(self, device):
@@ -103,14 +112,59 @@ class Backbone:
                 "is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
             )
 
+    def takes_masks(self, positions):
+        """Whether passes of up to so many positions below a cache can follow a mask of four dimensions.
+
+        Probed once for each implementation of attention. A mask of the caller replaces that of an attention window,
+        so the window must be wider than the pass.
+        """
+        config = self.model.config.get_text_config()
+        windows = [getattr(config, name, None) or math.inf for name in _WINDOWS]
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        device = self.model.get_input_embeddings().weight.device
+        if not self.continues or min(windows) <= positions or device.type == "meta":
+            return False
+        if attention not in self._follows_masks:
+            try:
+                self._follows_masks[attention] = self._probe_masks(device)
+            except Exception:  # a backbone that does not take such a mask may raise anything
+                self._follows_masks[attention] = False
+        return self._follows_masks[attention]
+
+    def _probe_masks(self, device):
+        """Tiny passes over three positions and, below their cache, three more; of the first, the second see the middle
+        one alone, and their own first sees none."""
+        seen = torch.tensor([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
+                             [0, 0, 0, 1, 0, 0], [0, 1, 0, 1, 1, 0], [0, 1, 0, 1, 1, 1]], device=device)  # fmt: skip
+        with self._probing(device, 6) as embeds:
+            mask = torch.zeros(seen.shape, dtype=embeds.dtype, device=device)
+            mask = mask.masked_fill(seen == 0, torch.finfo(embeds.dtype).min)[None, None]
+
+            def second_part(embeds):
+                kv_cache = DynamicCache(config=self.model.config)
+                self.run(embeds[:, :3], None, None, kv_cache)
+                return self.run(embeds[:, 3:], None, None, kv_cache, visible=mask[:, :, 3:])[1].float()
+
+            def alike(a, b):
+                return (a - b).norm() <= max(8 * torch.finfo(embeds.dtype).eps, 3e-4) * b.norm()  # as in _check_causal
+
+            changed = [
+                embeds * torch.tensor([-1 if i == column else 1 for i in range(6)], device=device)[:, None].to(embeds)
+                for column in (1, 2)
+            ]
+            expected = self.run(embeds, None, None, visible=mask)[1][:, 3:].float()
+            result, of_token, of_hidden = map(second_part, (embeds, *changed))
+            follows = alike(result, expected) and alike(of_hidden, result) and alike(of_token[:, :1], result[:, :1])
+            return bool(follows and not alike(of_token[:, 1:], result[:, 1:]))
+
     @contextmanager
-    def _probing(self, device):
-        """Three embeddings for tiny passes without gradient and dropout, (1, 3, d)."""
+    def _probing(self, device, positions=3):
+        """Embeddings for tiny passes without gradient and dropout, (1, positions, d)."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
             with torch.no_grad():
-                like = self.embed(torch.zeros(1, 3, dtype=torch.long, device=device))
+                like = self.embed(torch.zeros(1, positions, dtype=torch.long, device=device))
                 yield torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
         finally:
             for module in training:
@@ -181,7 +235,7 @@ class Backbone:
         """Token embeddings as the backbone's first layer receives them, (B, T) -> (B, T, d)."""
         return self.model.get_input_embeddings()(ids)
 
-    def run(self, embeds, mask, keep, kv_cache=None, skip_padding=False):
+    def run(self, embeds, mask, keep, kv_cache=None, skip_padding=False, visible=None):
         """One pass.
 
         Args:
@@ -190,6 +244,8 @@ class Backbone:
             keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
             skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
+            visible: what each position sees, added to attention scores in place of `mask`, (B, 1, T, cached + T); or
+                None.
 
         Returns:
             logits (B, n, V) or None, last hidden state (B, T, d).
@@ -205,6 +261,12 @@ class Backbone:
                 inputs["position_ids"] = positions[:, -embeds.shape[1] :]
         if kv_cache is not None:
             inputs["past_key_values"] = kv_cache
+        if visible is not None:
+            inputs["attention_mask"] = visible
+            if mask is None and "position_ids" in self.forward_arguments:  # OPT would count them in the mask
+                start = 0 if kv_cache is None else kv_cache.get_seq_length()
+                places = torch.arange(start, start + embeds.shape[1], device=embeds.device)
+                inputs["position_ids"] = places.expand(len(embeds), -1)
         logits, base_outputs = None, []
         # Several threads may run the same model: a hook keeps the outputs of its own call. Dynamo cannot trace
         # get_ident.
@@ -248,4 +310,22 @@ class Backbone:
         return self.embed(ids[None]).float().std().item()
 
 
-__all__ = ["Backbone"]
+def fork(kv_cache, rows=slice(None)):
+    """A cache with the `rows` of another one, which stays as it is when this one grows.
+
+    Layers of attention put new tensors in place of the old ones, so they are shared. The states of convolutions are
+    overwritten, so they are copied.
+    """
+    forked = copy.copy(kv_cache)
+    forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
+    for layer in forked.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                setattr(layer, name, value[rows])
+            elif isinstance(value, dict):
+                states = {i: x[rows].clone() if isinstance(x, torch.Tensor) else x for i, x in value.items()}
+                setattr(layer, name, states)
+    return forked
+
+
+__all__ = ["Backbone", "fork"]

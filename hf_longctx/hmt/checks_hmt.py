@@ -78,6 +78,11 @@ def check_settings(model):
             "config.recall is True, and this model was built without recall: it has no projections. Save it, and "
             "load it with HMTWrapper.from_pretrained(folder, recall=True)."
         )
+    if model.memory.single != (model.config.recall_mode == "single"):
+        raise ValueError(
+            f"config.recall_mode is {model.config.recall_mode!r}, and this model was not built for it: 'single' has other "
+            "parameters. Build a new model: HMTWrapper.from_backbone(model.backbone, config)."
+        )
     if model.config.memory_tokens != len(model.memory.initial):
         raise ValueError(
             f"config.memory_tokens is {model.config.memory_tokens}, and this model was built with "
@@ -138,7 +143,7 @@ def check_padding(model, mask, state, use_cache):
         raise ValueError("A row of attention_mask is all padding: there is nothing to read. Remove the row.")
     if (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).max() > 1:
         raise ValueError("attention_mask has padding between tokens; padding must be on one side, best on the left.")
-    if model.config.recall_mode == "causal":
+    if model.config.recall_mode != "paper":
         return
     if not model.lm.sees_padding:
         raise NotImplementedError(

@@ -34,8 +34,9 @@ class HMTConfig(PreTrainedConfig):
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
-        recall_mode: "causal" (logits at t see tokens <= t only) or "paper" (the published algorithm, which reads the
-            first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        recall_mode: "single" (logits at t see tokens <= t only, in one pass; see `single_hmt.py`), "causal" (the same
+            in three passes, with the paper's memories) or "paper" (the published algorithm, which reads the first j
+            tokens of a segment before it predicts them; see `modeling_hmt.py`).
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -99,9 +100,9 @@ class HMTConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
-    def save_pretrained(self, save_directory, **kwargs):
+    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
         """As in transformers; the code of a backbone that transformers lacks is saved too, and used by name."""
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory)
         lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
         if classes := custom_classes(self.backbone_config):
             lines = [
@@ -111,6 +112,8 @@ class HMTConfig(PreTrainedConfig):
             custom_object_save(x, save_directory)
         text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
         Path(save_directory, "custom_backbone_hmt.py").write_text(text)
+        if push_to_hub:  # with that file, which transformers does not know of
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def _check_names(cls, names):
@@ -139,13 +142,18 @@ class HMTConfig(PreTrainedConfig):
                 f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
                 "per segment. Use memory_tokens=1, or recall=False."
             )
+        if self.recall_mode == "single" and self.memory_tokens != 1:
+            raise ValueError(
+                f"memory_tokens is {self.memory_tokens}, and recall_mode='single' makes one embedding per segment. Use "
+                "memory_tokens=1, or recall_mode='causal'."
+            )
         if not 1 <= self.summary_length <= self.segment_length:
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
                 f"{self.segment_length} tokens; it needs at least one and at most all. Set it above 0 and up to 1."
             )
         choices = {
-            "recall_mode": ("causal", "paper"),
+            "recall_mode": ("single", "causal", "paper"),
             "recall_init": ("similarity", "random"),
             "loss_scope": ("all", "last"),
         }
@@ -177,7 +185,9 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def positions_per_segment(self) -> int:
-        """Positions the backbone sees for a full segment: the prompt twice, sensory tokens, new tokens."""
+        """Positions the backbone sees for a full segment: prompts, sensory tokens, new tokens."""
+        if self.recall_mode == "single":
+            return 4 + self.sensory_tokens + self.segment_length
         return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 
     @property

@@ -20,35 +20,59 @@ from .pages_hmt import MemoryPages
 SIMILARITY_GAIN = 1.5
 
 
+# Scale-free scores start as cosines over this temperature.
+TEMPERATURE = 0.1
+# Of the squared norm of an embedding: what is left of it beside the mean is not blown up below this share.
+FLOOR = 1e-4
+
+
 class HMTMemory(nn.Module):
-    """The parameters that HMT adds to a backbone: two learned prompts and two recall projections.
+    """The parameters that HMT adds to a backbone: two learned prompts, two recall projections and a temperature.
 
     Args:
         width: d.
         memory_tokens: m.
-        recall_dim: h, or None for a memory without recall, whose only parameter is `initial`.
+        recall_dim: h, or None for a memory without recall, which has no projections.
+        single: whether it is that of the single mode, whose summary prompt is there without recall too, and whose
+            scores are free of scale.
 
-    Parameters: `initial` (m, d), the prompt of a first segment; `summary_prompt` (1, d), the paper's H^T; `wq`, `wk`
-    (h, d). All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
+    Parameters: `initial` (m, d), the prompt of a first segment; `summary_prompt` (1, d), the paper's H^T, and what
+    closes both parts of a segment in the single mode; `wq`, `wk` (h, d); `log_temperature` (), of scale-free scores.
+    All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
     """
 
-    def __init__(self, width: int, memory_tokens: int, recall_dim: int | None):
+    def __init__(self, width: int, memory_tokens: int, recall_dim: int | None, single: bool = False):
         super().__init__()
+        self.single = single
         self.initial = nn.Parameter(torch.empty(memory_tokens, width))
-        if recall_dim is not None:
+        if single or recall_dim is not None:
             self.summary_prompt = nn.Parameter(torch.empty(1, width))
+        if recall_dim is not None:
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
+            if single:
+                self.log_temperature = nn.Parameter(torch.empty(()))
 
-    def direction(self, query):
-        """q Wq^T Wk / sqrt(h), (B, 1, d) in at least fp32. Recall scores are its products with memory embeddings."""
+    def direction(self, query, bank=None, valid=None):
+        """What memory embeddings are multiplied with for their scores, (B, 1, d) in at least fp32.
+
+        q Wq^T Wk / sqrt(h); scale-free, with the `bank` whose mean is the origin: u(q) Wq^T Wk / temperature.
+        """
         with torch.autocast(query.device.type, enabled=False):
             query, wq, wk = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, self.wq, self.wk))
+            if self.single:
+                query, factor = unit(query, mean_memory(bank, valid)), (-self.log_temperature.to(wq)).exp()
+            else:
+                factor = wq.shape[0] ** -0.5
             # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
-            return query @ wq.mT @ wk * wq.shape[0] ** -0.5
+            return query @ wq.mT @ wk * factor
 
     def recall(self, query, bank, valid):
         """Attend to the remembered segments (paper, sec. 3.2): softmax(q Wq^T (C Wk^T)^T / sqrt(h)) C.
+
+        Free of scale, in the single mode: softmax(u(q) Wq^T (u(C) Wk^T)^T / temperature) C, where u(x) is x less the
+        mean of C, at length one. Hidden states of a pretrained backbone have most of their length in common, and a
+        length that differs from backbone to backbone.
 
         Args:
             query: summary of the segment that recalls, (B, 1, d).
@@ -61,7 +85,8 @@ class HMTMemory(nn.Module):
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
-            scores = (self.direction(query).to(bank_wide) @ bank_wide.mT).squeeze(1)  # (B, c)
+            keys = unit(bank_wide, mean_memory(bank_wide, valid)) if self.single else bank_wide
+            scores = (self.direction(query, bank_wide, valid).to(keys) @ keys.mT).squeeze(1)  # (B, c)
             scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
         return self.or_initial(prompt, valid), scores
@@ -81,9 +106,9 @@ class HMTState:
     summary of the latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l)
     the tokens of the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt`
     (B, m, d), the open segment's prompts before and after its recall. `kv_cache` holds the keys and values of the open
-    segments (`kv_length` positions, padding where `kv_mask` is False) and speeds up the next call; it is never saved,
-    and without it the open segments are read again. `pages` holds, for each row, the embeddings that fell out of
-    `bank`, if the model keeps pages.
+    segments and speeds up the next call; `kv_mask` (B, P) is False, or 0, where these are padding. The cache is never
+    saved, and without it the open segments are read again. `pages` holds, for each row, the embeddings that fell out
+    of `bank`, if the model keeps pages.
 
     A call does not change its state: keep a state to branch off from it later. `position` and `segment` count the
     tokens and the full segments of the longest row; `padded` is True if the paper mode has read padding. `signature`
@@ -106,7 +131,6 @@ class HMTState:
     signature: dict = field(default_factory=dict)
     kv_cache: object = field(default=None, repr=False)
     kv_mask: torch.Tensor | None = field(default=None, repr=False)
-    kv_length: int = 0
 
     @classmethod
     def empty(cls, batch, width, dtype, device, signature, pages=None):
@@ -130,7 +154,7 @@ class HMTState:
         return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
     def without_kv_cache(self) -> "HMTState":
-        return replace(self, kv_cache=None, kv_mask=None, kv_length=0)
+        return replace(self, kv_cache=None, kv_mask=None)
 
     def map(self, function) -> "HMTState":
         """A new state with `function` applied to each tensor, and without the key/value cache."""
@@ -175,12 +199,12 @@ class HMTState:
 
     def reorder_cache(self, beam_idx):
         """Select rows in place, as beam search does with a `Cache`. beam_idx: (rows,), long."""
-        kv_cache, kv_mask, kv_length = self.kv_cache, self.kv_mask, self.kv_length
+        kv_cache, kv_mask = self.kv_cache, self.kv_mask
         self.__dict__.update(self.select_rows(beam_idx).__dict__)
         if kv_cache is not None:
             kv_cache.reorder_cache(beam_idx)
             kv_mask = None if kv_mask is None else kv_mask.index_select(0, beam_idx.to(kv_mask.device))
-            self.kv_cache, self.kv_mask, self.kv_length = kv_cache, kv_mask, kv_length
+            self.kv_cache, self.kv_mask = kv_cache, kv_mask
 
     def save(self, path):
         """Write a safetensors file from which `load` restores the state in any process."""
@@ -220,6 +244,18 @@ class HMTState:
             padded=counters["padded"],
             signature=json.loads(metadata["signature"]),
         )
+
+
+def mean_memory(bank, valid):
+    """The mean of the memories of each row, (B, 1, d)."""
+    weights = valid.to(bank)[..., None]
+    return (bank * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
+
+
+def unit(x, origin):
+    """`x` less `origin`, at length one (less than one, where hardly anything is left of x)."""
+    rest = x - origin
+    return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 
 
 def pick(rows, new, old):

@@ -10,8 +10,8 @@ recalled from the memories so far: a *summary pass* over its first j tokens give
 grows linearly with the text, and an `HMTState` of fixed size carries everything from segment to segment. Memories
 beyond that size are dropped, or go to pages where a recall still finds them (`pages_hmt.py`).
 
-Two ways to use the recall
---------------------------
+Three ways to use the recall
+----------------------------
 `recall_mode="paper"` does what is written above. But a prompt that depends on the first j tokens then stands *before*
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
@@ -29,11 +29,15 @@ pass, so those of several segments go through the backbone together, and a call 
 is made, and the segment is read again under its recalled prompt. Segments 0 and 1 have at most one memory and nothing
 to choose from, so one pass serves all their tokens.
 
-Padding: in the causal mode each row has segment borders of its own, and is read, scored and continued as if it stood
-alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows padded
-sensory tokens, as the official code does.
+`recall_mode="single"` reads every position once: the query is taken and the recall stands in the middle of one pass
+(`single_hmt.py`).
+
+Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it
+stood alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows
+padded sensory tokens, as the official code does.
 """
 
+import math
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -56,10 +60,11 @@ from .checks_hmt import check_inputs, check_loss_arguments, check_settings, firs
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
-from .memory_hmt import SIMILARITY_GAIN, HMTMemory, HMTState
+from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
 from .pages_hmt import MemoryPages, PageFile
 from .published_hmt import PublishedSegments
 from .rows_hmt import Rows
+from .single_hmt import SingleSegments
 
 
 @dataclass
@@ -129,7 +134,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         self.backbone = backbone
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
-        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim)
+        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.recall_mode == "single")
         self._versions = lm.versions()
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
@@ -143,19 +148,23 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             return super()._init_weights(module)
         std = self.lm.embedding_std()  # prompts stand among token embeddings, so they start at the same scale
         init.normal_(module.initial, std=std)
-        if not self.config.recall:
-            return
-        if self.config.recall_init == "similarity":
-            # Start at the prompt of a first segment: the summary of j tokens then equals the memory they would leave
-            # as a segment.
-            init.copy_(module.summary_prompt, module.initial)
-            for projection in (module.wq, module.wk):
-                init.copy_(projection, SIMILARITY_GAIN * torch.eye(*projection.shape))
-        else:
+        similarity = self.config.recall_init == "similarity"
+        if hasattr(module, "summary_prompt"):
+            # Similarity: the prompt of a first segment, so that the summary of j tokens equals the memory they would
+            # leave as a segment.
             init.normal_(module.summary_prompt, std=std)
+            if similarity:
+                init.copy_(module.summary_prompt, module.initial)
+        if self.config.recall:
+            gain = SIMILARITY_GAIN
+            if module.single:
+                gain = 1
+                init.constant_(module.log_temperature, math.log(TEMPERATURE))
             bound = module.wq.shape[1] ** -0.5  # the start of nn.Linear
             for projection in (module.wq, module.wk):
                 init.uniform_(projection, -bound, bound)
+                if similarity:
+                    init.copy_(projection, gain * torch.eye(*projection.shape))
 
     # ------------------------------------------------------------------------------------------------ one forward
 
@@ -215,7 +224,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            state, late, early = PublishedSegments(self).read(state, chunks, use_cache)
+            reader = SingleSegments if self.config.recall_mode == "single" else PublishedSegments
+            state, late, early = reader(self).read(state, chunks, use_cache)
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
         pieces = [
             [x.logits[row] for x in readings if x.logits and len(x.logits[row])] for row in range(len(input_ids))
@@ -280,6 +290,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Checkpoint whole segments. For the layers within them too, enable it on `model.backbone`."""
         if every_n_layers != 1:
             raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True loses the gradients of keys and values; pass gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}."
+            )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
 

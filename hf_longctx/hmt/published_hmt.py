@@ -72,7 +72,7 @@ class PublishedSegments(Segments):
         if mask is not None:
             visible = mask.new_ones(len(ids), 1)
             mask = torch.cat([visible, mask, visible], 1)
-        _, hidden, _ = self.run(torch.cat([prompt, tokens, prompt], 1), mask)
+        _, hidden, *_ = self.run(torch.cat([prompt, tokens, prompt], 1), mask)
         return hidden[:, -1:].clone()
 
     def read_segment(self, state, chunk, query, use_cache):
@@ -91,7 +91,7 @@ class PublishedSegments(Segments):
         scores, distance = None, None
         begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
         if any(begins):
-            opening = self.opening_prompt(state)
+            opening, _, _ = self.prompt_for(state, state.query)  # without recall, or with one memory, it has no query
             prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
             state = replace(state, **prompts)
         if query is not None:
@@ -110,13 +110,12 @@ class PublishedSegments(Segments):
             if stop != first:
                 counts = [min(j, count) for count in chunk.counts]
                 embeds, _, starts = self.layout(state, state.opening_prompt, chunk, counts)
-                first_half.append(Pass(chunk, embeds, Span(first, stop, starts)))
+                first_half.append(Pass(chunk, embeds, (Span(first, stop, starts),)))
             first = stop
 
         full = [count == config.segment_length for count in chunk.counts]
         stays_open = use_cache and not any(full)
-        n_cached = self.cached_positions(state, chunk)
-        if n_cached:
+        if self.cached_positions(state, chunk):
             kv_cache = state.kv_cache
             embeds, mask, starts = self.continue_layout(state, chunk, close=not stays_open)
         else:
@@ -124,7 +123,8 @@ class PublishedSegments(Segments):
             kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
             layout = (state, state.prompt, chunk, chunk.counts)
             embeds, mask, starts = self.layout(*layout, close=not stays_open, left=not new_cache)
-        (reading,), hidden = self.run_passes([Pass(chunk, embeds, Span(first, chunk.counts, starts))], mask, kv_cache)
+        one = Pass(chunk, embeds, (Span(first, chunk.counts, starts),))
+        (reading,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
 
         memory = None
         if not stays_open:
@@ -134,7 +134,7 @@ class PublishedSegments(Segments):
             memory = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
             memory = pick(full if use_cache else [count > 0 for count in chunk.counts], memory, None)
         if stays_open and kv_cache is not None:
-            state = replace(state, kv_cache=kv_cache, kv_mask=mask, kv_length=n_cached + embeds.shape[1])
+            state = replace(state, kv_cache=kv_cache, kv_mask=mask)
         else:
             state = state.without_kv_cache()
         if any(full):
@@ -187,13 +187,15 @@ class PublishedSegments(Segments):
         for _, alike in groupby(passes, key=lambda one: one.shape):
             yield from self.run_passes(list(alike))[0]
 
-    def opening_prompt(self, state):
-        """The prompt that a segment opens with, before it has a recall of its own, (B, m, d)."""
-        if state.bank.shape[1] == 0:
-            return self.prompt(self.memory.initial, state.bank).clone()  # an optimizer step must not change a state
-        if state.query is None:  # no recall at all, or one memory only: nothing to choose from
-            return self.memory.or_initial(state.bank[:, -self.config.memory_tokens :], state.valid)
-        return self.recall(state, state.query)[0]
+    def cached_positions(self, state, chunk):
+        """Positions in the cache of the open segments; 0 where there is no usable cache, and they are read again.
+
+        That is so after loading a state, with gradients, with backbones that cannot continue, after a recall or a
+        border in any row, and where the rows get unequal numbers of new tokens.
+        """
+        if torch.is_grad_enabled() or len({n - m for n, m in zip(chunk.counts, chunk.read)}) > 1:
+            return 0
+        return 0 if state.kv_cache is None else state.kv_cache.get_seq_length()
 
 
 __all__ = ["PublishedSegments"]

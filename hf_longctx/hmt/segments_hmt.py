@@ -1,10 +1,11 @@
-"""Reading one segment: what every layout shares."""
+"""Reading one segment: what every layout shares. The layouts are `published_hmt.py` and `single_hmt.py`."""
 
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from .backbone_hmt import fork
 from .memory_hmt import pad_front, recall_distance
 from .rows_hmt import Chunk, Span
 
@@ -14,12 +15,19 @@ class Pass(NamedTuple):
 
     chunk: Chunk
     embeds: torch.Tensor
-    span: Span
+    spans: tuple[Span, ...]
 
     @property
     def shape(self):
         """What passes must have in common to run together."""
-        return self.embeds.shape[1], self.span.columns()
+        return self.embeds.shape[1], self.columns(self.spans)
+
+    def columns(self, spans):
+        return sorted({column for span in spans for column in span.columns()})
+
+    def targets(self, columns):
+        """What the tokens in `columns` predict, (B, n); -100 where a row has no token."""
+        return torch.stack([span.gather(self.chunk.targets, columns) for span in self.spans]).amax(0)
 
 
 class Reading(NamedTuple):
@@ -45,6 +53,19 @@ class Segments:
     def __init__(self, model):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
 
+    def prompt_for(self, state, query):
+        """As `recall`; without memories `initial`, without a query the latest memory, and no scores or distances."""
+        if state.bank.shape[1] == 0:
+            return (
+                self.prompt(self.memory.initial, state.bank).clone(),
+                None,
+                None,
+            )  # an optimizer must not change a state
+        if query is None:
+            latest = state.bank[:, -self.config.memory_tokens :]
+            return self.memory.or_initial(latest, state.valid), None, None
+        return self.recall(state, query)
+
     def recall(self, state, query):
         """Recall from the bank and, if there are pages, from the best of them.
 
@@ -54,7 +75,9 @@ class Segments:
         bank, valid, count = state.bank, state.valid, state.bank.shape[1]
         ages = torch.arange(count - 1, -1, -1, device=bank.device).expand(len(bank), -1)
         if state.pages is not None:
-            looked_up = [pages.look_up(row) for pages, row in zip(state.pages, self.memory.direction(query))]
+            looked_up = [
+                pages.look_up(row) for pages, row in zip(state.pages, self.memory.direction(query, bank, valid))
+            ]
             width = max(len(paged_ages) for _, paged_ages in looked_up)
             paged = torch.stack([pad_front(x, width) for x, _ in looked_up])
             paged_ages = torch.stack([pad_front(x, width) for _, x in looked_up])
@@ -99,24 +122,25 @@ class Segments:
         """A learned prompt (m, d) as embeddings for each row of `like` (B, ., d)."""
         return parameter.to(like).expand(len(like), -1, -1)
 
-    def run_passes(self, passes, mask=None, kv_cache=None):
-        """Run passes of one shape together: their `Reading`s, and the last hidden states (R, P, d)."""
-        columns, targets = passes[0].span.columns(), None
+    def run_passes(self, passes, mask=None, kv_cache=None, visible=None):
+        """Run passes of one shape together: their `Reading`s, the last hidden states (R, P, d), and the cache."""
+        columns, targets = passes[0].columns(passes[0].spans), None
         if passes[0].chunk.targets is not None:
-            targets = torch.cat([one.span.gather(one.chunk.targets, columns) for one in passes])
-        returned = [one.span.after(one.chunk.returned) for one in passes]
-        kept = sorted({column for span in returned for column in span.columns()})
+            targets = torch.cat([one.targets(columns) for one in passes])
+        returned = [[span.after(one.chunk.returned) for span in one.spans] for one in passes]
+        kept = sorted({column for one, spans in zip(passes, returned) for column in one.columns(spans)})
         embeds, scored = torch.cat([one.embeds for one in passes]), None
         if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
-            logits, hidden, loss = self.run(embeds, mask, kept, None, kv_cache)
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, visible)
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
-            logits, hidden, loss = self.run(embeds, mask, columns, targets, kv_cache, bool(kept))
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, visible, bool(kept))
         rows = [[]] * len(passes)
         if kept:
-            rows = [span.rows(x, columns) for span, x in zip(returned, logits.chunk(len(passes)))]
+            several = zip(returned, logits.chunk(len(passes)))
+            rows = [[*map(torch.cat, zip(*(span.rows(x, columns) for span in spans)))] for spans, x in several]
         readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
-        return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden
+        return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden, kv_cache
 
     def run(self, *arguments):
         """`_run_once`; with gradient checkpointing the backward pass computes it again."""
@@ -124,27 +148,18 @@ class Segments:
             return self.model._gradient_checkpointing_func(self.run_once, *arguments)
         return self.run_once(*arguments)
 
-    def run_once(self, embeds, mask=None, columns=(), targets=None, kv_cache=None, keep_logits=True):
-        """Logits of `columns` (R, n, V) or None, last hidden state (R, P, d), summed loss over `targets` or None."""
+    def run_once(self, embeds, mask=None, columns=(), targets=None, kv_cache=None, visible=None, keep_logits=True):
+        """Logits of `columns` (R, n, V) or None, last hidden state (R, P, d), summed loss over `targets` or None, and
+        the continued cache or None; `kv_cache` itself stays as it is."""
         keep = torch.tensor(columns, device=embeds.device) if columns else None
-        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, self.config.recall_mode == "causal")
+        kv_cache = kv_cache and fork(kv_cache)
+        skip_padding = self.config.recall_mode != "paper"
+        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, visible)
         loss = None
         if columns and targets is not None:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
             loss = self.model.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
-        return logits if keep_logits else None, hidden, loss
-
-    def cached_positions(self, state, chunk):
-        """Positions in the cache of the open segments; 0 where there is no usable cache, and they are read again.
-
-        That is so after loading a state, when the same state is continued a second time (the first call has extended
-        the cache), with gradients, with backbones that cannot continue, after a recall or a border in any row, and
-        where the rows get unequal numbers of new tokens.
-        """
-        if torch.is_grad_enabled() or len({n - m for n, m in zip(chunk.counts, chunk.read)}) > 1:
-            return 0
-        unchanged = state.kv_cache is not None and state.kv_cache.get_seq_length() == state.kv_length
-        return state.kv_length if unchanged else 0
+        return logits if keep_logits else None, hidden, loss, kv_cache
 
 
 __all__ = ["Pass", "Reading", "Segments"]

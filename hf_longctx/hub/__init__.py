@@ -1,10 +1,12 @@
 """Pushing models, metrics and kernels to the Hub, of files that are known, with the code that they need."""
 
 from .bundle import Bundle, build_bundle
+from .card import fill, loading_lines, with_card
 from .check import check_pushed
 from .kernel import build_kernel
+from .lint import gaps, problems
 from .metric import build_space
-from .push import loading_lines, push
+from .push import pin_base, push
 from .space import build_explorer
 
 
@@ -15,6 +17,11 @@ __all__ = [
     "build_kernel",
     "build_space",
     "check_pushed",
+    "fill",
+    "gaps",
     "loading_lines",
+    "pin_base",
+    "problems",
     "push",
+    "with_card",
 ]

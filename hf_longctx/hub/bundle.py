@@ -9,17 +9,22 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_imports
 
 from .. import __version__, fox, hmt
 from ..fox.convert_folder import COMPANIONS, Checkpoint, leads_outside, read_json
 from ..fox.modeling_fox import AUTO_MAP
 from ..metrics import read_result
+from ..metrics.result import commit
 
 
 CONTENTS = "hf_longctx.json"  # versions and hashes
 ADAPTER = "adapter_model.safetensors"
-KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", *COMPANIONS)
+BASE = "base.json"  # beside an adapter of `hf-longctx finetune`: which weights it was trained on
+TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, and what metrics.jsonl says
+KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", *TRAINING, *COMPANIONS)
+PICKLED = (b"\x80", b"PK\x03\x04")  # how pickles and PyTorch's archives begin
 # Patterns of names that are refused, and why.
 REFUSED = {
     ("training_args.bin",): "a pickle of the training's arguments, which hold a token where one was given: remove it",
@@ -29,11 +34,19 @@ REFUSED = {
     (".*",): "a hidden file, which may hold a secret: remove it",
 }
 TOOLS = (".git", ".gitattributes", ".cache")  # of git and of `hf download`; not pushed
+EVALUATIONS = ".eval_results"  # results on benchmarks that are registered at the Hub, as YAML
 PACKAGE_CODE = {
     path.name: path
     for package, suffix in ((fox, "fox"), (hmt, "hmt"))
     for path in Path(package.__file__).parent.glob(f"*_{suffix}.py")
 }
+PEFT_TASKS = {
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
+    "FEATURE_EXTRACTION": "ForFeatureExtraction",
+}  # besides CAUSAL_LM
 AUTO_MAPS = {
     "fox": {"AutoConfig": "configuration_fox.FoxConfig", **AUTO_MAP},
     "hmt": {"AutoConfig": "configuration_hmt.HMTConfig", "AutoModelForCausalLM": "modeling_hmt.HMTWrapper"},
@@ -47,25 +60,51 @@ class Bundle:
     Attributes:
         files: the content of every file, or where it is read from, by its path in the repository.
         left_out: names in the folder that are not pushed.
-        config: of the model, or of the adapter.
+        config: of the model, or of the adapter; empty for a Space or a kernel.
+        base_has_code: whether the base of an adapter has code of its own.
     """
 
     files: dict[str, Path | bytes]
     left_out: tuple[str, ...]
     config: dict
+    base_has_code: bool = False
 
     @property
     def is_adapter(self) -> bool:
         return ADAPTER in self.files
 
     @property
+    def base(self) -> tuple[str, str | None] | None:
+        """Name and revision, on the Hub, of the base of an adapter, or of the backbone that an HMT points to."""
+        if self.is_adapter:
+            return self.config.get("base_model_name_or_path"), self.config.get("revision")
+        if self.config.get("backbone_in_checkpoint", True):
+            return None
+        return self.config.get("backbone_name_or_path"), self.config.get("backbone_revision")
+
+    @property
     def auto_class(self) -> str:
-        """The class of transformers that loads the model: AutoModelForCausalLM of a FoxForCausalLM, and so on."""
+        """The class of transformers or PEFT that loads it: AutoModelForCausalLM of a FoxForCausalLM, and so on."""
+        if self.is_adapter:
+            return f"AutoPeftModel{PEFT_TASKS.get(self.config.get('task_type'), 'ForCausalLM')}"
         (name, *_) = self.config.get("architectures") or ["ForCausalLM"]
         if name.endswith("Model") and not name.endswith("LMHeadModel"):
             return "AutoModel"
         task = name.rpartition("For")[2]
         return "AutoModelForCausalLM" if task == name else f"AutoModelFor{task}"  # HMTWrapper, GPT2LMHeadModel
+
+    @property
+    def has_code(self) -> bool:
+        """Whether it needs trust_remote_code: for its own code, or for that of the FoX that it adapts."""
+        return self.base_has_code or any(path.endswith(".py") for path in self.files)
+
+    def text(self, path: str) -> str:
+        """ValueError for a file that is not UTF-8."""
+        content = self.files[path]
+        try:
+            return (content if isinstance(content, bytes) else content.read_bytes()).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no UTF-8 text ({error}).") from error
 
     def size(self, path: str) -> int:
         """Bytes."""
@@ -90,38 +129,54 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     Raises:
         ValueError: a file is refused (a pickle, state of a training, a hidden file, a link that leaves the folder);
             weights are missing or damaged; code is missing or in another repository; the base of an adapter or of an
-            HMT is a folder; a file is no JSON.
+            HMT has no name on the Hub; a file is no JSON.
         FileNotFoundError, NotADirectoryError: there is no such folder.
     """
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir() if path.name not in TOOLS)
-    check_names(folder, names)
+    evaluations = [f"{EVALUATIONS}/{path.name}" for path in sorted((folder / EVALUATIONS).glob("*.yaml"))]
+    check_names(folder, [*names, *evaluations])
     files = {name: folder / name for name in names if is_known(folder / name)}
+    files |= {name: folder / name for name in evaluations}
+    base_type = None
     if "config.json" in names:
         config, weights = read_json(folder / "config.json"), model_weights(folder)
         files |= weights | auto_map_and_code(folder, config)
-        base = None if config.get("backbone_in_checkpoint", True) else config.get("backbone_name_or_path")
     elif "adapter_config.json" in names:
         config = read_json(folder / "adapter_config.json")
-        files |= {name: folder / name for name in ("adapter_config.json", ADAPTER)}
-        base = config.get("base_model_name_or_path")
         check_safetensors(folder / ADAPTER)
+        parts = {"adapter_config.json", ADAPTER, BASE}.intersection(names)
+        files |= {name: folder / name for name in parts}
+        base_type = read_json(folder / BASE).get("model_type") if BASE in parts else None
     else:
         raise ValueError(f"{folder} has no config.json and no adapter_config.json; give the folder of a saved model.")
-    if base is not None and (os.path.isabs(base) or base.startswith(".") or Path(base).exists()):
+    left_out = tuple(name for name in names if name not in files and name not in (CONTENTS, EVALUATIONS))
+    bundle = Bundle(files, left_out, config, base_type in AUTO_MAPS)
+    if bundle.base is not None:
+        check_base(folder, bundle)
+    return with_contents(bundle)
+
+
+def check_base(folder, bundle):
+    """ValueError for a base that is not named, or by the path of a folder."""
+    (base, _), field = bundle.base, "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
+    is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
+    try:
+        validate_repo_id(base if is_name else "")
+    except ValueError as error:
         raise ValueError(
-            f"{folder} needs {base}, a folder on this machine. Push that model first, and put its name on the Hub into "
-            f"{'base_model_name_or_path of adapter_config.json' if ADAPTER in files else 'backbone_name_or_path'}."
-        )
-    left_out = tuple(name for name in names if name not in files and name != CONTENTS)
-    return with_contents(Bundle(files, left_out, config))
+            f"{folder} needs {base}, which is no name on the Hub. Push that model first, and put its name into {field} of "
+            f"{'adapter_config.json' if bundle.is_adapter else 'config.json'}."
+        ) from error
 
 
 def check_names(folder, names):
     """ValueError for files that must not be pushed, and links that leave the folder."""
     problems = []
     for name in names:
-        reasons = [why for patterns, why in REFUSED.items() if any(fnmatch.fnmatch(name, p) for p in patterns)]
+        reasons = [why for patterns, why in REFUSED.items() if any(fnmatch.fnmatch(name.lower(), p) for p in patterns)]
+        if name.startswith(EVALUATIONS):
+            reasons.clear()
         if leads_outside(folder / name, folder):
             reasons.append(f"a link to {(folder / name).resolve()}, outside of the folder: remove it")
         problems += [f"{name} is {why}" for why in reasons[:1]]
@@ -131,14 +186,31 @@ def check_names(folder, names):
 
 def is_known(path):
     if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
+        if path.is_file():
+            refuse_pickle(path)
         return path.is_file()
     if path.suffix != ".json" or not path.is_file():
         return False
     try:
         read_result(path)
     except ValueError:
-        return False
+        return is_benchmark(path)
     return True
+
+
+def refuse_pickle(path):
+    """ValueError for the pickle of a tokenizer, such as X.model."""
+    with path.open("rb") as file:
+        if file.read(4).startswith(PICKLED):
+            raise ValueError(f"{path} is a pickle, which can run code when it is loaded: remove it.")
+
+
+def is_benchmark(path):
+    """Whether it is what scripts/bench writes."""
+    try:
+        return {"command", "machine", "versions", "rows"} <= read_json(path).keys()
+    except ValueError:
+        return False
 
 
 def model_weights(folder):
@@ -165,7 +237,7 @@ def auto_map_and_code(folder, config):
     """config.json, with an auto_map where FoX or HMT lacks one, and the files of code that it needs."""
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
-    if "auto_map" not in config and auto_map:
+    if not config.get("auto_map") and auto_map:
         files["config.json"] = (json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n").encode()
     tokenizer = folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
@@ -207,9 +279,15 @@ def code_file(folder, name):
     return path
 
 
-def with_contents(bundle: Bundle) -> Bundle:
-    """The bundle with one more file, of versions and the sha256 of every file."""
+def with_contents(bundle: Bundle, files: dict[str, bytes] | None = None) -> Bundle:
+    """The bundle with other contents of some files, and with one more file: versions, and the sha256 of every file."""
+    files = files or {}
+    if CONTENTS in bundle.files:
+        hashes = json.loads(bundle.files[CONTENTS])["sha256"]  # of weights, they take long
+    else:
+        hashes = {path: bundle.sha256(path) for path in bundle.files}
+    hashes |= {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
     versions = {"hf_longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    hashes = {path: bundle.sha256(path) for path in sorted(bundle.files)}
-    text = json.dumps({"versions": versions, "sha256": hashes}, indent=2) + "\n"
-    return replace(bundle, files=bundle.files | {CONTENTS: text.encode()})
+    contents = {"versions": versions, "commit": commit(Path(fox.__file__).parents[2])}
+    text = json.dumps(contents | {"sha256": dict(sorted(hashes.items()))}, indent=2) + "\n"
+    return replace(bundle, files=bundle.files | files | {CONTENTS: text.encode()})

@@ -6,6 +6,7 @@ This file is also a program that runs without hf_longctx, as those who load the 
 """
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -14,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +28,8 @@ def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str, auto_cl
     Args:
         folder: of a model, or of an adapter.
         hashes: sha256 of every file.
-        auto_class: the class of transformers that loads it; its first output is compared (of most, the logits).
+        auto_class: the class of transformers, or of PEFT, that loads it; its first output is compared (of most, the
+            logits).
 
     Returns:
         what was compared, in a line.
@@ -36,7 +37,7 @@ def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str, auto_cl
     Raises:
         RuntimeError: the commit cannot be loaded, or it differs.
     """
-    model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True).eval()
+    model = load(folder, auto_class)
     ids = torch.arange(TOKENS)[None] % model.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         save_file({"ids": ids, "output": model(input_ids=ids)[0]}, f"{temporary}/outputs.safetensors")
@@ -52,6 +53,11 @@ def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str, auto_cl
     return done.stdout.strip()
 
 
+def load(name, auto_class, **options):
+    library = importlib.import_module("peft" if "Peft" in auto_class else "transformers")
+    return getattr(library, auto_class).from_pretrained(name, trust_remote_code=True, **options).eval()
+
+
 def main(repo, commit, hashes, outputs, auto_class):
     copy = Path(snapshot_download(repo, revision=commit))
     hashes = json.loads(Path(hashes).read_text())
@@ -59,8 +65,7 @@ def main(repo, commit, hashes, outputs, auto_class):
         if hashlib.sha256((copy / name).read_bytes()).hexdigest() != digest:
             raise ValueError(f"{name} has other bytes on the Hub than in the folder.")
     saved = load_file(outputs)
-    options = {"revision": commit, "trust_remote_code": True}
-    model = getattr(transformers, auto_class).from_pretrained(repo, **options).eval()
+    model = load(repo, auto_class, revision=commit)
     assert "hf_longctx" not in sys.modules
     with torch.no_grad():
         difference = (model(input_ids=saved["ids"])[0] - saved["output"]).abs().max().item()

@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..fox import kernel as entry
-from ..fox.operator import OLDEST_GPU
+from ..fox.tiles_fox import OLDEST_GPU
 from ..fox.triton_fox import FOX_INTERFACE
 from .bundle import Bundle, with_contents
 

@@ -3,7 +3,7 @@
 evaluate fetches the script of a Space, and the files that the script itself imports with `from .x import ...`, all
 from one folder. So the modules that scoring needs are copied beside the script under flat names, `curve/result.py` as
 `curve_result.py`, and the script imports a name from each. What runs a model is imported inside functions, from
-hf_longctx.
+hf_longctx, of which the Space has a copy for its app, and which evaluate does not fetch.
 """
 
 import ast
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..metrics.evaluate_modules import module_path
 from .bundle import Bundle, with_contents
+from .space import APP, package_files
 
 
 METRICS = Path(module_path("forgetting_curve")).parents[1]
@@ -21,19 +22,21 @@ ROOTS = {
     "position_loss": ["evaluate_modules"],
     "rope_base_check": ["evaluate_modules", "rope.bounds"],
 }
+EVALUATE = b"datasets==5.2.0\nevaluate==0.4.6\n"
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)
 OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$", re.MULTILINE)
 
 
 def build_space(name: str) -> Bundle:
-    """What to push of a metric: its script, card, app and requirements, and the modules that scoring needs.
+    """What to push of a metric: its script, card and app, the modules that scoring needs, and what the app needs.
 
     Raises:
         ValueError: there is no metric of that name.
     """
     folder = Path(module_path(name))
     modules = closure(ROOTS[name])
-    files = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py", ".txt")}
+    files = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")} | package_files()
+    files["requirements.txt"] = (APP / "requirements.txt").read_bytes() + EVALUATE
     files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
     lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
     script = OF_PACKAGE.sub("\n".join([*lines, "from . import evaluate_modules"]), files[f"{name}.py"].read_text())

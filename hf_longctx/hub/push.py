@@ -1,16 +1,21 @@
 """One commit on the Hub, of a bundle."""
 
+import json
 import re
+from dataclasses import replace
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from .. import __version__
-from .bundle import Bundle
+from .bundle import Bundle, with_contents
+from .lint import check
 
 
-# Files that are removed from a repository where the bundle lacks them, by the type of the repository.
+# Files that are removed from a repository where the bundle lacks them, by the type of the repository. An adapter that
+# stays beside a model would be loaded in its place.
 REPLACED = {
-    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"),
+    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_(config\.json|model\.\w+)"),
     "kernel": re.compile(r"(build|torch-ext)/.*"),
 }
 
@@ -23,12 +28,13 @@ def push(
     private: bool = False,
     revision: str | None = None,
     create_pr: bool = False,
+    tag: str | None = None,
 ) -> CommitInfo:
     """Push a bundle in one commit; where nothing has changed, none is made.
 
     The repository and the branch are created if there are none. Weights of a model that the bundle lacks are removed
-    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now. So are files
-    of a kernel.
+    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now, and an adapter
+    of before, on its own base, to both. So are files of a kernel.
 
     The token is that of `hf auth login` or of the environment variable HF_TOKEN.
 
@@ -38,11 +44,16 @@ def push(
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
+        tag: a name for the commit, which the repository must not have yet.
 
     Raises:
-        ValueError: there is no token, `repo` is no name, or the repository is public although `private`.
+        ValueError: something is wrong with the bundle (`lint.problems`), there is no token, `repo` is no name, the
+            repository is public although `private`, it holds a model that an adapter would hide, or it has the tag.
         HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile.
     """
+    check(bundle)
+    if tag is not None and create_pr:
+        raise ValueError(f"a pull request cannot be tagged; leave tag={tag!r} out, and tag it when it is merged.")
     if get_token() is None:
         raise ValueError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
     api = HfApi(library_name="hf_longctx", library_version=__version__)
@@ -50,16 +61,23 @@ def push(
     api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None, exist_ok=True)
     if private and not api.repo_info(repo, repo_type=repo_type).private:
         raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
+    if tag is not None and tag in {ref.name for ref in api.list_repo_refs(repo, repo_type=repo_type).tags}:
+        raise ValueError(f"{repo} has a tag {tag} already, and those who pinned it rely on it; give another name.")
     if revision is not None:
         api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
     head = api.repo_info(repo, repo_type=repo_type, revision=revision)
+    present = set(api.list_repo_files(repo, repo_type=repo_type, revision=head.sha))
+    if bundle.is_adapter and "config.json" in present:
+        raise ValueError(
+            f"{repo} holds a model, which an adapter beside it would hide: transformers would load the adapter's base. Push "
+            "the adapter to another name."
+        )
     operations = []
-    if repo_type in REPLACED and not bundle.is_adapter:
-        present = set(api.list_repo_files(repo, repo_type=repo_type, revision=head.sha))
+    if repo_type in REPLACED:
         old = sorted(path for path in present - bundle.files.keys() if REPLACED[repo_type].fullmatch(path))
         operations = [CommitOperationDelete(path) for path in old]
     operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
-    return api.create_commit(
+    commit = api.create_commit(
         repo,
         operations,
         repo_type=repo_type,
@@ -68,10 +86,26 @@ def push(
         parent_commit=head.sha,
         create_pr=create_pr,
     )
+    if tag is not None:
+        api.create_tag(repo, repo_type=repo_type, tag=tag, revision=commit.oid)
+    return commit
 
 
-def loading_lines(bundle: Bundle, repo: str, commit: str) -> str:
-    """Python that loads what was pushed: this commit and no other, its code included."""
-    library, name = ("peft", "AutoPeftModelForCausalLM") if bundle.is_adapter else ("transformers", bundle.auto_class)
-    trust = ", trust_remote_code=True" if any(path.endswith(".py") for path in bundle.files) else ""
-    return f'from {library} import {name}\n{name}.from_pretrained("{repo}", revision="{commit}"{trust})'
+def pin_base(bundle: Bundle) -> Bundle:
+    """The bundle with the commit that the base of an adapter, or the backbone of an HMT, has on the Hub now.
+
+    Raises:
+        ValueError: the Hub has no such repository or revision.
+    """
+    if bundle.base is None:
+        return bundle
+    name, revision = bundle.base
+    try:
+        base = HfApi().model_info(name, revision=revision)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ValueError(f"the base {name} (revision {revision}) is not on the Hub; push it first.") from error
+    path, field = ("adapter_config.json", "revision") if bundle.is_adapter else ("config.json", "backbone_revision")
+    config = json.loads(bundle.text(path)) | {field: base.sha}
+    has_code = bundle.is_adapter and any(file.rfilename.endswith(".py") for file in base.siblings)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return with_contents(replace(bundle, config=config, base_has_code=has_code), {path: text.encode()})

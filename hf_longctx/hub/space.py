@@ -1,4 +1,4 @@
-"""The Space "How far does it remember?": its app, the parts of the package that the app uses, and examples.
+"""The Space "How far does it remember?": its app, the parts of the package that Spaces use, and examples.
 
 The package goes along as it is, in a folder: Spaces install their requirements before they have the other files of the
 repository, so a wheel among those files could not be installed.
@@ -31,15 +31,20 @@ def build_explorer(examples: Iterable[str | os.PathLike] = ()) -> Bundle:
         ValueError: an example is no result, has neither a curve nor gates, has a file that leads out of its folder or
             weights that are damaged; or two have one name.
     """
-    files = {path.name: path for path in APP.iterdir() if path.suffix in (".md", ".py", ".txt")}
-    code = [path for pattern in PARTS for path in PACKAGE.glob(pattern) if "modules" not in path.parts]
-    files |= {path.relative_to(PACKAGE.parent).as_posix(): path for path in code}
+    files = {path.name: path for path in APP.iterdir() if path.suffix in (".md", ".png", ".py", ".txt")}
+    files |= package_files()
     for path in map(Path, examples):
         added = {f"examples/{name}": file for name, file in example(path).items()}
         if double := added.keys() & files.keys():
             raise ValueError(f"two examples are called {path.stem} ({min(double)}); rename one of them.")
         files |= added
     return with_contents(Bundle(files, (), {}))
+
+
+def package_files() -> dict[str, Path]:
+    """Of the parts of this package that the apps of Spaces use."""
+    code = [path for pattern in PARTS for path in PACKAGE.glob(pattern) if "modules" not in path.parts]
+    return {path.relative_to(PACKAGE.parent).as_posix(): path for path in code}
 
 
 def example(path):

@@ -1,13 +1,13 @@
 """How far SmolLM2-135M retrieves, whose RoPE base lies below the bound for its context, and what another base changes.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.rope_smollm2 [--steps 24] [--lines 5 20 40 80] [--needles 1024 2048 4096 8192]
+    python -m scripts.evidence.rope_smollm2 [--steps 8] [--lines 5 20 80] [--needles 1024 2048 4096]
     python -m scripts.evidence.rope_smollm2 --device cuda --steps 200 --length 8192 --needles 2048 4096 8192
 
 Numbers of lines (LongEval), needles in a held-out novel and its loss are read with the base of the model; with the one
 that `hf-longctx finetune --recipe rope-extend` takes for the context that the model claims; and, with --steps, after a
-training with either base on rows of --length tokens: of norms, embeddings and LoRA, as that recipe trains. Answers
-count if they are given token for token. The models are read in bfloat16.
+training with either base on the same rows of --length tokens: of norms, embeddings and LoRA, as that recipe trains.
+Answers count if they are given token for token. The models are read in bfloat16.
 """
 
 import subprocess
@@ -26,12 +26,9 @@ from scripts.fetch_smollm2 import FOLDER
 
 
 TEXT = common.ROOT / "demo_output" / "corpus"
-DTYPE = torch.bfloat16
 DEPTHS = (0.0, 0.5, 1.0)
-RUNS = {  # of hf-longctx finetune: name of the model, options
-    "other base, trained": ["--recipe", "rope-extend"],
-    "as it is, trained": ["--merge", "--train-in-full", "norm,input_layernorm,post_attention_layernorm,embed_tokens"],
-}
+TRAINED = {"other base, trained": "other base", "as it is, trained": "as it is"}
+IN_FULL = "norm,input_layernorm,post_attention_layernorm,embed_tokens"
 LINES = """
 | model | base | lines | tokens | right | of | probability of a token of the answer |
 | {model} | {base:.0f} | {size} | {tokens:.0f} | {right} | {answers} | {probability:.1%} |
@@ -46,28 +43,32 @@ LOSSES = """
 """
 
 
-def load(name, args):
-    if name in RUNS:
-        return (
-            AutoModelForCausalLM.from_pretrained(run_folder(name, args) / "model", dtype=DTYPE).to(args.device).eval()
-        )
-    config = AutoConfig.from_pretrained(FOLDER)
-    if name == "other base":
+def model_folder(name, args):
+    """SmolLM2 as it is; with the other base, made here; or what was trained of one of these."""
+    folder = args.work / "rope_smollm2" / name.replace(", ", "_").replace(" ", "_")
+    if name in TRAINED:
+        return folder / "model"
+    if name == "as it is":
+        return FOLDER
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for file in FOLDER.iterdir():
+            if file.name != "config.json":
+                (folder / file.name).symlink_to(file)
+        config = AutoConfig.from_pretrained(FOLDER)
         extend_rope(config, FinetuneSettings(model=str(FOLDER), recipe="rope-extend", sequence_length=args.length))
-    return AutoModelForCausalLM.from_pretrained(FOLDER, config=config, dtype=DTYPE).to(args.device).eval()
-
-
-def run_folder(name, args):
-    return args.work / "rope_smollm2" / name.replace(", ", "_").replace(" ", "_")
+        config.save_pretrained(folder)
+    return folder
 
 
 def train(name, args):
     """Fine-tune by the command, which goes on where it was interrupted."""
-    command = [sys.executable, "-m", "hf_longctx", "finetune", FOLDER, *RUNS[name], "--data", TEXT / "train"]
-    options = {"--sequence-length": args.length, "--batch-tokens": args.length, "--steps": args.steps}
-    options |= {"--learning-rate": args.learning_rate, "--dtype": "bfloat16", "--save-steps": max(1, args.steps // 3)}
-    command += [x for option in options.items() for x in option]
-    subprocess.run([str(x) for x in (*command, "--output", run_folder(name, args))], check=True)
+    command = [sys.executable, "-m", "hf_longctx", "finetune", model_folder(TRAINED[name], args), "--merge"]
+    options = {"--train-in-full": IN_FULL, "--data": TEXT / "train", "--sequence-length": args.length}
+    options |= {"--batch-tokens": args.length, "--steps": args.steps, "--learning-rate": args.learning_rate}
+    options |= {"--dtype": "bfloat16", "--save-steps": max(1, args.steps // 3)}
+    options |= {"--output": model_folder(name, args).parent}
+    subprocess.run([*map(str, command), *(str(x) for option in options.items() for x in option)], check=True)
 
 
 def lines(model, tokenizer, size, args):
@@ -101,9 +102,10 @@ KINDS = {"lines": lines, "needles": needles, "loss": losses}
 
 
 def one_part(kind, name, size, args):
-    if name in RUNS and not (run_folder(name, args) / "model").exists():
+    folder = model_folder(name, args)
+    if name in TRAINED and not folder.exists():
         train(name, args)
-    model = load(name, args)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device).eval()
     base = model.config.rope_parameters["rope_theta"]
     measured = KINDS[kind](model, AutoTokenizer.from_pretrained(FOLDER), size, args)
     return {"kind": kind, "model": name, "base": base, "size": size, **measured}
@@ -115,7 +117,7 @@ def measure(args):
     yield {"kind": "verdict", "verdict": report.verdict, "claimed": report.claimed_context, "base": group.base,
            "reach": group.context_bound, "minimum_base": group.minimum_base}  # fmt: skip
     sizes = {"lines": args.lines, "needles": args.needles, "loss": args.needles[-1:]}
-    names = ["as it is", "other base", *(RUNS if args.steps else ())]
+    names = ["as it is", "other base", *(TRAINED if args.steps else ())]
     keys = [(kind, name, size) for name in names for kind in KINDS for size in sizes[kind]]
     yield from measure_parts(one_part, keys, args)
 
@@ -143,7 +145,7 @@ def table(result):
 
 
 def main(arguments=None):
-    sizes = {"lines": [5, 20, 40, 80], "repeats": 4, "needles": [1024, 2048, 4096, 8192], "haystacks": 1}
+    sizes = {"lines": [5, 20, 80], "repeats": 4, "needles": [1024, 2048, 4096], "haystacks": 1}
     training = {"length": 2048, "steps": 0, "learning_rate": 2e-4}
     parser = make_parser(__spec__.name, __doc__, "rope_smollm2", **sizes, **training, device="cpu")
     common.run(parser, measure, table, arguments)

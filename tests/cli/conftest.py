@@ -1,20 +1,16 @@
 """A model folder for the commands to work on."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from demo_model import DEMO
 from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
 
 
-DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A tiny FoX (Pro) with random weights, which claims 64 tokens, and a tokenizer of 1024 tokens of English."""
+    """A tiny FoX (Pro) with random weights, which claims 64 tokens, and the demo's tokenizer."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
     path = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(DEMO)

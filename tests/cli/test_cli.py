@@ -7,15 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from demo_model import DEMO
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import __version__, cli
-
-
-DEMO = Path(__file__).parents[2] / "model_cards" / "fox-demo"
 
 
 def test_rope_tells_the_verdict(tmp_path, capsys):

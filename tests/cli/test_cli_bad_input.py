@@ -11,6 +11,7 @@ import struct
 
 import pytest
 import torch
+from demo_model import VOCABULARY
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -212,7 +213,7 @@ def places(folder, tmp_path_factory):
     """Paths by the names that the rows have for them; damaged models are copies of a tiny one."""
     root = tmp_path_factory.mktemp("places")
     llama = root / "llama"
-    sizes = {"vocab_size": 1024, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(llama)
     AutoTokenizer.from_pretrained(folder).save_pretrained(llama)
     (root / "text.txt").write_text("In this line the foxes of a village met. " * 9)

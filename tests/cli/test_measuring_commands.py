@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from demo_model import VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
@@ -59,7 +60,7 @@ def test_random_data_need_no_text(folder, tmp_path):
     status, curve = measure(folder, tmp_path / "curve", "curve", options)
     assert status == 0 and curve.points[-1].length == (64 - 3) // 2
     assert not {"corpus", "train_length"} & curve.settings.keys()
-    assert curve.settings["id_range"] == [10, 1023]
+    assert curve.settings["id_range"] == [10, VOCABULARY - 1]
     status, curve = measure(folder, tmp_path / "curve", "curve", f"{options} --id-range 20 30")
     assert status == 0 and curve.settings["id_range"] == [20, 30]
 
@@ -153,7 +154,7 @@ def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):
 def test_a_short_corpus_is_named_with_its_longest_length(folder, tmp_path, capsys):
     text = tmp_path / "short.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
-    tokens = len(AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"])
+    tokens = len(AutoTokenizer.from_pretrained(folder)(text.read_text(), add_special_tokens=False)["input_ids"])
     assert cli.main(["curve", str(folder), "--text", str(text), "--max-length", "500"]) == 2
     assert str(tokens // 3) in capsys.readouterr().err
 
@@ -161,7 +162,7 @@ def test_a_short_corpus_is_named_with_its_longest_length(folder, tmp_path, capsy
 def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
     limited = tmp_path / "gpt2"
     config = GPT2Config(
-        vocab_size=1024, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
     GPT2LMHeadModel(config).save_pretrained(limited)
     AutoTokenizer.from_pretrained(folder).save_pretrained(limited)

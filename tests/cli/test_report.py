@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from demo_model import VOCABULARY
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
@@ -38,7 +39,9 @@ def test_nothing_to_measure(tmp_path, capsys):
 @pytest.mark.slow
 def test_processes_write_one_report(folder, tmp_path):
     llama, text, output = tmp_path / "llama", tmp_path / "text.txt", tmp_path / "report"
-    sizes = dict(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=640)).save_pretrained(llama)
     AutoTokenizer.from_pretrained(folder).save_pretrained(llama)
     text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(100)))

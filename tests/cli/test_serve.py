@@ -6,16 +6,15 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from demo_model import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import cli
 
 
-DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 PROMPTS = ["The import statement", "If a class", "An exception", "Coroutines are"]
 BATCHING = "--continuous-batching --cb-block-size 32 --cb-num-blocks 64 --cb-max-batch-tokens 128"
 

@@ -41,7 +41,6 @@ from hf_longctx.hub import build_kernel
 
 
 NAME = "alice/forgetting-attention@0123abc"
-OWN = "forgetting_triton"
 
 
 def register(name, function):
@@ -168,9 +167,8 @@ def test_large_heads_are_refused(kernel):
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed, which tests/hub/test_kernel.py uses")
 def test_without_the_library_the_error_says_what_to_install():
     model = make("llama", "sdpa")
-    with pytest.raises(ImportError, match="pip install kernels") as error:
+    with pytest.raises(ImportError, match=r"pip install kernels.*'forgetting_triton'"):
         model.set_attn_implementation("alice/forgetting-attention", allow_all_kernels=True)
-    assert OWN in error.value.__notes__[0]
     assert model.config._attn_implementation == "sdpa"
 
 

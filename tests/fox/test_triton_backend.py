@@ -469,6 +469,6 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 def test_without_triton_the_request_names_the_reason(monkeypatch):
     monkeypatch.setattr(triton_fox, "triton", None)
     model = make("llama", "sdpa")
-    with pytest.raises(ImportError, match=r"needs triton: pip install"):
+    with pytest.raises(ImportError, match=r"need triton: pip install"):
         model.set_attn_implementation("forgetting_triton")
     assert model.config._attn_implementation == "sdpa"

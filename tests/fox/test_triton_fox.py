@@ -333,6 +333,40 @@ def test_half_precision_keeps_the_running_maximum():
     assert torch.equal(triton_attention(*args, logit_bound=20.0), triton_attention(*args))
 
 
+# --- which programs compute what ---
+
+
+@pytest.mark.parametrize("processors, parts", [(1, 1), (2, 2), (100, 4)])
+def test_groups_are_cut_where_programs_are_few(monkeypatch, processors, parts):
+    """dk and dv then are sums of parts; nothing else changes."""
+    programs, launch, inputs = {}, triton_fox.launch, draw(1, 4, 1, 50, 50, 16)
+
+    def spy(kernel, n, *args, **constants):
+        programs[kernel] = n
+        launch(kernel, n, *args, **constants)
+
+    monkeypatch.setattr(triton_fox, "launch", spy)
+    monkeypatch.setattr(triton_fox, "processors", lambda device: processors)
+    got = run(triton_attention, *inputs)
+    assert programs[kernels_fox.dkdv_kernel] == 2 * parts
+    check_budget(got, run_plain(*inputs), run_exact(*inputs), inputs)
+
+
+@pytest.mark.parametrize("capability, head_dim", [(90, 64), (90, 128), (80, 128), (100, 256)])
+def test_pruning_adds_no_masks_to_the_backward_pass(capability, head_dim):
+    """All keys of a block are forgotten by the same query, which is the first of a block of queries."""
+    tiles = tiles_fox.TILES[capability, 2][head_dim]
+    T, blocks = 768, tiles_fox.prune_blocks(tiles)
+    c = draw(1, 2, 2, 1, T, 16, openness=0.0)[3].double().cumsum(-1)
+    kept = triton_fox.launch_prune(c, None, torch.tensor([[0.5, 3.0]], device=DEVICE), T, *blocks, -3.0)
+    stop = bounds_fox.stop_query(kept, T)
+    assert kept.max() > 0 and stop.min() < T
+    for tile in (tiles.forward, tiles.dq, tiles.dkdv):
+        assert (kept % tile.BN == 0).all() and (stop % tile.BM == 0).all()
+        assert (kept.unflatten(-1, (-1, tile.BM)).diff() == 0).all()
+        assert (stop.unflatten(-1, (-1, tile.BN)).diff() == 0).all()
+
+
 # --- memory, layout, autograd ----------------------------------------------------------------------------------------
 
 

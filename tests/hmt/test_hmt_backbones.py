@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from causality import changed_by
 from transformers import AutoModelForCausalLM
 
 import hf_longctx
@@ -50,25 +51,44 @@ BACKBONES = {
 }
 
 
+# How the single mode reads them. Windows shorter than a segment and position biases do not go with its mask.
+RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Mamba2", "Rwkv")}
+WITHOUT_MASK = RECURRENT | {f"{name}ForCausalLM" for name in ("Mistral", "Gemma2", "Gemma3", "Bloom")}
+
+
 @pytest.fixture(params=BACKBONES, scope="module")
-def model(request):
-    """A wrapper around each backbone, in eval mode. The tests share it and leave it as it is."""
+def models(request):
+    """Two wrappers around each backbone, in eval mode. The tests share them and leave them as they are."""
     model_class = getattr(hf_longctx if request.param.startswith("Fox") else transformers, request.param)
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     backbone = model_class(model_class.config_class(**BACKBONES[request.param], **special)).eval()
-    torch.manual_seed(1)
-    return HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3))
+    settings = dict(segment_length=8, sensory_tokens=3, memory_size=3)
+    wrappers = {}
+    for mode in ("single", "causal"):
+        torch.manual_seed(1)
+        wrappers[mode] = HMTWrapper.from_backbone(backbone, HMTConfig(**settings, recall_mode=mode))
+    return wrappers
 
 
-def assert_same_logits(actual, expected):
+@pytest.fixture
+def model(models):
+    return models["causal"]
+
+
+both_modes = pytest.mark.parametrize("mode", ["single", "causal"])
+
+
+def assert_same_logits(actual, expected, largest=None):
     """Equal up to what float32 rounds in numbers as large as these logits; at most 4 eps were seen."""
-    allowed = 64 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+    largest = expected.abs().max() if largest is None else largest
+    allowed = 64 * torch.finfo(torch.float32).eps * largest.item()
     torch.testing.assert_close(actual, expected, atol=allowed, rtol=0)
 
 
-def test_every_parameter_learns_with_logits_and_without(model, tokens):
-    model = copy.deepcopy(model)  # in eval mode, without dropout
+@both_modes
+def test_every_parameter_learns_with_logits_and_without(models, tokens, mode):
+    model = copy.deepcopy(models[mode])  # in eval mode, without dropout
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
@@ -92,7 +112,9 @@ def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
     assert model.lm.can_skip_logits(torch.device("cpu")) == (name not in capped_or_scaled)
 
 
-def test_stream_and_generation_equal_forward(model, tokens):
+@both_modes
+def test_stream_and_generation_equal_forward(models, tokens, mode):
+    model = models[mode]
     with torch.no_grad():
         whole = model(tokens).logits
         start = model(tokens[:, :13], use_cache=True)
@@ -107,9 +129,10 @@ def test_stream_and_generation_equal_forward(model, tokens):
     assert_same_logits(chosen, logits.amax(2))  # the arg-max, up to a tie
 
 
-def test_a_padded_row_token_by_token(model, tokens):
+@both_modes
+def test_a_padded_row_token_by_token(models, tokens, mode):
     """What a cache holds of padding must not reach the tokens after it."""
-    mask, state, logits = torch.ones(2, 20, dtype=torch.long), None, []
+    model, mask, state, logits = models[mode], torch.ones(2, 20, dtype=torch.long), None, []
     mask[0, :5] = 0
     with torch.no_grad():
         whole = model(tokens[:, :20], attention_mask=mask).logits
@@ -138,9 +161,10 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-@pytest.mark.parametrize("padding", [16, 5])
-def test_a_padded_row_is_as_alone(model, tokens, padding):
+@pytest.mark.parametrize("mode, padding", [("single", 5), ("causal", 16), ("causal", 5)])
+def test_a_padded_row_is_as_alone(models, tokens, mode, padding):
     """No recurrence, convolution, window or position bias sees padding."""
+    model = models[mode]
     ids, mask = tokens.clone(), torch.ones_like(tokens)
     mask[1, :padding] = 0
     with torch.no_grad():
@@ -149,3 +173,16 @@ def test_a_padded_row_is_as_alone(model, tokens, padding):
         assert_same_logits(padded.logits[1:], alone.logits)
         more, more_alone = model(tokens[:, :9], state=padded.state), model(tokens[1:, :9], state=alone.state)
     assert_same_logits(more.logits[1:], more_alone.logits)
+
+
+@both_modes
+def test_no_position_sees_a_later_token(models, tokens, mode):
+    early, here = changed_by(models[mode], tokens[0, :29], range(29))
+    assert_same_logits(torch.tensor(early), torch.zeros(29), largest=models[mode](tokens[:1]).logits.abs().max())
+    assert min(here) > 0
+
+
+def test_the_layout_of_the_single_mode(models):
+    lm, name = models["single"].lm, type(models["single"].lm.model).__name__
+    assert lm.takes_masks(15) == (name not in WITHOUT_MASK)
+    assert lm.continues == (name not in RECURRENT)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from causality import changed_by
 from tiny_hmt import ROUNDING
 
 
@@ -49,30 +50,16 @@ def test_equals_its_definition(make_wrapper, tokens, settings):
             torch.testing.assert_close(row, plain_causal(model, expected), atol=ROUNDING, rtol=0)
 
 
-def changed_before(model, ids, mask=None):
-    """For each position t: the largest change of an earlier logit, and of the logits at t, when token t changes."""
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask).logits
-        early, here = [], []
-        for t in range(ids.shape[1]):
-            other = ids.clone()
-            other[:, t] = (other[:, t] - 3 + 7) % 50 + 3
-            change = (model(other, attention_mask=mask).logits - logits).abs().amax((0, 2))
-            early.append(change[:t].max().item() if t else 0.0)
-            here.append(change[t].item())
-    return early, here
-
-
 @pytest.mark.parametrize("settings", [{}, {"sum_fraction": 1.0}, {"recall": False}, {"memory_size": None}], ids=str)
 def test_no_position_sees_a_later_token(make_wrapper, tokens, settings):
-    early, here = changed_before(make_wrapper(**settings), tokens[:, :29])
+    early, here = changed_by(make_wrapper(**settings), tokens[0, :29], range(29))
     assert max(early) <= ROUNDING
     assert min(here) > 1e-3  # and its own logits notice it
 
 
 def test_paper_mode_sees_the_tokens_of_its_query(make_wrapper, tokens):
     model = make_wrapper(recall_mode="paper")
-    early, _ = changed_before(model, tokens[:, :29])
+    early, _ = changed_by(model, tokens[0, :29], range(29))
     j, length = model.config.summary_length, model.config.segment_length
     assert max(early[:length]) <= ROUNDING  # nothing to recall from
     for t in range(2 * length, 29):  # segment 1 has one memory: its recall is that one whatever the query

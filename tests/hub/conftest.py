@@ -38,14 +38,14 @@ def publish(hub):
     """Puts {path: content or file} onto the hub, as it is: `publish(files, id)` gives the commit."""
     from server.repos import GITATTRIBUTES, File, Repo
 
-    def publish(files, id, private=False, type="model"):
+    def publish(files, id, private=False, type="model", branch="main"):
         rows = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
         for path, content in files.items():
             data = content if isinstance(content, bytes) else content.read_bytes()
             sha256 = hub.put(data)
             rows[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
         repo = hub.repos.setdefault((type, id), Repo(type, id, private, "gradio" if type == "space" else None))
-        return repo.commit("main", rows, "by a test")
+        return repo.commit(branch, rows, "by a test")
 
     return publish
 

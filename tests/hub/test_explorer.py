@@ -14,7 +14,7 @@ import yaml
 from mistakes import refused
 
 from hf_longctx import cli
-from hf_longctx.hub import build_bundle, build_explorer
+from hf_longctx.hub import build_bundle, build_explorer, build_space
 from hf_longctx.hub.space import APP
 
 
@@ -54,8 +54,9 @@ def test_the_space_is_closed():
 
 def test_versions_are_pinned_to_those_that_are_tested():
     constraints = pins((ROOT / "scripts" / "constraints.txt").read_text())
-    for name, version in pins((APP / "requirements.txt").read_text()).items():
-        assert version.removesuffix("+cpu") == constraints[name], name
+    for bundle in (build_explorer(), build_space("forgetting_curve")):
+        for name, version in pins(content(bundle.files["requirements.txt"]).decode()).items():
+            assert version.removesuffix("+cpu") == constraints[name], name
 
 
 def test_the_card_says_how_to_run_it():
@@ -179,7 +180,8 @@ def test_a_visitor(page, address, hub, tmp_path):
 
     def see(text):
         """The text, without anything wider than the window of a telephone or of a desktop."""
-        expect(page.get_by_text(text).first).to_be_visible()
+        expect(page.get_by_text(text).locator("visible=true").first).to_be_visible()
+        page.wait_for_function("[...document.images].every(image => image.complete)")
         name = re.sub(r"\W+", "_", text)
         for width in (390, 1280):
             page.set_viewport_size({"width": width, "height": 900})
@@ -218,6 +220,7 @@ def test_a_visitor(page, address, hub, tmp_path):
     see("effective (85 % copied)")
     page.get_by_role("button", name="For the model card of fox-demo").click()
     see("model-index")
+    expect(page.locator('img[src="x"]')).to_have_count(0)
     assert page.title() == "How far does it remember?"
 
     page.get_by_role("tab", name="Gates").click()

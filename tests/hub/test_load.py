@@ -1,10 +1,10 @@
 """What was pushed loads where hf_longctx is not installed, from the Hub and then offline, to the last bit."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
@@ -15,18 +15,17 @@ from transformers import (
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
 from hf_longctx.fox import FoxForSequenceClassification, FoxModel
-from hf_longctx.hub import build_bundle
+from hf_longctx.hub import build_bundle, with_card
 
 
-DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
-TINY = dict(vocab_size=1024, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
+TINY = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
 SETTINGS = dict(segment_length=16, sensory_tokens=4)
 
 
 @pytest.mark.slow
 def test_without_the_package(run_client, publish, bare_python, tmp_path):
     tokenizer, expected, commits = AutoTokenizer.from_pretrained(DEMO), {}, {}
-    ids = expected["ids"] = torch.randint(3, 1024, (1, 50), generator=torch.Generator().manual_seed(0))
+    ids = expected["ids"] = torch.randint(3, VOCABULARY, (1, 50), generator=torch.Generator().manual_seed(0))
 
     def save(model, name, **options):
         """Publish the model, and keep its logits, as they are from a file.
@@ -39,7 +38,8 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
         if not name.endswith("pointer"):
             with torch.no_grad():
                 expected[name] = type(model).from_pretrained(folder)(ids).logits
-        return publish(build_bundle(folder).files, f"alice/{name}", private=name == "private")
+        bundle = with_card(build_bundle(folder), f"alice/{name}")
+        return publish(bundle.files, f"alice/{name}", private=name == "private")
 
     torch.manual_seed(0)
     old = FoxForCausalLM(FoxConfig.pro(**TINY))

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from demo_model import DEMO
 from mistakes import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -18,7 +19,6 @@ from hf_longctx.hub import Bundle, build_bundle, loading_lines, push
 
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "model_cards" / "fox-demo"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 
 
@@ -54,19 +54,30 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     assert {path for path in bundle.files if path.endswith(".py")} == code
     assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
     documents = {"README.md", "forgetting_curve.json", "forgetting_curve.png", "gates.png", "hf_longctx.json"}
+    documents.add("training_log.jsonl")
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
     model = {"config.json", "generation_config.json", "model.safetensors"}
     assert set(bundle.files) == code | documents | tokenizer | model
-    assert set(bundle.left_out) == {"checkpoint-5", "notes.txt", "training_log.jsonl"}
+    assert set(bundle.left_out) == {"checkpoint-5", "notes.txt"}
     assert json.loads(bundle.files["config.json"])["auto_map"]["AutoConfig"] == "configuration_fox.FoxConfig"
-    versions = json.loads(bundle.files["hf_longctx.json"])["versions"]
-    assert versions["hf_longctx"] == hf_longctx.__version__
+    contents = json.loads(bundle.files["hf_longctx.json"])
+    assert contents["versions"]["hf_longctx"] == hf_longctx.__version__ and "commit" in contents
 
 
 def test_a_bundle_of_an_adapter(adapter):
     bundle = build_bundle(adapter)
     assert set(bundle.files) == {"adapter_config.json", "adapter_model.safetensors", "hf_longctx.json"}
     assert 'AutoPeftModelForCausalLM.from_pretrained("alice/a", revision="b")' in loading_lines(bundle, "alice/a", "b")
+    change(adapter / "adapter_config.json", task_type="SEQ_CLS")
+    write(adapter / "base.json", {"model_type": "fox"})  # of `hf-longctx finetune`
+    bundle = build_bundle(adapter)
+    assert "base.json" in bundle.files and bundle.auto_class == "AutoPeftModelForSequenceClassification"
+    assert 'revision="b", trust_remote_code=True)' in loading_lines(bundle, "alice/a", "b")
+
+
+def test_an_empty_auto_map_is_filled(folder):
+    change(folder / "config.json", auto_map={})
+    assert "AutoConfig" in json.loads(build_bundle(folder).files["config.json"])["auto_map"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +199,11 @@ MISTAKES = [
     refused("no configuration", without("config.json"), "no config.json and no adapter_config.json"),
     refused("configuration that is no JSON", adding("config.json", b"{"), "is not JSON"),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
-    refused("base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, a folder"),
+    refused("base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, which is no name"),
+    refused("base in a folder that is elsewhere", of_adapter(base_model_name_or_path="runs/a/model"), "put its name"),
+    refused("base without a name", of_adapter(base_model_name_or_path=None), "needs None, which is no name"),
+    refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
+    refused("a tokenizer that is a pickle", adding("words.model", b"\x80\x04"), r"words\.model is a pickle"),
     refused("no such folder", lambda folder, adapter: build_bundle(folder / "no"), "No such file"),
 ]
 
@@ -207,4 +222,5 @@ def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_pushes(run_client):
+    pytest.importorskip("peft")
     run_client("push.py", DEMO, with_package=True)

@@ -140,7 +140,11 @@ SETTINGS = dict(data_type="order", corpus="PG-19", tokenizer="hub/one", protocol
         ({"data_type": "random"}, ["data (order, random)"]),
         ({"corpus": "my.txt"}, ["texts (PG-19, my.txt)"]),
         ({"corpus": None, "corpus_sha256": "cd" * 32}, ["texts (PG-19, cdcdcdcd)"]),
-        ({"tokenizer": "hub/two"}, ["tokenizers, whose tokens differ in size (one, two)"]),
+        ({"tokenizer": "hub/two"}, []),  # of the same tokens
+        (
+            {"tokenizer": "hub/two", "corpus_sha256": "cd" * 32},
+            ["tokenizers, whose tokens differ in size (one, two)"],
+        ),
         ({"protocol": "adaptive"}, ["protocols (reference, adaptive)"]),
         ({"repeats": 3}, ["repeats (10, 3)"]),
         ({"lengths": (80, 640, 600_000)}, ["longest lengths (5120, 600000)"]),

@@ -1,8 +1,7 @@
 """How far retrieval is measured by default."""
 
-from pathlib import Path
-
 import pytest
+from demo_model import DEMO
 from transformers import AutoTokenizer
 
 from hf_longctx.metrics.report.defaults import line_counts, needle_lengths, record_tokens
@@ -10,7 +9,7 @@ from hf_longctx.metrics.report.defaults import line_counts, needle_lengths, reco
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo")
+    return AutoTokenizer.from_pretrained(DEMO)
 
 
 def test_needle_lengths(tokenizer):

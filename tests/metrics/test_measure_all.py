@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +17,6 @@ from hf_longctx.metrics import PositionLoss, measure_all
 from hf_longctx.metrics.report.measure_all import METRICS, measure_into
 
 
-DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 TITLES = {name: result_class.title for name, (result_class, _) in METRICS.items()}
 
 
@@ -35,7 +34,9 @@ def tokens(tokenizer):
 def folder(tmp_path_factory):
     """A tiny Llama with random weights, which claims 640 tokens."""
     path = tmp_path_factory.mktemp("models") / "llama"
-    sizes = dict(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=640)).save_pretrained(path)
     return path
 

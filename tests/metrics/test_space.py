@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 
@@ -15,9 +16,6 @@ pytest.importorskip("evaluate", reason="needs: pip install 'hf-longctx[metrics]'
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics.evaluate_modules import NAMES, module_path
-
-
-DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 
 
 def module(path):
@@ -48,7 +46,9 @@ def app(monkeypatch):
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    sizes = dict(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(path)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(path)
     return str(path)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from demo_model import DEMO, VOCABULARY
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.corpus import stdlib_text
@@ -33,9 +34,9 @@ def load(monkeypatch):
 def smollm2(load, monkeypatch, tmp_path):
     """In place of SmolLM2 a tiny Llama, in place of novels some text of the standard library."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=2048, **sizes))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes))
     model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(ROOT / "model_cards" / "fox-demo").save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
     (tmp_path / "text" / "train").mkdir(parents=True)
     (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
@@ -74,6 +75,14 @@ def test_a_fox_reads_on_where_rope_fails(rows):
     assert all(curve[-1] < curve[3] for curve in curves["known", "FoX"]), "the loss falls beyond the training length"
     assert all(curve[-1] > curve[3] for curve in curves["known", "RoPE"]), "and rises"
     assert max(curve[-1] for curve in curves["unseen", "FoX"]) < min(curve[-1] for curve in curves["unseen", "RoPE"])
+
+
+def test_a_fox_trained_at_512_tokens_reads_2048_better_than_rope(rows):
+    fox, rope = rows("extrapolation_512")
+    assert (fox["model"], rope["model"]) == ("FoX", "RoPE")
+    assert all(
+        fox["known"][i] < rope["known"][i] and fox["unseen"][i] < 4.16 < rope["unseen"][i] for i in range(4, 16)
+    )
 
 
 def test_a_base_below_the_bound_costs_retrieval_and_not_what_is_near(rows):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from demo_model import DEMO, VOCABULARY
 from mistakes import refused
 from transformers import AutoTokenizer
 
@@ -42,7 +43,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained("model_cards/fox-demo")
+    return AutoTokenizer.from_pretrained(DEMO)
 
 
 def test_interleaved():
@@ -108,7 +109,7 @@ def test_a_construction_is_packed_as_it_is_streamed(kind, tokenizer, tmp_path):
     source = write(tmp_path, ".json") if kind.startswith("pubmedqa") else str(tmp_path / "text.jsonl")
     construction = Construction(kind, 2)
     pack(source, tokenizer, tmp_path / "tokens.npy", construction)
-    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, 1024)
+    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
     stream = iter(StreamedRows(source, tokenizer, 16, tokenizer.eos_token_id, construction))
     for row in (rows[i] for i in range(len(rows))):
         assert next(stream)["input_ids"].tolist() == row["input_ids"].tolist()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
@@ -22,8 +23,7 @@ from hf_longctx.training.trainer import ResumableTrainer
 # PEFT asks transformers for a property that has another name now.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-DEMO = "model_cards/fox-demo"
-IDS = torch.randint(3, 1024, (2, 60), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -34,7 +34,7 @@ def llama(request, tmp_path_factory):
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
+        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)

@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from demo_model import VOCABULARY
 
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
@@ -166,7 +167,7 @@ def stage_1(tmp_path_factory):
     """A model with a memory that does not recall yet, as the first stage leaves it, and texts."""
     folder = tmp_path_factory.mktemp("stage-1")
     config = HMTConfig(segment_length=24, sensory_tokens=4, recall=False)
-    HMTWrapper.from_backbone(tiny_llama(1024), config).save_pretrained(folder)
+    HMTWrapper.from_backbone(tiny_llama(VOCABULARY), config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
     (folder / "texts").mkdir()
     for number, document in enumerate(stdlib_text("held_out")[:30000].split("\n\n\n")):
@@ -209,7 +210,7 @@ def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path
 @pytest.mark.slow
 def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):  # noqa: F811
     """The second one reads in each process what the first one writes in one of them."""
-    llama = tiny_llama(1024)
+    llama = tiny_llama(VOCABULARY)
     llama.save_pretrained(tmp_path / "llama")
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "llama")
     data = dict(data=str(stage_1 / "texts"), eval_data=None, steps=1)

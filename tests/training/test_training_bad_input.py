@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from demo_model import DEMO, VOCABULARY
 from mistakes import refused
 
 
@@ -218,7 +219,7 @@ def other_weights(kit):
 
 def other_model(model, config, **sizes):
     def begin(kit):
-        sizes_of_all = dict(vocab_size=1024, num_attention_heads=2, intermediate_size=8)
+        sizes_of_all = dict(vocab_size=VOCABULARY, num_attention_heads=2, intermediate_size=8)
         model(config(**sizes_of_all | sizes)).save_pretrained(kit.path / "other")
         finetune(model=str(kit.path / "other"), tokenizer=kit.tokenizer)(kit)
 
@@ -277,7 +278,7 @@ FINETUNING = [
     refused("rate of gates of a Llama", finetune(gate_learning_rate=1.0), "for forget gates, and none are trained"),
     refused(
         "gates as targets of LoRA",
-        finetune(model="model_cards/fox-demo", lora_targets="f_proj"),
+        finetune(model=str(DEMO), lora_targets="f_proj"),
         "--lora-targets names f_proj, which is no such module",
     ),
     refused("adapter for a model", adapter_as_model, "holds an adapter; name its base"),
@@ -302,9 +303,9 @@ FINETUNING = [
         damaged_model("config.json", '{"model_type": "llama", "hidden_size": "x"}'),
         "is damaged",
     ),
-    refused("a FoX for a Llama", finetune(model="model_cards/fox-demo", recipe="fox-from-llama"), "(?i)llama"),
-    refused("RoPE of a FoX", finetune(model="model_cards/fox-demo", recipe="rope-extend"), "one RoPE base"),
-    refused("tokenizer of another model", larger_tokenizer, "has 1025 tokens, the model 1024"),
+    refused("a FoX for a Llama", finetune(model=str(DEMO), recipe="fox-from-llama"), "(?i)llama"),
+    refused("RoPE of a FoX", finetune(model=str(DEMO), recipe="rope-extend"), "one RoPE base"),
+    refused("tokenizer of another model", larger_tokenizer, f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}"),
     refused("adapter of a deeper base", adapter_of({"num_hidden_layers": 2}), "num_hidden_layers 1, not 2"),
     refused("adapter of other weights", adapter_of({"initializer_range": 0.5}), "trained on another model"),
     refused("no adapter", lambda kit: load_adapter(None, kit.path), "holds no adapter"),
@@ -326,12 +327,12 @@ RUNS = [
     refused(
         "tokens of another tokenizer",
         after(write("far.npy", np.full(999, 70000)), run(data="./far.npy")),
-        "holds tokens from 70000 to 70000; the tokenizer has 1024",
+        f"holds tokens from 70000 to 70000; the tokenizer has {VOCABULARY}",
     ),
     refused(
         "negative tokens",
         after(write("minus.npy", np.full(999, -1)), run(data="./minus.npy")),
-        "holds tokens from -1 to -1; the tokenizer has 1024",
+        f"holds tokens from -1 to -1; the tokenizer has {VOCABULARY}",
     ),
     *(
         refused(f"{name} as tokens", after(write("no.npy", content), run(data="./no.npy")), "no whole file of numpy's")
@@ -398,7 +399,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     text = folder / "text.txt"
     text.write_text("The fox forgets what it no longer needs. " * 40)
-    run()(SimpleNamespace(path=folder, text=text, tokenizer="model_cards/fox-demo"))
+    run()(SimpleNamespace(path=folder, text=text, tokenizer=str(DEMO)))
     return folder / "run"
 
 
@@ -406,13 +407,13 @@ def finished(tmp_path_factory):
 def kit(tmp_path, finished):
     def llama(**changes):
         sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
-        config = LlamaConfig(vocab_size=1024, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
+        config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
         LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-        AutoTokenizer.from_pretrained("model_cards/fox-demo").save_pretrained(tmp_path / "llama")
+        AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "llama")
         return str(tmp_path / "llama")
 
     text = finished.parent / "text.txt"
-    return SimpleNamespace(path=tmp_path, text=text, tokenizer="model_cards/fox-demo", llama=llama, finished=finished)
+    return SimpleNamespace(path=tmp_path, text=text, tokenizer=str(DEMO), llama=llama, finished=finished)
 
 
 @pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS, *FINETUNING], ids=str)

@@ -5,6 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
@@ -18,7 +19,7 @@ PACKED = np.array([token for document in DOCUMENTS for token in (1, *document, E
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained("model_cards/fox-demo")
+    return AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_pat
 
 def test_a_stream_has_the_rows_of_the_file_and_begins_again(tokenizer, folder, tmp_path):
     pack(folder, tokenizer, tmp_path / "tokens.npy")
-    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, 1024)
+    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
     stream = iter(StreamedRows(folder, tokenizer, 16, tokenizer.eos_token_id))
     for row in (rows[i] for i in range(len(rows))):
         assert {name: value.tolist() for name, value in next(stream).items()} == {

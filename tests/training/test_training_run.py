@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from demo_model import DEMO, VOCABULARY
 
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
@@ -32,7 +33,7 @@ from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
 STEPS, SAVE_STEPS = 9, 3
 ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER = str(ROOT / "model_cards" / "fox-demo")
+TOKENIZER = str(DEMO)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone
         losses.append([line["eval_loss"] for line in metrics(folder) if "eval_loss" in line])
     assert [len(values) for values in losses] == [2, 2]
     model = FoxForCausalLM.from_pretrained(tmp_path / "False" / "model")
-    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, 1024)
+    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, VOCABULARY)
     assert len(rows) == 3
     with torch.no_grad():
         passes = [float(model(**stack(part)).loss) for part in ([rows[0], rows[1]], [rows[2]])]
@@ -281,7 +282,9 @@ def test_accelerate_launches_processes_that_divide_a_step(uninterrupted, evaluat
 @pytest.mark.parametrize("recipe, sharded", [("fox-from-llama", True), ("rope-extend", False)])
 def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart, text, tmp_path):
     torch.manual_seed(0)
-    sizes = dict(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "llama")
     sizes = dict(sequence_length=128, batch_tokens=512) if recipe == "rope-extend" else dict(sequence_length=32)
     sizes |= dict(rows_at_once=1, steps=3, learning_rate=1e-2)

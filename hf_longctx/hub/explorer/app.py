@@ -9,6 +9,7 @@ import curves_tab
 import gates_tab
 import gradio
 import rope_tab
+from outputs import CSS
 
 
 INTRODUCTION = """
@@ -30,4 +31,4 @@ demo.queue(default_concurrency_limit=1)
 
 if __name__ == "__main__":
     theme = gradio.themes.Default(primary_hue="orange", **SYSTEM_FONTS)
-    demo.launch(theme=theme, max_file_size="1mb", show_error=True)  # a message tells visitors what to mend
+    demo.launch(theme=theme, css=CSS, max_file_size="1mb")

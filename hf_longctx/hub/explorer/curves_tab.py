@@ -4,7 +4,7 @@ from pathlib import Path
 
 import gradio
 from inputs import EXAMPLES, MEGABYTE, fetch
-from outputs import image, picture
+from outputs import connect, harmless, image, picture
 
 from hf_longctx.metrics import card_snippet, read_result
 from hf_longctx.metrics.report.comparison import compare, named
@@ -26,7 +26,7 @@ def show(files, examples, repo):
         raise ValueError(f"{len(paths)} results are chosen; choose 1 to {MOST}.")
     results, tables = named([(path, read(path)) for path in paths]), []
     curves = picture(lambda path: tables.append(compare(results, path)))
-    return curves, tables[0], {name: snippet(name, result) for name, result in results.items()}
+    return curves, harmless(tables[0]), {name: snippet(name, result) for name, result in results.items()}
 
 
 def read(path):
@@ -59,8 +59,8 @@ def build():
 
             @gradio.render(snippets)
             def show_snippets(snippets):
-                for name, text in snippets.items():
+                for name, text in (snippets or {}).items():
                     with gradio.Accordion(f"For the model card of {name}", open=False):
                         gradio.Code(text, language="markdown", show_label=False, wrap_lines=True)
 
-    button.click(show, [files, chosen, repo], [curves, table, snippets])
+    connect(button, show, [files, chosen, repo], [curves, table, snippets])

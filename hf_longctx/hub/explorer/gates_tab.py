@@ -3,7 +3,7 @@
 import gradio
 import torch
 from inputs import EXAMPLES, MEGABYTE, fetch, read_config
-from outputs import image, picture
+from outputs import connect, image, picture
 from tokenizers import Tokenizer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
@@ -74,4 +74,4 @@ def build():
         with gradio.Column(scale=3, min_width=320):
             gates = image("Forget gates and attention of four heads")
             table = gradio.Markdown()
-    button.click(show, [example, repo, text], [gates, table])
+    connect(button, show, [example, repo, text], [gates, table])

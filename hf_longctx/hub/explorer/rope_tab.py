@@ -2,7 +2,7 @@
 
 import gradio
 from inputs import MEGABYTE, fetch, read_config
-from outputs import image, picture
+from outputs import connect, harmless, image, picture
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
 from hf_longctx.metrics import rope_report
@@ -43,7 +43,8 @@ def of_config(repo, text, context):
         raise ValueError("Give a name on the Hub, or paste a config.json.")
     values = read_config(fetch(repo, "config.json", MEGABYTE).read_text() if repo else text)
     try:
-        config = CONFIG_MAPPING.get(values.get("model_type"), PreTrainedConfig).from_dict(values)
+        known = values.get("model_type") in CONFIG_MAPPING  # which loads its classes lazily, and not by get
+        config = (CONFIG_MAPPING[values["model_type"]] if known else PreTrainedConfig).from_dict(values)
     except Exception as error:  # of many types
         raise ValueError(f"transformers cannot make a configuration of this: {error}") from error
     config.name_or_path = repo
@@ -59,7 +60,7 @@ def shown(config, context):
     columns, rows = report.table()
     header, *body = zip(columns, *rows)
     remarks = "".join(f"- {plain(remark)}\n" for remark in report.remarks())
-    return f"### {plain(report.summary())}", picture(report.plot), markdown(header, body), remarks
+    return f"### {plain(report.summary())}", picture(report.plot), harmless(markdown(header, body)), remarks
 
 
 def build():
@@ -100,6 +101,6 @@ def build():
             ]
             with gradio.Accordion("What to keep in mind", open=False):
                 outputs.append(gradio.Markdown())
-    check_numbers.click(of_numbers, numbers, outputs)
-    check_config.click(of_config, configuration, outputs)
+    connect(check_numbers, of_numbers, numbers, outputs)
+    connect(check_config, of_config, configuration, outputs)
     return of_numbers, numbers, outputs

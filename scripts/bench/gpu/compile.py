@@ -128,8 +128,8 @@ def compile_launch(capability, kernel, tiles, *case):
 
     def compile_only(this, programs, tile, *args, **constants):
         if this is getattr(fox, f"{kernel}_kernel"):
-            options = dict(num_warps=tile.warps, num_stages=tile.stages)
-            launches.append((this.warmup(*args, grid=(programs,), **options, **constants), tile))
+            options = fox.launch_options(tile) | constants
+            launches.append((this.warmup(*args, grid=(programs,), **options), tile))
 
     driver.set_active(Target(capability))
     with mock.patch.object(fox, "launch", compile_only), mock.patch.object(fox, "tiles_for", lambda *_: tiles):

@@ -10,7 +10,7 @@ nothing pruned, and logits bounded as by QK-norm. A tile whose result differs fr
 chosen. Times are medians over rounds, by device events around the kernel itself; `faster` is the median of the ratio
 to the present tile within a round. A batch has --tokens, and --width is heads times head size. TFLOP/s of dq and dk/dv
 count five of the seven products that the two compute, as is usual; TB/s of decoding the keys, values and gates.
-Printed at the end: rows to put into TILES. Pruning works in blocks of the forward tile, and prunes less in larger
+Printed at the end: rows to put into TILES. Pruning works in blocks of the largest tile, and prunes less in larger
 ones: not measured here.
 
 The JSON is written after every step. A run that finds the JSON of an earlier one leaves out the tiles that failed

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import checks
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -58,6 +60,14 @@ def check_every_kind_of_model():
     same(load("fox", AutoModel), "fox-base")
     same(load("fox"), "fox")
     same(load("classifier", AutoModelForSequenceClassification), "classifier")
+
+
+def check_the_lines_of_the_cards():
+    for name in ("fox", "classifier", "hmt-fox"):
+        code, names = re.search(r"```python\n(.*?)```", ModelCard.load(f"alice/{name}").text, re.DOTALL), {}
+        exec(code[1], names)
+        same(names["model"], name)
+        assert names["tokenizer"]("The import statement").input_ids
 
 
 def check_pipeline():

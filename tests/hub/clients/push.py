@@ -12,14 +12,16 @@ import time
 from pathlib import Path
 
 import checks
-from huggingface_hub import HfApi, get_session, hf_hub_download
+from huggingface_hub import HfApi, ModelCard, get_session, hf_hub_download
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_longctx import cli, fox
+from hf_longctx import FoxConfig, HMTConfig, cli, fox
 from hf_longctx.hub import check
 
 
 DEMO = sys.argv[1]
+TINY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 api = HfApi()
 
 
@@ -27,11 +29,11 @@ def turn(**knobs):
     assert get_session().put(f"{api.endpoint}/knobs", json=knobs).status_code == 200
 
 
-def push(*words, code=0):
+def push(*words, code=0, command="push"):
     """What the command prints."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        status = cli.main(["push", *words])
+        status = cli.main([command, *words])
     text = out.getvalue() + errors.getvalue()
     assert status == code, text
     assert "hf_of_" not in text
@@ -61,7 +63,7 @@ def check_a_killed_push_leaves_nothing_and_can_be_repeated():
 
 def check_a_dry_run_sends_nothing():
     text = push(DEMO, "alice/fox", "--dry-run")
-    assert "model.safetensors" in text and "left out: training_log.jsonl" in text
+    assert "model.safetensors" in text and "training_log.jsonl" in text
     assert not api.repo_exists("alice/fox")
 
 
@@ -123,12 +125,54 @@ def check_old_weights_do_not_stay_beside_new_ones():
     ]
 
 
-def check_an_adapter_goes_beside_the_weights_of_a_model():
-    os.mkdir("adapter")
-    Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/fox"}')
-    shutil.copyfile(f"{DEMO}/model.safetensors", "adapter/adapter_model.safetensors")
-    assert "AutoPeftModelForCausalLM" in push("adapter", "alice/fox-private")
-    assert {"adapter_model.safetensors", "model.safetensors"} <= set(api.list_repo_files("alice/fox-private"))
+def check_an_adapter_pins_its_base_and_never_hides_a_model():
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(DEMO),
+        LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    model.peft_config["default"].base_model_name_or_path = "alice/fox"
+    model.save_pretrained("adapter")
+    text = push("adapter", "alice/adapter", "--verify")
+    assert "trust_remote_code=True" in text and "the outputs for 64 tokens are the same" in text
+    config = json.loads(Path(hf_hub_download("alice/adapter", "adapter_config.json")).read_text())
+    assert config["revision"] == api.repo_info("alice/fox").sha
+    card = Path(hf_hub_download("alice/adapter", "README.md")).read_text()
+    assert f"alice/fox at {config['revision']}" in card and "More Information Needed" not in card
+    assert "alice/fox holds a model, which an adapter beside it would hide" in push("adapter", "alice/fox", code=2)
+    push(DEMO, "alice/adapter")
+    assert "adapter_config.json" not in api.list_repo_files("alice/adapter")
+    Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/no-such"}')
+    assert "the base alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
+
+
+def check_a_tag_is_what_the_card_pins():
+    push(DEMO, "alice/tagged", "--tag", "v1")
+    sha = api.repo_info("alice/tagged").sha
+    assert api.repo_info("alice/tagged", revision="v1").sha == sha
+    card = ModelCard.load("alice/tagged")
+    lines = 'AutoModelForCausalLM.from_pretrained("alice/tagged", revision="v1", trust_remote_code=True)'
+    assert lines in card.text and {entry.source_name for entry in card.data.eval_results} == {"the results, as JSON"}
+    assert "has a tag v1 already" in push(DEMO, "alice/tagged", "--tag", "v1", code=2)
+    assert "a pull request cannot be tagged" in push(DEMO, "alice/tagged", "--tag", "v2", "--create-pr", code=2)
+
+
+def check_the_configuration_of_an_hmt_goes_with_its_code():
+    config = HMTConfig(backbone_config=FoxConfig(**TINY))
+    config.save_pretrained("hmt-config", push_to_hub=True, repo_id="alice/hmt-config")
+    files = api.list_repo_files("alice/hmt-config")
+    assert {"config.json", "custom_backbone_hmt.py", "configuration_hmt.py", "modeling_fox.py"} <= set(files)
+
+
+def check_a_kernel_is_on_the_branch_of_its_version_and_its_source_on_main():
+    kernel, options = "alice/forgetting-attention", {"repo_type": "kernel", "revision": "v1"}
+    text = push(kernel, command="push-kernel")
+    sha = api.repo_info(kernel, **options).sha
+    assert f'attn_implementation="{kernel}@{sha}"' in text
+    assert {"build.toml", "README.md"} <= set(api.list_repo_files(kernel, repo_type="kernel"))
+    api.upload_file(path_or_fileobj=b"", path_in_repo="build/torch-cuda/old.py", repo_id=kernel, **options)
+    push(kernel, command="push-kernel")
+    files = api.list_repo_files(kernel, **options)
+    assert "build/torch-cuda/metadata.json" in files and "build/torch-cuda/old.py" not in files
 
 
 def check_what_the_hub_refuses_is_one_line():

@@ -1,0 +1,34 @@
+"""Write the card of a model or adapter, README.md, or fill its places anew from the files in its folder.
+
+Facts, contexts, results, memory and speed, training, loading lines, limits, provenance and the model-index come from
+config.json, the weights, results of `hf-longctx curve`, `loss`, `rope` and so on, benchmarks of scripts/bench,
+training.yaml and training_log.jsonl (config.yaml and metrics.jsonl of a training). What people have to say is marked
+"Write:" and stays as it is. Then the command lists what the card lacks and what is wrong with it, and exits with 2 if
+something is wrong.
+
+Examples:
+  hf-longctx card model --repo alice/fox --tag v1
+  hf-longctx card model
+"""
+
+
+def add_arguments(parser):
+    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
+    parser.add_argument("--repo", help="NAMESPACE/NAME that the loading lines name (default: as the card has it)")
+    parser.add_argument("--tag", help="revision that they pin, with --repo")
+
+
+def run(args):
+    from pathlib import Path
+
+    from ..hub import build_bundle, gaps, lint, with_card
+
+    if args.tag and not args.repo:
+        raise ValueError("--tag belongs to --repo, which is missing.")
+    bundle = with_card(build_bundle(args.folder), args.repo, args.tag)
+    path = Path(args.folder, "README.md")
+    path.write_text(bundle.text("README.md"), encoding="utf-8")
+    print(f"wrote {path}")
+    for gap in gaps(bundle):
+        print(f"missing: {gap}")
+    lint.check(bundle)

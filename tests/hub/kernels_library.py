@@ -1,0 +1,24 @@
+"""The library `kernels`, in a version that transformers takes."""
+
+import importlib.metadata
+import importlib.util
+
+from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
+
+
+def kernels_library(folder) -> list[str] | None:
+    """What has to be first in PYTHONPATH for transformers to load kernels by the installed library; None without it.
+
+    Each version of transformers asks for one or two versions of `kernels` (5.23: 0.18). 0.16 to 0.18 load attention in
+    the same way, so another version is given the number that is asked for, in a folder of metadata.
+    """
+    if importlib.util.find_spec("kernels") is None:
+        return None
+    if is_kernels_available():
+        return []
+    metadata = importlib.metadata.distribution("kernels")
+    path = folder / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA"
+    path.parent.mkdir(parents=True)
+    text = metadata.read_text("METADATA")
+    path.write_text(text.replace(f"\nVersion: {metadata.version}\n", f"\nVersion: {KERNELS_MIN_VERSION}\n", 1))
+    return [str(folder)]

@@ -1,0 +1,109 @@
+"""The kernel of forgetting attention: its layout, and a FoX that loads it from a Hub by its name."""
+
+import ast
+import base64
+import hashlib
+import json
+import os
+import sys
+import tomllib
+
+import pytest
+import torch
+from conftest import CLIENTS
+from kernels_library import kernels_library
+from safetensors.torch import save_file
+
+from hf_longctx import FoxConfig, FoxForCausalLM, cli
+from hf_longctx.fox.triton_fox import FOX_INTERFACE
+from hf_longctx.hub import build_bundle, build_kernel
+
+
+NAME = "alice/forgetting-attention"
+BRANCH = f"v{FOX_INTERFACE}"
+LIBRARIES = {"torch", "triton", "__future__", *sys.stdlib_module_names}
+
+
+def content(bundle, path):
+    data = bundle.files[path]
+    return data if isinstance(data, bytes) else data.read_bytes()
+
+
+def test_the_build_is_closed_and_of_libraries_that_kernels_may_import():
+    build = build_kernel(NAME)[BRANCH]
+    modules = {path.removeprefix("build/torch-cuda/") for path in build.files if path.startswith("build/torch-cuda/")}
+    assert {"__init__.py", "triton_fox.py", "kernels_fox.py", "metadata.json"} < modules
+    for name in modules - {"metadata.json"}:
+        tree = ast.parse(content(build, f"build/torch-cuda/{name}"), feature_version=(3, 9))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and f"{node.module}.py" in modules, name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imported = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                assert {module.split(".")[0] for module in imported} <= LIBRARIES, name
+
+
+def test_metadata_lists_what_is_loaded():
+    build = build_kernel(NAME)[BRANCH]
+    metadata = json.loads(content(build, "build/torch-cuda/metadata.json"))
+    assert metadata["id"].isidentifier() and metadata["version"] == FOX_INTERFACE
+    digests = {
+        path.removeprefix("build/torch-cuda/"): base64.b64encode(
+            hashlib.sha256(content(build, path)).digest()
+        ).decode()
+        for path in build.files
+        if path.startswith("build/") and not path.endswith("metadata.json")
+    }
+    assert metadata["digest"]["files"] == digests
+    other = json.loads(content(build_kernel(NAME, backend="cpu")[BRANCH], "build/torch-cpu/metadata.json"))
+    assert other["id"] != metadata["id"]
+
+
+def test_the_source_is_what_is_built():
+    source, build = build_kernel(NAME).values()
+    settings = tomllib.loads(content(source, "build.toml").decode())
+    assert settings["general"]["hub"] == {"repo-id": NAME} and settings["general"]["version"] == FOX_INTERFACE
+    files = [path for path in source.files if path.startswith("torch-ext/")]
+    for path in files:
+        assert source.files[path] == build.files[path.replace("torch-ext/forgetting_attention", "build/torch-cuda")]
+    assert f'get_kernel("{NAME}", version={FOX_INTERFACE}' in content(source, "README.md").decode()
+
+
+def test_a_dry_run_needs_no_hub(capsys):
+    assert cli.main(["push-kernel", NAME, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "build/torch-cuda/metadata.json" in printed and "torch-ext/forgetting_attention/__init__.py" in printed
+
+
+@pytest.mark.slow
+def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, bare_python, tmp_path):
+    pytest.importorskip("triton")
+    if (library := kernels_library(tmp_path / "library")) is None:
+        pytest.skip("kernels of the Hub need the library kernels: pip install 'hf-longctx[dev]'")
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, pad_token_id=0)
+    torch.manual_seed(0)
+    fox = FoxForCausalLM(FoxConfig.pro(**sizes, num_attention_heads=2, eos_token_id=None)).eval()
+    fox.save_pretrained(tmp_path / "fox")
+    publish(build_bundle(tmp_path / "fox").files, "alice/fox")
+    ids, mask = torch.randint(3, 61, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :7] = 0
+    inputs = {"input_ids": ids[:, :20], "attention_mask": mask[:, :20]}
+    with torch.no_grad():
+        expected = {"ids": ids, "mask": mask, "logits": fox(ids, attention_mask=mask).logits}
+        expected["tokens"] = fox.generate(**inputs, max_new_tokens=3, do_sample=False)
+    save_file(expected, tmp_path / "expected.safetensors")
+
+    build = build_kernel(NAME, backend="cpu")[BRANCH]
+    for path in build.files:
+        (tmp_path / "local" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "local" / path).write_bytes(content(build, path))
+    commit = publish(build.files, NAME, type="kernel", branch=BRANCH)
+    number = f"FOX_INTERFACE = {FOX_INTERFACE}\n".encode()
+    later = {path: content(build, path).replace(number, b"FOX_INTERFACE = 2\n") for path in build.files}
+    later["build/torch-cpu/metadata.json"] = later["build/torch-cpu/metadata.json"].replace(b"_cpu_", b"_cpu_next_")
+    publish(later, "alice/next-attention", type="kernel")
+
+    arguments = commit, tmp_path / "local", tmp_path / "expected.safetensors"
+    options = {"python": bare_python, "PYTHONPATH": os.pathsep.join([*library, str(CLIENTS)]), "TRITON_INTERPRET": "1"}
+    run_client("kernel.py", *arguments, **options)
+    run_client("kernel.py", *arguments, **options, HF_HUB_OFFLINE="1")
