@@ -11,6 +11,7 @@ into the keys (attention_fox.py): the decoding kernel reads them there, at the c
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -96,8 +97,8 @@ def check_implementation(name, head_dim):
             raise ValueError(
                 f"the kernel {name!r} has interface {interface} of forgetting attention, and this model calls interface "
                 f"{FOX_INTERFACE}. That is in the branch of the number: "
-                f"attn_implementation={name.partition('@')[0] + f'@v{FOX_INTERFACE}'!r}. The model's own kernels always "
-                f"fit: attn_implementation={NAME!r}."
+                f"attn_implementation={re.split('[@:]', name)[0] + f'@v{FOX_INTERFACE}'!r}. The model's own kernels "
+                f"always fit: attn_implementation={NAME!r}."
             )
         GATED[name] = GatedKernels(*(getattr(kernel, field) for field in GatedKernels._fields))
     if name in GATED and (reason := GATED[name].why_not(head_dim)) is not None:

@@ -41,7 +41,6 @@ from transformers.utils import logging
 
 from .attention_fox import fold_keys, folded_width, unfold_decay
 from .backend_fox import ROUNDING, logit_bound_of_norms
-from .bounds_fox import VisibleKeys
 from .modeling_fox import FoxDecoderLayer
 from .state_fox import AttendingCache
 
@@ -210,7 +209,7 @@ class PrunedLayer(DynamicLayer):
         return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
 
     def _check_mask(self, mask):
-        if mask is None or isinstance(mask, VisibleKeys):
+        if mask is None or hasattr(mask, "last"):  # a `VisibleKeys`, perhaps of a copy of the code beside weights
             return
         if not isinstance(mask, torch.Tensor):
             raise NotImplementedError(

@@ -81,8 +81,7 @@ def without_own_kernels(kernel, monkeypatch):
 
 
 def with_kernel(model):
-    check_implementation(NAME, model.config.head_dim)
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = model.get_correct_attn_implementation(NAME)
     return model
 
 
