@@ -63,9 +63,8 @@ def gaps(bundle: Bundle) -> list[str]:
     if UPSTREAM in text:
         lines.append(f"it still says {UPSTREAM}")
     card = Card(bundle)
-    base = card.training.get("model")
-    stages = bundle.text("training.txt") if "training.txt" in bundle.files else ""
-    if base and not data.get("base_model") and f"--output {base.removesuffix('/model')}" not in stages:
+    base = str(card.training.get("model", ""))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not data.get("base_model"):
         lines.append(f"its head lacks `base_model`; training.yaml names {base}")
     if bundle.config and eval_results([*card.results.values()]) and not data.get("eval_results"):
         lines.append("its head lacks `model-index`, and there are results")

@@ -66,7 +66,9 @@ def llama(tmp_path_factory):
     (folder / "speed.json").write_text(json.dumps(BENCHMARK))
     settings = {"steps": 600, "batch_tokens": 6144, "sequence_length": 256, "learning_rate": 3e-3, "seed": 7}
     (folder / "training.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "training_log.jsonl").write_text('{"step": 300, "loss": 2.5}\n{"step": 600, "loss": 1.25}\n')
+    (folder / "training_log.jsonl").write_text(
+        '{"step": 900, "eval_loss": 7}\n{"step": 300, "loss": 2.5}\n{"step": 600, "loss": 1.25}\n'
+    )
     return folder
 
 
@@ -109,7 +111,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
     ):
         assert line in text.splitlines(), line
     assert re.search(r"\| RoPE bound \| at 512 tokens: \w+ \| B\\_m < 0 at", text.replace("&lt;", "<"))
-    assert "trust_remote_code" not in text
+    assert "trust_remote_code" not in text and "after step 900" not in text
     assert fill(bundle, text) == text and not problems(bundle)
     missing = gaps(bundle)
     assert [gap for gap in missing if "still to write: the training text" in gap and "licence" in gap]
