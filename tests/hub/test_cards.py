@@ -251,11 +251,7 @@ MISTAKES = [
         "a figure that was changed", replacing("| 1 of width 32 |", "| 8 of width 32 |"), "not what their files say"
     ),
     refused("another result", with_another_curve, "not what their files say"),
-<<<<<<< HEAD
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
-=======
-    refused("another model-index", replacing("value: 1024", "value: 9000"), "model-index has 9000 .* file 1024"),
->>>>>>> main
     refused(
         "a place that does not exist", filling("<!-- card: magic -->\n<!-- end -->"), "place 'magic'; the places are"
     ),
@@ -269,13 +265,7 @@ MISTAKES = [
     refused(
         "a head that is no YAML", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"
     ),
-<<<<<<< HEAD
     refused("a model-index without values", replacing("value: 64", "worth: 64"), "head of README.md cannot be read"),
-=======
-    refused(
-        "a model-index without values", replacing("value: 1024", "worth: 1024"), "head of README.md cannot be read"
-    ),
->>>>>>> main
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),
     refused("a link out of the repository", adding("\n[code](../../README.md)"), r"links to \.\./\.\./README\.md"),
