@@ -106,10 +106,11 @@ def measure(args):
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
     tokens = load_tokens(tokenizer, "stdlib").tokens
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default half of the machine's
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # what `vllm serve FOLDER` runs; of vLLM's build for CPUs, this command looks for a package of another name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", "{port}"]
     command += ["--dtype", args.dtype, "--served-model-name", "fox", "--max-model-len", str(args.max_model_len)]
-    with served([*command, "--enforce-eager"]) as address:
+    with served([*command, "--enforce-eager", "--uvicorn-log-level", "error"]) as address:
         import openai
 
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
@@ -128,8 +129,8 @@ def table(result):
 
 def main(arguments=None):
     sizes = dict(prompts=8, tokens=48, lengths=[32, 256, 800], repeats=4, max_model_len=4096, dtype="float32")
-    folder = common.ROOT / "model_cards" / "fox-demo"
-    parser = common.make_parser("scripts.serve_vllm", __doc__, name="serve_vllm", model=str(folder), **sizes)
+    folder = "model_cards/fox-demo"
+    parser = common.make_parser("scripts.serve_vllm", __doc__, name="serve_vllm", model=folder, **sizes)
     parser.prog = "scripts/serve_vllm"
     result = common.run(parser, measure, table, arguments)
     sys.exit(not all(row["equal"] == row["of"] for row in result["rows"]))

@@ -1,10 +1,10 @@
 # Sourced by scripts/serve_vllm and scripts/clients: makes .venv-vllm once, with vLLM and this package, and sets `vllm_python`.
 #
 # It is an environment of its own, because vLLM needs an older transformers than the tests. Where no NVIDIA GPU is found it
-# takes vLLM's build for CPUs; VLLM_PYTHON names the interpreter of an environment that has vLLM already.
+# takes vLLM's build for CPUs; PYTHON_WITH_VLLM names the interpreter of an environment that has vLLM already.
 
-vllm_python=${VLLM_PYTHON:-.venv-vllm/bin/python}
-if [ -z "${VLLM_PYTHON:-}" ]; then
+vllm_python=${PYTHON_WITH_VLLM:-.venv-vllm/bin/python}
+if [ -z "${PYTHON_WITH_VLLM:-}" ]; then
     vllm_wanted=$(cat pyproject.toml scripts/vllm_environment.sh | cksum)
     if [ "$(cat .venv-vllm/installed 2>/dev/null)" != "$vllm_wanted" ]; then
         echo "Installing vLLM into .venv-vllm (once) ..."

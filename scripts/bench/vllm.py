@@ -102,7 +102,7 @@ def table(result):
 
 
 def main(arguments=None):
-    sizes = {"context": 1024, "tokens": 32, "requests": 8, "hidden": 768, "layers": 8, "head_dim": 64, "vocab": 8192}
+    sizes = {"context": 512, "tokens": 32, "requests": 8, "hidden": 512, "layers": 8, "head_dim": 64, "vocab": 8192}
     parser = common.make_parser(__spec__.name, __doc__, **sizes, rounds=5, compiled=0, device="cpu", dtype="bfloat16")
     common.run(parser, measure, table, arguments)
 

@@ -65,7 +65,7 @@ def vllm(folder):
     train_on_text(folder)
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}
     command = [
-        os.environ["VLLM_PYTHON"],
+        os.environ["PYTHON_WITH_VLLM"],
         "-m",
         "vllm.entrypoints.openai.api_server",
         "--model",

@@ -65,10 +65,13 @@ def save_fox(variant, folder, **options):
 @contextmanager
 def engine(folder, **options):
     """An offline engine, which knows the folder only, and no tokenizer."""
+    import vllm.platforms.cpu
     from vllm.distributed import cleanup_dist_env_and_memory
 
     defaults = dict(dtype="float32", max_model_len=1024, max_num_seqs=24, enforce_eager=True, disable_log_stats=False)
     llm = vllm.LLM(str(folder), skip_tokenizer_init=True, enable_prefix_caching=True, **defaults | options)
+    # Done once, and for the next engine vLLM would stumble over numba, which drafts from the prompt have imported.
+    vllm.platforms.cpu.CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     try:
         yield llm
     finally:

@@ -32,6 +32,7 @@ def test_an_offline_engine_gives_the_counts_of_the_model():
 
 
 def test_a_server_gives_the_replies_and_counts_of_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
