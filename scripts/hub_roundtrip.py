@@ -36,6 +36,7 @@ demo, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(demo)
 ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
 fox = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)  # PEFT and transformers round adapters differently
+fox.config.name_or_path = "alice/fox"  # and not a folder on this machine
 hmt = HMTWrapper.from_backbone(fox, HMTConfig(segment_length=32, sensory_tokens=8))
 hmt.save_pretrained("hmt")
 tokenizer.save_pretrained("hmt")
