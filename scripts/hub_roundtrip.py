@@ -104,7 +104,7 @@ fox = AutoModelForCausalLM.from_pretrained("alice/fox", **options).eval()
 with torch.no_grad():
     difference = (fox(logits["ids"][:, :24]).logits - logits["fox"][:, :24]).abs().max() / logits["fox"].abs().max()
 print(f"fox by {name}: logits differ by {difference:.1e} of the largest")
-sys.exit(difference > 1e-4)
+sys.exit(difference.item() > 1e-4)
 """
 SPACE = """
 import shutil
