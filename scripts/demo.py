@@ -1,82 +1,58 @@
 """The part of scripts/demo that runs in its environment; in another one: `python scripts/demo.py [TEXT]`."""
 
 import argparse
-import os
-import subprocess
+import shlex
 import sys
 import time
+import warnings
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from hf_longctx import cli
 from hf_longctx.corpus import load_text
-from hf_longctx.metrics import ForgettingCurve
 
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKPOINT = ROOT / "model_cards" / "fox-demo"
-PROMPT = "The following sections describe the standard way to"
-# A process that cannot import hf_longctx, so that the model depends on the files in its folder alone.
-WITHOUT_PACKAGE = """
-import sys; sys.modules["hf_longctx"] = None
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-with torch.no_grad():
-    print(model(torch.arange(3, 35)[None]).logits.double().sum().item())
-"""
+CARDS = ROOT / "model_cards"
+FOX, LLAMA = CARDS / "fox-demo", CARDS / "llama-demo"
+PROMPT = "She looked at him, and"
+TITLE = "A FoX and a Llama of 5 million parameters, trained alike"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", nargs="?", help="text file, folder of *.txt or dataset name")
-    parser.add_argument("--max-length", type=int, default=1600, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("text", nargs="?", default=CARDS / "held_out.txt.gz", help="default: a novel by Jane Austen")
+    parser.add_argument("--max-length", type=int, default=1024, metavar="TOKENS", help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=ROOT / "demo_output", metavar="FOLDER")
     args = parser.parse_args()
-    began = time.perf_counter()
+    began, out = time.perf_counter(), args.output.resolve()
+    warnings.filterwarnings("ignore", message=".*more than the 512 .* claims to support")  # that is what is shown
+    disable_progress_bar()
 
-    print(f"1. Load {CHECKPOINT.relative_to(ROOT)} with AutoModelForCausalLM", flush=True)
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    print(f"   {type(model).__name__}, {model.num_parameters() / 1e6:.2f} M parameters")
+    tokens = AutoTokenizer.from_pretrained(FOX)(load_text(str(args.text)), verbose=False)["input_ids"]
+    longest = min(args.max_length, len(tokens) // 3)
+    lengths = ",".join(str(longest * i // 8) for i in range(1, 9))
+    text = ("--text", args.text)
+    measure = (*text, "--lengths", lengths, "--train-length", 512, "--dtype", "float32")
+    curves, gates = out / "forgetting_curves.png", out / "gates.png"
 
-    folder = args.output.resolve() / "fox"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    print(f"2. Save it with its code to {folder} and load it where hf_longctx cannot be imported")
-    with torch.no_grad():
-        checksum = model(torch.arange(3, 35)[None]).logits.double().sum().item()
-    environment = {**os.environ, "HF_MODULES_CACHE": str(folder.with_name("modules"))}
-    command = [sys.executable, "-c", WITHOUT_PACKAGE, str(folder)]
-    other = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    if other.returncode or float(other.stdout) != checksum:
-        sys.exit(f"the saved model differs: {other.stdout} instead of {checksum}\n{other.stderr}")
-    print("   same logits, with trust_remote_code=True", flush=True)
+    print("Two language models, trained alike on rows of 512 tokens: a Forgetting Transformer (FoX) and a Llama.")
+    run("The FoX writes", "generate", FOX, PROMPT, "--max-new-tokens", 60)
+    run("Its heads forget, each at its own pace", "gates", FOX, *text, "--output", gates)
+    run("What the FoX remembers of a text", "curve", FOX, *measure, "--output", out / "fox")
+    run("What the Llama remembers", "curve", LLAMA, *measure, "--output", out / "llama")
+    both = (out / "fox.json", out / "llama.json", "--names", "FoX", "Llama")
+    run("Both", "compare", *both, "--title", TITLE, "--output", curves)
+    print(f"\nPicture of both:   {curves}\nPicture of gates:  {gates}\nTook {time.perf_counter() - began:.0f} s")
 
-    print("3. Continue a prompt")
-    ids = tokenizer(PROMPT, return_tensors="pt")
-    torch.manual_seed(0)
-    new = model.generate(**ids, max_new_tokens=40)
-    text = tokenizer.decode(new[0], skip_special_tokens=True)
-    print("   " + text.replace("\n", "\n   "), flush=True)
 
-    print("4. Measure its forgetting curve")
-    output = folder.with_name("forgetting_curve")
-    tokens = len(tokenizer(load_text(args.text), add_special_tokens=False, verbose=False)["input_ids"])
-    command = ["curve", str(folder), "--output", str(output), "--max-length", str(min(args.max_length, tokens // 3))]
-    command += ["--text", args.text or "stdlib", "--train-length", str(model.config.max_position_embeddings)]
-    status = cli.main(command)
-    if status:
+def run(title, *command):
+    command = list(map(str, command))
+    print(f"\n{title}:\n  hf-longctx {shlex.join(command)}".replace(f"{ROOT}/", ""), flush=True)
+    if status := cli.main(command):
         sys.exit(status)
-    curve = ForgettingCurve.from_json(output.with_suffix(".json").read_text())
-    print(f"\nGenerated:      {text!r}")
-    print(f"Fine length:    {curve.interval('fine')} tokens (copied with more than 99 % accuracy, 95 % sure)")
-    print(f"Coarse length:  {curve.interval('coarse')} tokens (copied at least 1 % better than guessed, 95 % sure)")
-    print(f"Picture:        {output}.png")
-    print(f"Numbers:        {output}.json")
-    print(f"Took {time.perf_counter() - began:.0f} s on {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m scripts.train_demo [--work FOLDER]
 
-Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages by commands that
+Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in two stages by commands that
 are printed and kept in `training.txt` of each card (`training.yaml`: all settings of the last stage). After an
 interruption, the same command goes on. The models are saved in bfloat16, with their logs and their forgetting curves
 on a novel that was held out.
@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_text
+from hf_longctx.fox.pictures import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, read_result
 from hf_longctx.training.tokenizer import train_tokenizer
 
@@ -31,21 +32,20 @@ from . import demo_corpus
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = ROOT / "model_cards"
 HELD_OUT = CARDS / "held_out.txt.gz"
-MODELS = {"fox-demo": "--pro", "llama-demo": "--architecture llama"}
 VOCABULARY = 4096
-# The text is learned first; copying takes more repetitions, and as many again to be exact.
-STAGES = (
+MODELS = {"fox-demo": "--pro", "llama-demo": "--architecture llama"}
+STAGES = (  # the text is learned first; copying without mistakes takes more repetitions
     "train --preset 5M {architecture} --repeated-rows 0.4 --steps 1024",
-    "finetune {before} --full --repeated-rows 0.7 --steps 512 --learning-rate 1e-3 --weight-decay 0.1",
-    "finetune {before} --full --repeated-rows 0.9 --steps 512 --learning-rate 1e-3 --weight-decay 0.1 --seed 1",
+    "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.7 --steps 512 --learning-rate 1e-3",
 )
 SIZES = "--sequence-length 512 --batch-tokens 4096 --rows-at-once 4 --dtype bfloat16"
-TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 512 --tokenizer tokenizer"
+TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 128 --tokenizer tokenizer"
 LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
 LOGGED = 8  # of so many steps, one is kept in the log of the card
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
 LENGTHS, REPEATS = range(64, 1025, 64), 20
-TITLE = "Two models of 5 million parameters copy a novel"
+GATES = 512  # tokens in the picture of the gates
+TITLE = "A FoX and a Llama of 5 million parameters, trained alike"
 
 
 def main():
@@ -60,8 +60,7 @@ def main():
     held_out = (work / "corpus" / "held_out.txt").read_bytes()
     HELD_OUT.write_bytes(gzip.compress(held_out, mtime=0))
     for name, architecture in MODELS.items():
-        stages = train(name, architecture, work)
-        publish(stages, CARDS / name)
+        publish(train(name, architecture, work), CARDS / name)
     curves = {name: read_result(CARDS / name / "forgetting_curve.json") for name in MODELS}
     contexts = {name: curve.settings["train_length"] for name, curve in curves.items()}
     plot_comparison(curves, CARDS / "forgetting_curves.png", train_lengths=contexts, title=TITLE)
@@ -70,19 +69,19 @@ def main():
 
 def train(name, architecture, work):
     """Train one model; returns {folder of a stage, below `work`: its command}."""
-    stages, before = {}, None
+    commands, before = {}, None
     for number, stage in enumerate(STAGES, start=1):
         output = f"{name}/stage-{number}"
-        stage = stage.format(architecture=architecture, before=f"{before}/model")
-        stages[work / output] = f"{LAUNCHER} {stage} {SIZES} {TEXTS} --output {output}"
+        stage = stage.format(architecture=architecture, before=before)
+        commands[work / output] = f"{LAUNCHER} {stage} {SIZES} {TEXTS} --output {output}"
         before = output
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for command in stages.values():
+    for command in commands.values():
         print(command, flush=True)
         arguments = shlex.split(command.removeprefix("torchrun"))
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         subprocess.run([*torchrun, *arguments], cwd=work, env=environment, check=True)
-    return stages
+    return commands
 
 
 def publish(stages, card):
@@ -121,6 +120,8 @@ def publish(stages, card):
         train_length=model.config.max_position_embeddings,
         run=Run(progress=True),
     )
+    if model.config.model_type == "fox":
+        plot_forget_gates(model, tokens[:GATES], card / "gates.png")
     curve.save(card / "forgetting_curve.json")
     curve.plot(card / "forgetting_curve.png", train_length=model.config.max_position_embeddings)
     print(f"{card.name}: {curve.summary()}")

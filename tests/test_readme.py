@@ -76,10 +76,10 @@ def test_demo(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr
-    assert "same logits" in run.stdout
-    shown = dict(re.findall(r"^(Picture|Numbers): +(.+)$", run.stdout, re.MULTILINE))
-    assert all(Path(path).is_file() for path in shown.values()) and len(shown) == 2
-    assert re.search(r"^Fine length: .+ tokens \(copied", run.stdout, re.MULTILINE)
+    pictures = re.findall(r"^Picture of .+: +(.+)$", run.stdout, re.MULTILINE)
+    assert len(pictures) == 2 and all(Path(path).is_file() for path in pictures)
+    assert all(f"| {name} | order |" in run.stdout for name in ("FoX", "Llama")) and "Not alike" not in run.stdout
+    assert "decay times of 40 heads: " in run.stdout
 
 
 @pytest.mark.parametrize("readme", READMES, ids=IDS)

@@ -3,9 +3,9 @@
 Without --temperature, --top-p or --top-k, generation_config.json of the model says whether it samples.
 
 Examples:
-  hf-longctx generate model_cards/fox-demo "The import statement" --max-new-tokens 20
+  hf-longctx generate model_cards/fox-demo "She looked at him, and" --max-new-tokens 20
   hf-longctx generate MODEL "Which foxes are grey?" --chat --temperature 0 --json
-  echo "The import statement" | hf-longctx generate model_cards/fox-demo - --top-p 0.9 --stop .
+  echo "She looked at him, and" | hf-longctx generate model_cards/fox-demo - --top-p 0.9 --stop .
 """
 
 import json

@@ -18,7 +18,8 @@ def add_arguments(parser):
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="load the commit back in a process without hf-longctx, and compare files and logits",
+        help="load the commit back in a process without hf-longctx, its code and that of its base included, and compare "
+        "files and logits",
     )
 
 

@@ -54,7 +54,7 @@ def forgetting_attention(
         log_pruning_tolerance: permission to leave out keys whose decay bounds their weight in a row below e^tolerance,
             all together (arXiv 2504.06949; -10 there). At most 0. With causal=False, past and future may each lose
             this share of their own weight.
-        backend: default "triton" on GPUs of compute capability 8.0 and later, "folded" elsewhere.
+        backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
             "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
             exact at any length; the only one that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer
 
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
@@ -310,22 +311,44 @@ class Backbone:
         return self.embed(ids[None]).float().std().item()
 
 
-def fork(kv_cache, rows=slice(None)):
+def fork(kv_cache, rows=slice(None), length=None):
     """A cache with the `rows` of another one, which stays as it is when this one grows.
 
     Layers of attention put new tensors in place of the old ones, so they are shared. The states of convolutions are
-    overwritten, so they are copied.
+    overwritten, so they are copied. With `length`, only so many positions; `can_cut` says whether that is possible.
     """
     forked = copy.copy(kv_cache)
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
     for layer in forked.layers:
         for name, value in vars(layer).items():
             if isinstance(value, torch.Tensor) and value.dim() > 1:
-                setattr(layer, name, value[rows])
+                setattr(layer, name, value[rows] if length is None else value[rows, :, :length])
             elif isinstance(value, dict):
                 states = {i: x[rows].clone() if isinstance(x, torch.Tensor) else x for i, x in value.items()}
                 setattr(layer, name, states)
     return forked
 
 
-__all__ = ["Backbone", "fork"]
+def split(kv_cache, parts):
+    """Forks of equal shares of the rows. Their gradients are joined; those of slices would be padded and added."""
+    shares = [fork(kv_cache) for _ in range(parts)]
+    for i, layer in enumerate(kv_cache.layers):
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                for share, rows in zip(shares, value.chunk(parts)):
+                    setattr(share.layers[i], name, rows)
+            elif isinstance(value, dict):
+                for n, share in enumerate(shares):
+                    states = {
+                        i: x.chunk(parts)[n].clone() if isinstance(x, torch.Tensor) else x for i, x in value.items()
+                    }
+                    setattr(share.layers[i], name, states)
+    return shares
+
+
+def can_cut(kv_cache):
+    """Whether all its layers hold keys and values of all positions, and nothing else."""
+    return all(type(layer) is DynamicLayer for layer in kv_cache.layers)
+
+
+__all__ = ["Backbone", "can_cut", "fork", "split"]

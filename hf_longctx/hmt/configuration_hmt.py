@@ -37,6 +37,10 @@ class HMTConfig(PreTrainedConfig):
         recall_mode: "single" (logits at t see tokens <= t only, in one pass; see `single_hmt.py`), "causal" (the same
             in three passes, with the paper's memories) or "paper" (the published algorithm, which reads the first j
             tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        recurrence: False makes the memories without their recall, in the single mode: no memory waits for another, so
+            a text of any length takes two calls of the backbone (of `summary_batch` segments each), gradients pass
+            through one recall, and the memories of independent texts can be merged (`HMTState.merge`). A memory then
+            knows its own segment alone: what takes a chain of recalls is out of reach. See `parallel_hmt.py`.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -56,7 +60,14 @@ class HMTConfig(PreTrainedConfig):
 
     model_type = "hmt"
     sub_configs = {"backbone_config": AutoConfig}
-    keys_to_ignore_at_inference = ["state", "recall_scores", "recall_distance", "memories"]
+    keys_to_ignore_at_inference = [
+        "state",
+        "recall_scores",
+        "recall_ends",
+        "segment_length",
+        "recall_distance",
+        "memories",
+    ]
 
     backbone_config: dict | PreTrainedConfig | None = None
     segment_length: int = 512
@@ -69,6 +80,7 @@ class HMTConfig(PreTrainedConfig):
     memory_tokens: int = 1
     recall_dim: int | None = None
     recall_mode: str = "causal"
+    recurrence: bool = True
     recall_init: str = "similarity"
     loss_scope: str = "all"
     bptt_segments: int | None = None
@@ -146,6 +158,11 @@ class HMTConfig(PreTrainedConfig):
             raise ValueError(
                 f"memory_tokens is {self.memory_tokens}, and recall_mode='single' makes one embedding per segment. Use "
                 "memory_tokens=1, or recall_mode='causal'."
+            )
+        if not self.recurrence and self.recall_mode != "single":
+            raise ValueError(
+                f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single mode can make memories "
+                "without their recall. Set recall_mode='single'."
             )
         if not 1 <= self.summary_length <= self.segment_length:
             raise ValueError(

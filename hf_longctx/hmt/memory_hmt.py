@@ -61,7 +61,7 @@ class HMTMemory(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             query, wq, wk = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, self.wq, self.wk))
             if self.single:
-                query, factor = unit(query, mean_memory(bank, valid)), (-self.log_temperature.to(wq)).exp()
+                query, factor = unit(query, mean_memory(bank.to(query), valid)), (-self.log_temperature.to(wq)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
             # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
@@ -102,7 +102,8 @@ class HMTState:
 
     Each row has read `lengths` (B ints) tokens and has segment borders of its own, at every L'-th of its tokens.
 
-    Tensors (B rows): `bank` (B, c, d) memory embeddings, the latest at the end; `valid` (B, c) bool; `query` (B, 1, d)
+    Tensors (B rows): `bank` (B, c, d) memory embeddings, the latest at the end; `ends` (B, c) long, how many tokens of
+    the text were read when each was made, 0 where a row has no such memory; `query` (B, 1, d)
     summary of the latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l)
     the tokens of the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt`
     (B, m, d), the open segment's prompts before and after its recall. `kv_cache` holds the keys and values of the open
@@ -117,7 +118,7 @@ class HMTState:
     """
 
     bank: torch.Tensor
-    valid: torch.Tensor
+    ends: torch.Tensor
     sensory_ids: torch.Tensor
     sensory_mask: torch.Tensor
     open_ids: torch.Tensor
@@ -138,7 +139,7 @@ class HMTState:
         ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
         mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
         bank = torch.zeros(batch, 0, width, dtype=dtype, device=device)
-        return cls(bank, mask, ids, mask, ids, mask, (0,) * batch, signature=signature, pages=pages)
+        return cls(bank, ids, ids, mask, ids, mask, (0,) * batch, signature=signature, pages=pages)
 
     @property
     def position(self) -> int:
@@ -147,6 +148,67 @@ class HMTState:
     @property
     def segment(self) -> int:
         return self.position // self.signature["segment_length"]
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """False where a row has no such memory, (B, c)."""
+        return self.ends > 0
+
+    def segments(self) -> list[list[range]]:
+        """For each row the tokens of the text that each memory was made of, oldest first, pages before the bank."""
+        length = self.signature["segment_length"]
+        paged = [len(row) for row in self.pages] if self.pages else [0] * len(self.lengths)
+        rows = []
+        for n, row in zip(paged, self.ends.tolist()):
+            ends = [*range(length, (n + 1) * length, length), *(end for end in row if end)]
+            rows.append([range(end - length, end) for end in ends])
+        return rows
+
+    def forget(self, *numbers: int, row: int = 0) -> "HMTState":
+        """The state without some memories of a row, which no later recall finds.
+
+        What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens.
+
+        Args:
+            numbers: indices into `segments()[row]`.
+
+        Raises:
+            IndexError: there is no such memory.
+            NotImplementedError: the state has pages.
+        """
+        if self.pages is not None:
+            raise NotImplementedError("A memory that has gone to a page cannot be forgotten; keep memory_size large.")
+        columns = self.ends[row].nonzero().flatten()
+        bank, ends = self.bank.clone(), self.ends.clone()
+        for number in numbers:
+            if not 0 <= number < len(columns):
+                raise IndexError(f"Row {row} has {len(columns)} memories, and there is no number {number}.")
+            bank[row, columns[number]] = ends[row, columns[number]] = 0
+        return replace(self, bank=bank, ends=ends)
+
+    def merge(self, other: "HMTState") -> "HMTState":
+        """The memories of this text, then those of `other`, as if its text had followed; goes on where `other` does.
+
+        With `recurrence=False` this is exact: no memory depends on others. Tokens of this text behind its last full
+        segment are in no memory, and are left out. Beyond memory_size the oldest memories are dropped.
+
+        Raises:
+            ValueError: states of different models, settings or numbers of rows.
+            NotImplementedError: a state has pages.
+        """
+        if self.signature != other.signature or len(self.lengths) != len(other.lengths):
+            raise ValueError("Only states of one model, one setting and the same number of rows can be merged.")
+        if self.pages is not None:
+            raise NotImplementedError("States with pages cannot be merged; use memory_size=None in place of pages.")
+        length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
+        read = [n - n % length for n in self.lengths]
+        moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
+        return replace(
+            other,
+            bank=torch.cat([self.bank, other.bank], 1)[:, -size:],
+            ends=torch.cat([self.ends, moved], 1)[:, -size:],
+            lengths=tuple(a + b for a, b in zip(read, other.lengths)),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name to tensor, for the tensors that are set; without the pages and what belongs to the key/value cache."""
@@ -274,17 +336,4 @@ def pad_front(x, width):
     return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 
-def recall_distance(scores, ages):
-    """Distance in segments to the memory that a recall attends to most: 1 is the previous one (paper, fig. 11).
-
-    Args:
-        scores: (B, c).
-        ages: (B, c), long, 0 for the memory of the previous segment.
-
-    Returns:
-        (B,), long.
-    """
-    return 1 + ages.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
-
-
-__all__ = ["HMTMemory", "HMTState", "pad_front", "pick", "recall_distance"]
+__all__ = ["HMTMemory", "HMTState", "pad_front", "pick"]

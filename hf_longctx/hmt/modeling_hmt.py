@@ -62,6 +62,7 @@ from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
 from .pages_hmt import MemoryPages, PageFile
+from .parallel_hmt import ParallelSegments
 from .published_hmt import PublishedSegments
 from .rows_hmt import Rows
 from .single_hmt import SingleSegments
@@ -77,6 +78,8 @@ class HMTOutput(ModelOutput):
     recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
         (those in the recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment
         without a recall (the first one, or one whose query is not complete).
+    recall_ends: with `output_recall=True`, like `recall_scores`, long: how many tokens of the text were read when each
+        memory was made; a memory is that of the last `segment_length` of them.
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row without.
     """
@@ -85,8 +88,22 @@ class HMTOutput(ModelOutput):
     logits: torch.FloatTensor | None = None
     state: HMTState | None = None
     recall_scores: tuple | None = None
+    recall_ends: tuple | None = None
+    segment_length: int | None = None
     recall_distance: torch.LongTensor | None = None
     memories: tuple | None = None
+
+    def recalled(self, row=0, top=3):
+        """What each segment of the call recalled most: a list of (tokens of the text, weight), strongest first.
+
+        The tokens are a range; the list is empty for a segment without a recall. Needs `output_recall=True`.
+        """
+        listed = []
+        for scores, ends in zip(self.recall_scores, self.recall_ends):
+            pairs = [] if scores is None else zip(ends[row].tolist(), scores[row].tolist())
+            best = sorted((pair for pair in pairs if pair[0] and pair[1]), key=lambda pair: -pair[1])[:top]
+            listed.append([(range(end - self.segment_length, end), weight) for end, weight in best])
+        return listed
 
 
 class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
@@ -224,11 +241,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            reader = SingleSegments if self.config.recall_mode == "single" else PublishedSegments
-            state, late, early = reader(self).read(state, chunks, use_cache)
+            state, late, early = self._layout()(self).read(state, chunks, use_cache)
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
+        with_logits = [x.logits for x in readings if x.logits]
         pieces = [
-            [x.logits[row] for x in readings if x.logits and len(x.logits[row])] for row in range(len(input_ids))
+            [piece for row_pieces in with_logits for piece in row_pieces[row] if len(piece)]
+            for row in range(len(input_ids))
         ]
         logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
         if isinstance(logits_to_keep, torch.Tensor):
@@ -242,11 +260,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             result.state = replace(state, open_ids=open_ids, open_mask=open_mask, lengths=lengths)
         if output_recall:
             no_recall = torch.zeros_like(input_ids[:, 0])
-            distances = [no_recall if x.recall_distance is None else x.recall_distance for x in late]
-            result.recall_scores = tuple(x.recall_scores for x in late)
-            result.recall_distance = torch.stack(distances)
+            recalls, result.segment_length = [x.recall for x in late], length
+            result.recall_scores = tuple(x and x.weights for x in recalls)
+            result.recall_ends = tuple(x and x.ends for x in recalls)
+            result.recall_distance = torch.stack([no_recall if x is None else x.distance for x in recalls])
             result.memories = tuple(x.memory for x in late if x.memory is not None)
         return result
+
+    def _layout(self):
+        if self.config.recall_mode != "single":
+            return PublishedSegments
+        return SingleSegments if self.config.recurrence else ParallelSegments
 
     def new_state(self, batch_size=1, page_file=None, device=None):
         """The state before the first token. Calls without a state make it themselves.
@@ -274,7 +298,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     def _signature(self):
         config = self.config
-        names = ("segment_length", "sensory_tokens", "memory_size", "sum_fraction", "recall", "memory_tokens")
+        names = (
+            "segment_length",
+            "sensory_tokens",
+            "memory_size",
+            "sum_fraction",
+            "recall",
+            "memory_tokens",
+            "recurrence",
+        )
         return {
             "backbone": config.backbone_config.model_type,
             "vocab_size": config.vocab_size,
@@ -290,10 +322,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Checkpoint whole segments. For the layers within them too, enable it on `model.backbone`."""
         if every_n_layers != 1:
             raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
-        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
+        if enable and reentrant and self.config.recall_mode == "single":
             raise ValueError(
-                "use_reentrant=True loses the gradients of keys and values; pass gradient_checkpointing_kwargs="
-                "{'use_reentrant': False}."
+                "use_reentrant=True loses the gradients of the keys and values between the parts of a segment; pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func

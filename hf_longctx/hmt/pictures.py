@@ -39,6 +39,40 @@ def draw_recall_distance(axes, distances, *, expected=None, title=None):
         axes.legend()
 
 
+def plot_recall(output, path, *, row=0, title=None):
+    """Draw which tokens of the text each segment of a call recalled, and how strongly.
+
+    Args:
+        output: `HMTOutput` of a call with `output_recall=True`.
+        path: the file to write: PNG, SVG or PDF by its extension.
+        row: of the batch.
+        title: of the picture. Default: none.
+
+    Raises:
+        ValueError: there was no recall.
+        ImportError: matplotlib is not installed.
+    """
+    recalled = output.recalled(row, top=None)
+    if not any(recalled):
+        raise ValueError("The output holds no recall; read more than one segment with output_recall=True.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
+    length = output.segment_length
+    width = max(span.stop for spans in recalled for span, _ in spans) // length
+    weights = torch.full((len(recalled), width), torch.nan)
+    for n, spans in enumerate(recalled):
+        for span, weight in spans:
+            weights[n, span.start // length] = weight
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(weights, vmin=0, vmax=1, aspect="auto", extent=(0, width * length, len(recalled), 0))
+    axes.set(xlabel="token of the text", ylabel="segment of the call", title=title)
+    figure.colorbar(image, label="weight of recall")
+    figure.savefig(path)
+
+
 def recall_shares(distances):
     """Share of recalls at distance 1, 2, ... up to the largest, as a list; ValueError if there was none."""
     distances = torch.as_tensor(distances).flatten()
@@ -51,4 +85,4 @@ def recall_shares(distances):
     return (counts / counts.sum()).tolist()
 
 
-__all__ = ["draw_recall_distance", "plot_recall_distance", "recall_shares"]
+__all__ = ["draw_recall_distance", "plot_recall", "plot_recall_distance", "recall_shares"]

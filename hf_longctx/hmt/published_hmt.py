@@ -88,18 +88,19 @@ class PublishedSegments(Segments):
             the state after it; the `Reading`; a list of the `Pass` that gives the logits before token j, or [].
         """
         config, j = self.config, self.config.summary_length
-        scores, distance = None, None
+        recall = None
         begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
         if any(begins):
-            opening, _, _ = self.prompt_for(state, state.query)  # without recall, or with one memory, it has no query
+            opening, _ = self.prompt_for(
+                state, chunk, state.query
+            )  # without recall, or with one memory, it has no query
             prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
             state = replace(state, **prompts)
         if query is not None:
             rows = self.recalls(chunk)
-            recalled, scores, distance = self.recall(state, query)
-            scores, distance = (pick(rows, x[:, None], None)[:, 0] for x in (scores, distance))
+            recalled, recall = self.recall(state, chunk, query)
             prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
-            state = replace(state, prompt=prompt, query=query).without_kv_cache()
+            state, recall = replace(state, prompt=prompt, query=query).without_kv_cache(), recall.of_rows(rows)
 
         first = chunk.returned if chunk.targets is None else chunk.read
         first_half = []
@@ -139,7 +140,7 @@ class PublishedSegments(Segments):
             state = state.without_kv_cache()
         if any(full):
             state = self.close(state, chunk, memory, full)
-        return state, reading._replace(recall_scores=scores, recall_distance=distance, memory=memory), first_half
+        return state, reading._replace(recall=recall, memory=memory), first_half
 
     def layout(self, state, prompt, chunk, counts, close=False, left=True):
         """[prompt, sensory tokens, tokens], and the prompt again with `close`.

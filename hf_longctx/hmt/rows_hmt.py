@@ -66,6 +66,7 @@ class Chunk(NamedTuple):
     """The n-th segment that each row reads in a call. Lists have an entry for each of the B rows.
 
     ids, mask, targets: (B, l); tokens stand at the left. targets is None without labels.
+    before: (B, L'), the segment before; (B, 0) for the first of a call.
     segments: index of the segment in the row's text.
     counts, read: its tokens so far; how many of them earlier calls read.
     returned: the first token whose logits the call returns.
@@ -81,6 +82,7 @@ class Chunk(NamedTuple):
     read: list
     returned: list
     ongoing: list
+    before: torch.Tensor
 
 
 @dataclass
@@ -140,6 +142,7 @@ class Rows:
                     self.opened if n == 0 else [0] * len(counts),
                     [min(max(start - a, 0), count) for start, count in zip(starts, counts)],
                     [length // segment_length >= n for length in self.lengths],
+                    self.ids[:, max(0, a - segment_length) : a],
                 )
             )
         return chunks

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .backbone_hmt import fork
-from .memory_hmt import pad_front, recall_distance
+from .memory_hmt import pad_front, pick
 from .rows_hmt import Chunk, Span
 
 
@@ -30,16 +30,27 @@ class Pass(NamedTuple):
         return torch.stack([span.gather(self.chunk.targets, columns) for span in self.spans]).amax(0)
 
 
+class Recall(NamedTuple):
+    """What a segment recalled: the weights (B, c); `ends` (B, c) of the memories, as in `HMTState`; the distance (B,)
+    in segments to that with the largest weight, 0 in a row without a recall."""
+
+    weights: torch.Tensor
+    ends: torch.Tensor
+    distance: torch.Tensor
+
+    def of_rows(self, rows):
+        return Recall(*(pick(rows, x[:, None], None)[:, 0] for x in self))
+
+
 class Reading(NamedTuple):
-    """What a pass over chunk n gives: logits of each row's tokens (n_b, V), or []; the summed loss, or the hidden
-    states (n, d) and targets (n,) that it will be made of; and the recall."""
+    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or []; the summed
+    loss, or the hidden states (n, d) and targets (n,) that it will be made of; the recall; the memory."""
 
     n: int
     logits: list
     loss: torch.Tensor | None = None
     scored: tuple | None = None
-    recall_scores: torch.Tensor | None = None
-    recall_distance: torch.Tensor | None = None
+    recall: Recall | None = None
     memory: torch.Tensor | None = None
 
 
@@ -53,46 +64,42 @@ class Segments:
     def __init__(self, model):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
 
-    def prompt_for(self, state, query):
-        """As `recall`; without memories `initial`, without a query the latest memory, and no scores or distances."""
-        if state.bank.shape[1] == 0:
-            return (
-                self.prompt(self.memory.initial, state.bank).clone(),
-                None,
-                None,
-            )  # an optimizer must not change a state
-        if query is None:
-            latest = state.bank[:, -self.config.memory_tokens :]
-            return self.memory.or_initial(latest, state.valid), None, None
-        return self.recall(state, query)
+    def prompt_for(self, state, chunk, query):
+        """The prompt of a segment (B, m, d), and its `Recall`.
 
-    def recall(self, state, query):
-        """Recall from the bank and, if there are pages, from the best of them.
-
-        Returns:
-            prompt (B, 1, d), scores (B, c), distances (B,).
+        Without memories it is `initial`, without a query the latest memory, and there is no recall.
         """
-        bank, valid, count = state.bank, state.valid, state.bank.shape[1]
-        ages = torch.arange(count - 1, -1, -1, device=bank.device).expand(len(bank), -1)
+        if state.bank.shape[1] == 0:
+            # a copy: an optimizer step must not change a state
+            return self.prompt(self.memory.initial, state.bank).clone(), None
+        if query is None:
+            return self.memory.or_initial(state.bank[:, -self.config.memory_tokens :], state.valid), None
+        return self.recall(state, chunk, query)
+
+    def recall(self, state, chunk, query):
+        """Recall from the bank and, if there are pages, from the best of them: prompt (B, 1, d) and `Recall`."""
+        bank, ends, count = state.bank, state.ends, state.bank.shape[1]
+        length = self.config.segment_length
+        begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
         if state.pages is not None:
-            looked_up = [
-                pages.look_up(row) for pages, row in zip(state.pages, self.memory.direction(query, bank, valid))
-            ]
-            width = max(len(paged_ages) for _, paged_ages in looked_up)
+            directions = self.memory.direction(query, bank, state.valid)
+            looked_up = [pages.look_up(row) for pages, row in zip(state.pages, directions)]
+            width = max(len(ages) for _, ages in looked_up)
             paged = torch.stack([pad_front(x, width) for x, _ in looked_up])
-            paged_ages = torch.stack([pad_front(x, width) for _, x in looked_up])
+            paged_ends = begins - length * (count + torch.stack([pad_front(x, width) for _, x in looked_up]))
             counts = torch.tensor([len(x) for _, x in looked_up], device=bank.device)[:, None]
-            paged_valid = torch.arange(width, device=bank.device) >= width - counts
-            bank, valid = torch.cat([paged, bank], 1), torch.cat([paged_valid, valid], 1)
-            ages = torch.cat([paged_ages + count, ages], 1)
-        prompt, scores = self.memory.recall(query, bank, valid)
-        return prompt, scores, recall_distance(scores, ages).masked_fill(~valid.any(1), 0)
+            paged_ends = paged_ends * (torch.arange(width, device=bank.device) >= width - counts)
+            bank, ends = torch.cat([paged, bank], 1), torch.cat([paged_ends, ends], 1)
+        prompt, weights = self.memory.recall(query, bank, ends > 0)
+        distance = 1 + (begins - ends.gather(1, weights.argmax(1, keepdim=True))).squeeze(1) // length
+        return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
 
     def close(self, state, chunk, memory, full):
         """The state after the segment of the `full` rows: its memory is in the bank, its last tokens are sensory."""
         config, pages = self.config, state.pages
         bank = torch.cat([state.bank, memory.to(state.bank)], 1)
-        valid = torch.cat([state.valid, state.valid.new_ones(memory.shape[:2])], 1)
+        begins = torch.tensor(chunk.segments, device=bank.device)[:, None].expand(memory.shape[:2])
+        ends = torch.cat([state.ends, (begins + 1) * config.segment_length], 1)
         kept = (config.memory_size or bank.shape[1]) if config.recall else config.memory_tokens
         if pages is not None:
             drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
@@ -104,7 +111,7 @@ class Segments:
             state,
             pages=pages,
             bank=bank[:, -kept:],
-            valid=valid[:, -kept:],
+            ends=ends[:, -kept:],
             sensory_ids=sensory_ids,
             sensory_mask=torch.ones_like(sensory_ids, dtype=torch.bool),
             opening_prompt=None,
@@ -124,7 +131,7 @@ class Segments:
 
     def run_passes(self, passes, mask=None, kv_cache=None, visible=None):
         """Run passes of one shape together: their `Reading`s, the last hidden states (R, P, d), and the cache."""
-        columns, targets = passes[0].columns(passes[0].spans), None
+        columns, targets = sorted({column for one in passes for column in one.columns(one.spans)}), None
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
         returned = [[span.after(one.chunk.returned) for span in one.spans] for one in passes]
@@ -138,7 +145,7 @@ class Segments:
         rows = [[]] * len(passes)
         if kept:
             several = zip(returned, logits.chunk(len(passes)))
-            rows = [[*map(torch.cat, zip(*(span.rows(x, columns) for span in spans)))] for spans, x in several]
+            rows = [[*zip(*(span.rows(x, columns) for span in spans))] for spans, x in several]
         readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
         return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden, kv_cache
 
@@ -152,7 +159,7 @@ class Segments:
         """Logits of `columns` (R, n, V) or None, last hidden state (R, P, d), summed loss over `targets` or None, and
         the continued cache or None; `kv_cache` itself stays as it is."""
         keep = torch.tensor(columns, device=embeds.device) if columns else None
-        kv_cache = kv_cache and fork(kv_cache)
+        kv_cache = None if kv_cache is None else fork(kv_cache)
         skip_padding = self.config.recall_mode != "paper"
         logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, visible)
         loss = None
@@ -162,4 +169,4 @@ class Segments:
         return logits if keep_logits else None, hidden, loss, kv_cache
 
 
-__all__ = ["Pass", "Reading", "Segments"]
+__all__ = ["Pass", "Reading", "Recall", "Segments"]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache
 
-from .backbone_hmt import fork
+from .backbone_hmt import split
 from .memory_hmt import pick
 from .rows_hmt import Span, align
 from .segments_hmt import Pass, Reading, Segments
@@ -55,6 +55,7 @@ class SingleSegments(Segments):
         super().__init__(model)
         self.j, self.length = self.config.summary_length, self.config.segment_length
         self.takes_masks = self.lm.takes_masks(self.config.positions_per_segment)
+        self.masks = {}  # of rows that are alike
 
     def read(self, state, chunks, use_cache):
         """As `PublishedSegments.read`."""
@@ -83,7 +84,8 @@ class SingleSegments(Segments):
     def needs(self, sensory):
         """How many tokens of the segment must be known before each column is read. The prompt waits for token j."""
         first, second = range(1, self.j + 1), range(self.j + 1, self.length + 1)
-        return [*[0] * (1 + sensory), *first, self.j, min(self.j + 1, self.length), *second, self.length]
+        close = self.length if self.config.recurrence else self.length + 1  # then the memory is made elsewhere
+        return [*[0] * (1 + sensory), *first, self.j, min(self.j + 1, self.length), *second, close]
 
     def known(self, sensory, tokens):
         """How many columns can be read when so many tokens are known."""
@@ -115,19 +117,31 @@ class SingleSegments(Segments):
             start, stop = start - width, stop - width
         return torch.cat(pieces, 1)
 
-    def visible(self, roles, n, like):
-        """The mask of the last n positions over all, added to attention scores: (B, 1, n, P), 0 or a minimum.
+    def visible(self, roles, embeds):
+        """The mask of the new positions over all, added to attention scores: (B, 1, n, P), 0 or a minimum.
 
         Args:
-            roles: (B or 1, P), long.
-            like: embeddings (B, n, d), for dtype and device.
+            roles: of all positions: (B, P), long, or where all rows are alike a list of P.
+            embeds: (B, n, d), of the new positions.
+
+        Returns:
+            None if plain causality is enough, or the backbone does not take masks.
         """
-        query, key = roles[:, -n:, None], roles[:, None]
-        place = torch.arange(roles.shape[1], device=roles.device)
-        before, here = place < place[-n:, None], place == place[-n:, None]
-        seen = torch.where(query == LATE, key != HIDDEN, query != PROMPT) & (key != PADDING) & before | here
-        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
-        return mask.masked_fill_(~seen, torch.finfo(like.dtype).min)[:, None].expand(len(like), -1, -1, -1)
+        if not self.takes_masks or (isinstance(roles, list) and max(roles) < PROMPT):
+            return None
+        n, key = embeds.shape[1], None
+        if isinstance(roles, list):
+            key = (n, len(roles), roles.count(TOKEN))
+            roles = None if key in self.masks else torch.tensor(roles, device=embeds.device)[None]
+        if key is None or key not in self.masks:
+            of_query, of_key = roles[:, -n:, None], roles[:, None]
+            place = torch.arange(roles.shape[1], device=roles.device)
+            before, here = place < place[-n:, None], place == place[-n:, None]
+            seen = torch.where(of_query == LATE, of_key != HIDDEN, of_query != PROMPT) & (of_key != PADDING)
+            seen = seen & before | here
+            mask = torch.zeros(seen.shape, dtype=embeds.dtype, device=embeds.device)
+            self.masks[key] = mask.masked_fill_(~seen, torch.finfo(embeds.dtype).min)[:, None]
+        return self.masks[key].expand(len(embeds), -1, -1, -1)
 
     # -------------------------------------------------------------------------------------------------- first parts
 
@@ -141,20 +155,26 @@ class SingleSegments(Segments):
         for chunk in chunks:
             if chunk is (pending or [None])[0]:
                 group, pending = pending[:size], pending[size:]
-                passes = [self.first_pass(state, chunks, one) for one in group]
+                passes = [self.first_pass(state, one) for one in group]
                 for (_, *cache), several in groupby(passes, key=lambda one: (one[0].shape, *one[1:])):
                     parts.update(self.read_first([one[0] for one in several], *cache))
             yield parts.pop(chunk.n, None)
 
-    def first_pass(self, state, chunks, chunk):
+    def sensory(self, state, chunk):
+        """Its sensory tokens and which of them each row has, (B, k), both."""
+        if not any(chunk.segments):  # a row may have stood beside others that have some
+            return state.sensory_ids[:, :0], state.sensory_mask[:, :0]
+        if chunk.n == 0:
+            return state.sensory_ids, state.sensory_mask
+        ids = chunk.before[:, self.length - self.config.sensory_tokens :]
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+
+    def first_pass(self, state, chunk):
         """The `Pass` over the first part of a segment, whether its keys and values are kept, and those it continues.
 
         If they are not kept, only the query is needed.
         """
-        sensory_ids, sensory_mask = state.sensory_ids, state.sensory_mask
-        if chunk.n > 0:
-            sensory_ids = chunks[chunk.n - 1].ids[:, self.length - self.config.sensory_tokens :]
-            sensory_mask = torch.ones_like(sensory_ids, dtype=torch.bool)
+        sensory_ids, sensory_mask = self.sensory(state, chunk)
         sensory, kv_cache = sensory_ids.shape[1], self.cached(state, chunk) if chunk.n == 0 else None
         keeps, start, stop = self.alike(chunk) and self.lm.continues, 0, 2 + sensory_ids.shape[1] + self.j
         if keeps and kv_cache is not None:
@@ -171,11 +191,11 @@ class SingleSegments(Segments):
         if keeps and kv_cache is None:
             kv_cache = DynamicCache(config=self.lm.model.config)
         readings, hidden, kv_cache = self.run_passes(passes, kv_cache=kv_cache)
-        rows = len(hidden) // len(passes)
-        for i, (one, reading) in enumerate(zip(passes, readings)):
-            part = slice(i * rows, (i + 1) * rows)
-            query = pick_column(hidden[part], [start + self.j for start in one.spans[0].starts])
-            yield one.chunk.n, FirstPart(query, reading if keeps else None, fork(kv_cache, part) if keeps else None)
+        columns = [start + self.j for one in passes for start in one.spans[0].starts]
+        queries = pick_column(hidden, columns).chunk(len(passes))
+        caches = split(kv_cache, len(passes)) if keeps else [None] * len(passes)
+        for one, query, reading, cache in zip(passes, queries, readings, caches):
+            yield one.chunk.n, FirstPart(query, reading if keeps else None, cache)
 
     # ------------------------------------------------------------------------------------------------- a whole segment
 
@@ -189,8 +209,8 @@ class SingleSegments(Segments):
         That is so after loading a state, with gradients, where the rows get unequal numbers of new tokens, and for
         rows at different places also at a border or a recall of any row.
         """
-        news = [count - read for count, read in zip(chunk.counts, chunk.read)]
-        if torch.is_grad_enabled() or len(set(news)) > 1 or not all(chunk.read):
+        new_tokens = {count - read for count, read in zip(chunk.counts, chunk.read)}
+        if torch.is_grad_enabled() or len(new_tokens) > 1 or not all(chunk.read):
             return None
         if self.alike(chunk):
             return state.kv_cache if state.kv_mask is None else None
@@ -209,24 +229,21 @@ class SingleSegments(Segments):
         Returns:
             the state after it; the `Reading`.
         """
-        rows, scores, distance = self.recalls(chunk), None, None
+        rows, recall = self.recalls(chunk), None
         if any(rows):
-            prompt, scores, distance = self.prompt_for(state, first.query if self.config.recall else None)
-            if scores is not None:
-                scores, distance = (pick(rows, x[:, None], None)[:, 0] for x in (scores, distance))
+            prompt, recall = self.prompt_for(state, chunk, first.query if self.config.recall else None)
+            recall = recall and recall.of_rows(rows)
             state = replace(state, prompt=pick(rows, prompt, state.prompt))
         full = [count == self.length for count in chunk.counts]
         stays_open = use_cache and not any(full)
         keeps = stays_open and all(chunk.ongoing) and self.lm.continues and not torch.is_grad_enabled()
         embeds, spans, roles, mask, kv_cache = self.layout(state, chunk, first, keeps)
-        visible, reading, memory = None, Reading(chunk.n, []), None
-        if self.takes_masks and bool((roles >= PROMPT).any()):
-            visible = self.visible(roles, embeds.shape[1], embeds)
+        reading, memory, hidden = Reading(chunk.n, []), None, None
         if embeds.shape[1]:
+            visible = self.visible(roles, embeds)
             (reading,), hidden, kv_cache = self.run_passes([Pass(chunk, embeds, spans)], mask, kv_cache, visible)
         if any(full):
-            memory = pick_column(hidden, [start + self.length for start in spans[-1].starts])
-            memory = pick(full, memory, None)
+            memory = pick(full, self.memory_of(state, chunk, hidden, spans), None)
         state = replace(
             state,
             kv_cache=kv_cache if keeps else None,
@@ -234,20 +251,24 @@ class SingleSegments(Segments):
         )
         if any(full):
             state = self.close(state, chunk, memory, full)
-        return state, reading._replace(recall_scores=scores, recall_distance=distance, memory=memory)
+        return state, reading._replace(recall=recall, memory=memory)
+
+    def memory_of(self, state, chunk, hidden, spans):
+        """The memory of a full segment, (B, 1, d), of the pass that has read it to its end."""
+        return pick_column(hidden, [start + self.length for start in spans[-1].starts])
 
     def layout(self, state, chunk, first, keeps):
         """What is to be read of a segment.
 
         Returns:
-            embeddings (B, n, d); spans of the tokens in them; roles of all positions that the pass sees, (B or 1, P),
-            the last n are the new ones; mask (B, P), or None if there is no padding before a token; the cache to
-            continue, or None.
+            embeddings (B, n, d); spans of the tokens in them; roles of all P positions that the pass sees, as for
+            `visible`; mask (B, P), or None if there is no padding before a token; the cache to continue, or None.
         """
-        ids, sensory, wanted = chunk.ids, state.sensory_ids.shape[1], self.wanted(chunk)
+        sensory_ids, sensory_mask = self.sensory(state, chunk)
+        ids, sensory, wanted = chunk.ids, sensory_ids.shape[1], self.wanted(chunk)
         kv_cache = self.cached(state, chunk)
         stop = self.known(sensory, max(chunk.counts))
-        roles = torch.tensor(self.roles(sensory)[:stop], device=ids.device)[None]
+        roles = self.roles(sensory)[:stop]
         new_cache = DynamicCache(config=self.lm.model.config) if keeps else None
         if self.alike(chunk):
             start = 0
@@ -255,7 +276,7 @@ class SingleSegments(Segments):
                 start, kv_cache, wanted = 2 + sensory + self.j, first.kv_cache, [max(a, self.j) for a in wanted]
             elif kv_cache is not None:
                 start = self.known(sensory, chunk.read[0])
-            embeds = self.embeds(state, state.sensory_ids, chunk, start, stop)
+            embeds = self.embeds(state, sensory_ids, chunk, start, stop)
             spans = self.spans(chunk, [1 + sensory - start] * len(ids), wanted)
             return embeds, spans, roles, None, new_cache if kv_cache is None else kv_cache
         if kv_cache is not None:
@@ -268,9 +289,10 @@ class SingleSegments(Segments):
             roles = torch.cat([state.kv_mask, new_roles], 1)
             span = Span(wanted, chunk.counts, [-read for read in chunk.read])
             return embeds, (span,), roles, roles != PADDING, kv_cache
-        present = self.present(state.sensory_mask, chunk, stop)
-        embeds = self.embeds(state, state.sensory_ids, chunk, 0, stop)
-        here, embeds, roles = align(present, embeds, roles.expand(len(ids), -1), left=not keeps)
+        present = self.present(sensory_mask, chunk, stop)
+        embeds = self.embeds(state, sensory_ids, chunk, 0, stop)
+        roles = torch.tensor(roles, device=ids.device).expand(len(ids), -1)
+        here, embeds, roles = align(present, embeds, roles, left=not keeps)
         before = (embeds.shape[1] - here.sum(1)).tolist() if keeps else [0] * len(ids)
         starts = [n + 1 + sensory * (segment > 0) for n, segment in zip(before, chunk.segments)]
         return embeds, self.spans(chunk, starts, wanted), roles, here if keeps else None, new_cache

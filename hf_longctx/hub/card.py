@@ -292,18 +292,24 @@ def cost(card):
 def training(card):
     """How it was trained, from training.yaml and training_log.jsonl."""
     settings = card.training
-    shown_settings = [name for name in SETTINGS if settings.get(name) or (name == "seed" and name in settings)]
-    rows = [(name.replace("_", " "), settings[name]) for name in shown_settings]
+    unused = ("recipe", "lora_rank", "lora_alpha") if settings.get("full") else ()
+    names = [name for name in SETTINGS if name in settings and name not in unused]
+    rows = [(name.replace("_", " "), settings[name]) for name in names if settings[name] or name == "seed"]
     if {"steps", "batch_tokens"} <= settings.keys():
         rows.append(("tokens in these steps", f"{settings['steps'] * settings['batch_tokens']:,}"))
     for name in ("loss", "eval_loss"):
-        last = next((row for row in reversed(card.log) if name in row), None)
-        if last:
+        if last := next((row for row in reversed(last_stage(card.log)) if name in row), None):
             rows.append((f"{name.replace('_', ' ')} after step {last['step']}", rounded(float(last[name]))))
     files = [name for name in TRAINING if name in card.bundle.files]
     if not rows:
         return "Its settings are not beside it."
-    return f"From {' and '.join(map(link, files))}.\n\n{table(('', ''), [(n, plain(str(v))) for n, v in rows])}"
+    return f"From {', '.join(map(link, files))}.\n\n{table(('', ''), [(n, plain(str(v))) for n, v in rows])}"
+
+
+def last_stage(log):
+    """Rows of the last of several trainings, each of which counts its steps anew."""
+    begins = [i for i in range(1, len(log)) if log[i]["step"] < log[i - 1]["step"]]
+    return log[begins[-1] if begins else 0 :]
 
 
 def loading(card, repo="NAMESPACE/NAME", revision=None):

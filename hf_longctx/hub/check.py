@@ -37,7 +37,8 @@ def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str, auto_cl
     Raises:
         RuntimeError: the commit cannot be loaded, or it differs.
     """
-    model = load(folder, auto_class)
+    path = str(Path(folder).resolve())  # of a shorter name, PEFT would ask the Hub
+    model = load(path, auto_class)
     ids = torch.arange(TOKENS)[None] % model.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         save_file({"ids": ids, "output": model(input_ids=ids)[0]}, f"{temporary}/outputs.safetensors")

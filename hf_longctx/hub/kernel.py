@@ -35,7 +35,7 @@ backends = ["cuda"]
 repo-id = "REPO"
 
 [torch-noarch]
-cuda-capabilities = ["{OLDEST}"]
+cuda_capabilities = ["{OLDEST}"]
 """
 FLAKE = """\
 {
@@ -45,7 +45,7 @@ FLAKE = """\
     kernel-builder.lib.genKernelFlakeOutputs { inherit self; path = ./.; };
 }
 """
-# Versions of `kernels` before 0.12 import a package of the module's name.
+# Older versions of `kernels` import a package of the name in a build; its contents must be the same.
 OLDER_LOADERS = f"""\
 import importlib.util
 import sys

@@ -63,8 +63,9 @@ def gaps(bundle: Bundle) -> list[str]:
     if UPSTREAM in text:
         lines.append(f"it still says {UPSTREAM}")
     card = Card(bundle)
-    if card.training.get("model") and not data.get("base_model"):
-        lines.append(f"its head lacks `base_model`; training.yaml names {card.training['model']}")
+    base = str(card.training.get("model", ""))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not data.get("base_model"):
+        lines.append(f"its head lacks `base_model`; training.yaml names {base}")
     if bundle.config and eval_results([*card.results.values()]) and not data.get("eval_results"):
         lines.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:

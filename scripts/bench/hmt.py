@@ -1,11 +1,13 @@
 """Speed and memory of HMTWrapper on random weights.
 
-    OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed --size tiny --tokens 20000
+    OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt pages
 
-`speed` compares tokens per second of reading with the loop of the official code: per segment two calls of the causal
-LM, each with the key/value cache, all hidden states and all logits, and the memories kept on the CPU. `memory`
+`speed` compares the modes with the loop of the official code: per segment two calls of the causal LM, each with the
+key/value cache, all hidden states and all logits, and the memories kept on the CPU. It reads with all logits and with
+the last alone, makes a training step, and decodes token by token: the median step of a segment, and the slowest place
+in it. On a CPU times are those of the process. `memory`
 streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
 of all its tokens in one call adds (of CPU memory). `pages` times
 one recall and one dropped memory, with pages and with one flat memory, over the number of segments; counts the
@@ -14,6 +16,7 @@ vectors that a recall touches; and recalls random memories, which are the hardes
 
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +30,12 @@ from scripts.bench import common
 
 TABLES = {
     "speed": """
-| reader | tokens/s | to official | largest change of logits |
-| {name} | {tokens_per_s:.0f} | {to_official:.2f}x | {largest_change_of_logits:.1e} |
+| L' | task | mode | us per token | to official | slowest step to median |
+| {segment_length} | {task} | {name} | {us_per_token:.0f} | {to_official:.2f}x | {slowest_to_median:.2f}x |
 """,
     "memory": """
-| tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB |
-| {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} | {loss_mb:.0f} | {all_logits_mb:.0f} |
+| tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
+| {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} | {loss_mb:.0f} | {all_logits_mb:.0f} | {perplexity:.0f} |
 """,
     "pages": """
 | segments | flat ms | pages ms | tags | recalled | found |
@@ -41,14 +44,14 @@ TABLES = {
 }
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
+    "small": (256, 6, 4, 704, 8192),
     "100m": (640, 10, 10, 1728, 32000),
 }
-SEGMENT_LENGTH = 222
 PIECE = 8192  # tokens that `memory` reads at a time
 PAGES = {"width": 512, "page_size": 16, "recalled_pages": 8}
 
 
-def build(size, recall_mode, args):
+def build(size, recall_mode, args, segment_length=222):
     """A wrapper around a random Llama, in eval mode on args.device."""
     width, layers, heads, inner, vocabulary = SIZES[size]
     config = LlamaConfig(
@@ -61,11 +64,10 @@ def build(size, recall_mode, args):
     )
     torch.manual_seed(0)
     backbone = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
-    hmt = HMTConfig(segment_length=SEGMENT_LENGTH, sensory_tokens=32, recall_mode=recall_mode)
+    hmt = HMTConfig(segment_length=segment_length, sensory_tokens=32, recall_mode=recall_mode)
     return HMTWrapper.from_backbone(backbone, hmt)
 
 
-@torch.no_grad()
 def official_loop(model, ids):
     """Logits of the paper's mode by the official schedule: two full calls of the causal LM per segment."""
     c, memory, backbone = model.config, model.memory, model.backbone
@@ -91,30 +93,82 @@ def official_loop(model, ids):
     return torch.cat(logits, 1)
 
 
-@torch.no_grad()
 def speed(args):
-    """Tokens per second: the official loop, and both modes with all logits and with the last logits only."""
-    paper, causal = build(args.size, "paper", args), build(args.size, "causal", args)
-    ids = torch.randint(paper.config.vocab_size, (1, args.tokens), device=args.device)
-    probe = ids[:, : 5 * SEGMENT_LENGTH + 3]
-    change = (paper(probe).logits.cpu() - official_loop(paper, probe)).abs().max().item()
-    readers = {
-        "official loop": lambda: official_loop(paper, ids),
-        "paper": lambda: paper(ids),
-        "causal": lambda: causal(ids),
-        "paper, last logits": lambda: paper(ids, logits_to_keep=1),
-        "causal, last logits": lambda: causal(ids, logits_to_keep=1),
-    }
-    seconds = common.time_in_turn(readers, args.rounds, device=args.device)
+    """Microseconds per token of the official loop and of every mode."""
+    for length in args.segment_lengths:
+        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "causal", "single")}
+        vocabulary = models["paper"].config.vocab_size
+        ids = torch.randint(vocabulary, (1, length * max(2, args.tokens // length)), device=args.device)
+
+        def official(ids=ids, paper=models["paper"]):
+            return official_loop(paper, ids)
+
+        readers = {mode: (lambda model=model, ids=ids: model(ids)) for mode, model in models.items()}
+        last = {mode: (lambda model=model, ids=ids: model(ids, logits_to_keep=1)) for mode, model in models.items()}
+        with torch.no_grad():
+            probe = ids[:, : 2 * length + 3]
+            change = (models["paper"](probe).logits.cpu() - official_loop(models["paper"], probe)).abs().max().item()
+            assert change < 1e-3, f"the official loop differs from the paper's mode by {change}"
+            yield from compare("all logits", {"official loop": official} | readers, length, ids, args)
+            yield from compare("last logits", {"official loop": official} | last, length, ids, args)
+        steps = {
+            mode: (lambda model=model, ids=ids: train_step(model, model(ids, labels=ids).loss))
+            for mode, model in models.items()
+        }
+
+        def official_step(ids=ids, paper=models["paper"]):
+            logits = official_loop(paper, ids)[:, :-1]
+            train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]))
+
+        yield from compare("training step", {"official loop": official_step} | steps, length, ids, args)
+        for mode in ("causal", "single"):
+            yield {"segment_length": length, "task": "decoding", "name": mode} | decode(models[mode], length, args)
+
+
+def compare(task, readers, length, ids, args):
+    """Rows of one task."""
+    seconds = common.time_in_turn(readers, args.rounds, device=args.device, clock=clock(args))
     for name in readers:
-        row = {"name": name, "tokens_per_s": args.tokens / statistics.median(seconds[name])}
-        row["to_official"] = common.median_ratio(seconds["official loop"], seconds[name])
-        yield row | ({"largest_change_of_logits": change} if name == "paper" else {})
+        row = {"segment_length": length, "task": task, "name": name}
+        row["us_per_token"] = 1e6 * statistics.median(seconds[name]) / ids.numel()
+        yield row | {"to_official": common.median_ratio(seconds["official loop"], seconds[name])}
+
+
+def clock(args):
+    """The machine's other work is not counted, where one thread does all of ours."""
+    return time.process_time if args.device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def train_step(model, loss):
+    loss.backward()
+    model.zero_grad()
+
+
+@torch.no_grad()
+def decode(model, length, args):
+    """Of each place in a segment the median over segments: the median and the largest of these."""
+    ids = torch.randint(model.config.vocab_size, (1, length), device=args.device)
+    state, places = model(ids, use_cache=True, logits_to_keep=1).state, [[] for _ in range(length)]
+    for _ in range(max(3, args.rounds)):
+        for place in range(length):
+            seconds, out = common.timed(
+                model, ids[:, place : place + 1], None, None, state, clock=clock(args), device=args.device
+            )
+            state = out.state
+            places[place].append(seconds)
+    medians = [statistics.median(x) for x in places]
+    typical = statistics.median(medians)
+    slowest = max(medians)
+    return {
+        "us_per_token": 1e6 * typical,
+        "slowest_to_median": slowest / typical,
+        "slowest_place": medians.index(slowest),
+    }
 
 
 def memory(args):
     """Peak resident memory (and device memory) in MB while a file of tokens is read with a state."""
-    model = build(args.size, "causal", args)
+    model = build(args.size, "single", args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         generator = np.random.default_rng(0)
@@ -137,7 +191,7 @@ def memory(args):
             rows.append(row)
         for row in rows:  # last, because it resets the peak
             ids = torch.from_numpy(tokens[: row["tokens"]].astype(np.int64))[None].to(args.device)
-            row["loss_mb"], _ = common.added_mb(perplexity, model, ids)
+            row["loss_mb"], row["perplexity"] = common.added_mb(perplexity, model, ids)
             row["all_logits_mb"] = ids.numel() * model.config.vocab_size * 4 / 2**20
         yield from rows
 
@@ -185,6 +239,7 @@ def pages(args):
 
 
 def measure(args):
+    args.size = args.size or ("small" if args.what == "speed" else "tiny")
     return {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
 
 
@@ -194,14 +249,15 @@ def table(result):
 
 def main(arguments=None):
     sizes = {
-        "tokens": 20_000,
+        "tokens": 8192,
+        "segment_lengths": [222, 512, 1024],
         "lengths": [10_000, 100_000, 1_000_000],
         "segments": [1_000, 3_000, 10_000, 30_000, 100_000],
     }
     options = {**sizes, "rounds": 3, "device": "cpu", "dtype": "float32"}
     parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}", **options)
     parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed")
-    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--size", choices=SIZES, help="default: small for speed, tiny for memory")
     common.run(parser, measure, table, arguments)
 
 

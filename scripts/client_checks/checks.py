@@ -16,7 +16,7 @@ from scripts.bench.common import ROOT
 
 
 DEMO = ROOT / "model_cards" / "fox-demo"
-VOCABULARY = 1024  # of the demo's tokenizer
+VOCABULARY = 4096  # of the demo's tokenizer
 SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=128,

@@ -6,6 +6,7 @@ tests/hub/test_kernel.py loads it by its name.
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,20 +50,26 @@ def register(name, function):
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
+def load(file, name):
+    """As the library does."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    folder, id = tmp_path_factory.mktemp("kernel"), "_forgetting_attention_of_a_test"
+    folder = tmp_path_factory.mktemp("kernel")
     for path, content in build_kernel("alice/forgetting-attention")[f"v{triton_fox.FOX_INTERFACE}"].files.items():
         folder.joinpath(path).parent.mkdir(parents=True, exist_ok=True)
         folder.joinpath(path).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-    spec = importlib.util.spec_from_file_location(id, folder / "build" / "torch-cuda" / "__init__.py")
-    sys.modules[id] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(folder / "build" / "torch-cuda" / "__init__.py", "_forgetting_attention_of_a_test")
     register(NAME, module.flash_attn_forward)
     yield module
     for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping, backend_fox.GATED):
         mapping.pop(NAME, None)
-    for name in [name for name in sys.modules if name.partition(".")[0] == id]:
+    for name in [name for name in sys.modules if name.startswith("_forgetting_attention")]:
         del sys.modules[name]
 
 
@@ -87,6 +94,12 @@ def with_kernel(model):
 
 def test_operators_are_in_the_namespace_of_the_kernel(kernel):
     assert {"fox_forward", "fox_backward", "fox_decode"} <= set(dir(getattr(torch.ops, kernel.__name__)))
+
+
+def test_older_versions_of_the_library_get_the_same_functions(kernel):
+    file = Path(kernel.__file__).parent / "forgetting_attention" / "__init__.py"
+    older = load(file, "_forgetting_attention_of_an_older_loader")
+    assert set(kernel.__all__) <= set(vars(older)) and older.FOX_INTERFACE == kernel.FOX_INTERFACE
 
 
 @pytest.mark.parametrize(

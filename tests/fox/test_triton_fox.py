@@ -126,8 +126,8 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_running_sum_equals_that_of_pytorch_in_float64(padded):
     """Over several chunks and any strides, with its gradient; log 0 counts as -1e5, and what no query sees as 0."""
-    T = 3 * triton_fox.SUM_TILE.BM - 5
-    log_f = draw(2, 3, 3, 1, T, 16)[3].mT.contiguous().mT
+    T = 2 * triton_fox.SUM_TILE.BM + 5
+    log_f = draw(2, 2, 2, 1, T, 16)[3].mT.contiguous().mT
     log_f[0, :, 40] = -torch.inf
     stop, real = None, torch.ones(2, 1, T, dtype=torch.bool, device=DEVICE)
     if padded:
@@ -167,12 +167,11 @@ def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
             names.add(function.overloadpacket.__name__)
             return function(*args, **(kwargs or {}))
 
-    names, inputs = set(), draw(1, 2, 1, 24, 24, 16)
+    names, inputs = set(), draw(1, 1, 1, 20, 20, 16)
     with Names():
-        run(forgetting_attention, *inputs, backend="triton", log_pruning_tolerance=-3.0)
-        run(forgetting_attention, *inputs, backend="triton", causal=False)
+        run(forgetting_attention, *inputs, backend="triton", causal=False, log_pruning_tolerance=-3.0)
         triton_attention(*(x[:, :, -3:] if i == 0 else x for i, x in enumerate(inputs[:4])))
-    assert "fox_running_sum_backward" in names and "fox_decode" in names
+    assert {"fox_running_sum_backward", "fox_prune", "fox_decode"} <= names
     assert not names & {"cumsum", "index_add", "index_put", "scatter_add", "scatter_add_"}
 
 
@@ -336,10 +335,10 @@ def test_half_precision_keeps_the_running_maximum():
 # --- which programs compute what ---
 
 
-@pytest.mark.parametrize("processors, parts", [(1, 1), (2, 2), (100, 4)])
+@pytest.mark.parametrize("processors, parts", [(2, 2), pytest.param(100, 4, marks=pytest.mark.slow)])
 def test_groups_are_cut_where_programs_are_few(monkeypatch, processors, parts):
     """dk and dv then are sums of parts; nothing else changes."""
-    programs, launch, inputs = {}, triton_fox.launch, draw(1, 4, 1, 50, 50, 16)
+    programs, launch, inputs = {}, triton_fox.launch, draw(1, 4, 1, 33, 33, 16)
 
     def spy(kernel, n, *args, **constants):
         programs[kernel] = n

@@ -1,12 +1,14 @@
 """What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from mistakes import harmless, refused
 from tiny_hmt import tiny_llama
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -85,6 +87,12 @@ CONFIG = [
         ("half a token", {"segment_length": 64.5}, "segment_length"),
         ("two memory tokens with recall", {"memory_tokens": 2}, "with recall it must be 1"),
         ("four memory tokens with recall", {"memory_tokens": 4}, "with recall it must be 1"),
+        (
+            "two memory tokens in the single mode",
+            {"memory_tokens": 2, "recall": False, "recall_mode": "single"},
+            "makes one embedding per segment",
+        ),
+        ("three passes without recurrence", {"recall_mode": "causal", "recurrence": False}, "only the single mode"),
         ("no memory token", {"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 0.0}, "would read 0 of 512"),
@@ -188,6 +196,13 @@ BUILD = [
         "checkpointing of every other layer",
         lambda it: it.model._set_gradient_checkpointing(every_n_layers=2),
         "segments, not layers",
+    ),
+    refused(
+        "reentrant checkpointing",
+        lambda it: build(recall_mode="single")._set_gradient_checkpointing(
+            gradient_checkpointing_func=partial(checkpoint, use_reentrant=True)
+        ),
+        "loses the gradients",
     ),
 ]
 READ = [

@@ -21,8 +21,9 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 
 
-def test_whole_checkpoint(make_wrapper, tokens, tmp_path):
-    model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None)
+@pytest.mark.parametrize("mode", ["single", "causal"])
+def test_whole_checkpoint(make_wrapper, tokens, tmp_path, mode):
+    model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None, recall_mode=mode)
     model.save_pretrained(tmp_path)
     again = HMTWrapper.from_pretrained(tmp_path)
     assert torch.equal(again(tokens).logits, model(tokens).logits)
@@ -233,6 +234,20 @@ def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):
     assert torch.equal(second.memory.wq, 1.5 * torch.eye(16).double())
     assert torch.equal(second.memory.summary_prompt, first.memory.initial)
     assert torch.equal(second(tokens[:, :8]).logits, first(tokens[:, :8]).logits)
+
+
+def test_stage_two_of_the_single_mode_keeps_what_closes_its_parts(make_wrapper, tmp_path):
+    first = make_wrapper(recall=False, recall_mode="single")
+    torch.nn.init.normal_(first.memory.summary_prompt)
+    first.save_pretrained(tmp_path)
+    second, info = HMTWrapper.from_pretrained(tmp_path, recall=True, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"memory.wq", "memory.wk", "memory.log_temperature"}
+    assert torch.equal(second.memory.summary_prompt, first.memory.summary_prompt)
+    assert torch.equal(second.memory.wq, torch.eye(16).double())
+    assert second.memory.log_temperature.exp().item() == pytest.approx(0.1)
+    second.config.recall_mode = "causal"
+    with pytest.raises(ValueError, match="was not built for it"):
+        second(torch.ones(1, 3, dtype=torch.long))
 
 
 def test_the_random_start_is_that_of_a_linear_layer(make_wrapper):

@@ -6,6 +6,9 @@ from tiny_hmt import ROUNDING
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 
+SINGLE = {"recall_mode": "single"}
+
+
 def teacher_forced(model, ids, prompt_length, mask=None):
     with torch.no_grad():
         if mask is not None:
@@ -14,7 +17,11 @@ def teacher_forced(model, ids, prompt_length, mask=None):
 
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
-@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"sum_fraction": 1.0}, {"memory_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"recall": False}, {"sum_fraction": 1.0}, {"memory_size": 1}, SINGLE, SINGLE | {"recurrence": False}],
+    ids=str,
+)
 def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cache):
     model = make_wrapper(**settings)
     prompt, mask = tokens[:, :13], torch.ones(2, 13, dtype=torch.long)
@@ -33,8 +40,9 @@ def test_any_prompt_length(make_wrapper, tokens, prompt_length):
     assert torch.equal(ids[:, prompt_length:], teacher_forced(model, ids, prompt_length))
 
 
-def test_beam_search_reorders_the_state(make_wrapper, tokens):
-    model = make_wrapper()
+@pytest.mark.parametrize("settings", [{}, SINGLE], ids=str)
+def test_beam_search_reorders_the_state(make_wrapper, tokens, settings):
+    model = make_wrapper(**settings)
     cached, plain = (
         model.generate(tokens[:, :14], max_new_tokens=15, num_beams=3, do_sample=False, use_cache=c, eos_token_id=None)
         for c in (True, False)

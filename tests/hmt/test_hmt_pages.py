@@ -160,7 +160,7 @@ def test_a_fact_ten_thousand_segments_back():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
         fact = PublishedSegments(model).summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
-        state.bank = everything[:, -4:]
+        state.bank, state.ends, state.lengths = everything[:, -4:], state.ends + 8 * 9991, (8 * 10_001,)
         state.pages = (filled(everything[0, :-4], block_size=16, recalled=8, at_once=1000),)
         with_pages = model(ids, state=state, output_recall=True)
         state.pages = None

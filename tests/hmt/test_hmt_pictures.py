@@ -1,9 +1,9 @@
-"""The picture of recall distances."""
+"""The pictures of recalls."""
 
 import pytest
 import torch
 
-from hf_longctx.hmt.pictures import draw_recall_distance, plot_recall_distance, recall_shares
+from hf_longctx.hmt.pictures import draw_recall_distance, plot_recall, plot_recall_distance, recall_shares
 
 
 def test_shares_leave_out_what_recalled_nothing():
@@ -27,3 +27,7 @@ def test_of_a_model(make_wrapper, tokens, tmp_path):
     out = make_wrapper()(tokens, output_recall=True)
     plot_recall_distance(out.recall_distance, tmp_path / "recall.png", title="tiny")
     assert (tmp_path / "recall.png").stat().st_size > 5_000
+    plot_recall(out, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 5_000
+    with pytest.raises(ValueError, match="holds no recall"):
+        plot_recall(make_wrapper()(tokens[:, :9], output_recall=True), tmp_path / "map.png")

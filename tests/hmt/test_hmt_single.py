@@ -1,11 +1,16 @@
 """The single mode: its definition, that no position sees a later token, and how it reads."""
 
+import math
+
 import pytest
 import torch
 from causality import changed_by
 from gradients import assert_same_gradients, gradients
 from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
+
+from hf_longctx.hmt import HMTMemory
+from hf_longctx.hmt.memory_hmt import TEMPERATURE
 
 
 def plain_single(model, row):
@@ -114,6 +119,7 @@ def test_any_chunking_is_one_piece(make_single, tokens, chunks, gradients, setti
 
 def test_each_position_is_read_once(make_single, tokens):
     model, shapes = make_single(summary_batch=7), []  # two rows of three segments fit
+    assert model.lm.takes_masks(15)  # a probe, which is not counted
     model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         model(tokens[:, :40])
@@ -134,3 +140,19 @@ def test_checkpointing_gives_the_same_gradients(make_single, tokens):
         results.append(gradients(model))
     assert_same_gradients(*results)
     assert model.memory.wq.grad.any()
+
+
+def test_recall_is_free_of_scale():
+    """What all memories have in common, and their size, do not matter, and the start is not saturated."""
+    torch.manual_seed(0)
+    memory = HMTMemory(64, 1, 64, single=True).double()
+    torch.nn.init.eye_(memory.wq)
+    torch.nn.init.eye_(memory.wk)
+    torch.nn.init.constant_(memory.log_temperature, math.log(TEMPERATURE))
+    bank, valid = torch.randn(1, 12, 64).double(), torch.ones(1, 12, dtype=torch.bool)
+    query = bank[:, 3:4] + 2 * torch.randn(1, 1, 64)
+    weights = memory.recall(query, bank, valid)[1]
+    assert 0.1 < weights[0, 3] < 0.95 and weights.argmax() == 3
+    torch.testing.assert_close(memory.recall(20 * query, 20 * bank, valid)[1], weights, atol=1e-6, rtol=0)
+    # 1e-4 of the squared length stays, and with it 0.3 % of the cosines
+    torch.testing.assert_close(memory.recall(query + 3, bank + 3, valid)[1], weights, atol=0, rtol=0.05)

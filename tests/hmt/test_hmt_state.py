@@ -41,8 +41,9 @@ def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
         stream(model, tokens, [11, 8])
 
 
-def test_a_state_can_be_continued_twice(make_wrapper, tokens):
-    model = make_wrapper()
+@pytest.mark.parametrize("mode", ["single", "causal"])
+def test_a_state_can_be_continued_twice(make_wrapper, tokens, mode):
+    model = make_wrapper(recall_mode=mode)
     with torch.no_grad():
         start = model(tokens[:, :21], use_cache=True).state
         first = model(tokens[:, 21:30], state=start).logits
@@ -53,10 +54,10 @@ def test_a_state_can_be_continued_twice(make_wrapper, tokens):
     torch.testing.assert_close(other, expected, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows, mode", [(1, "causal"), (2, "causal"), (2, "single")])
 @pytest.mark.parametrize("stop", [3, 16, 21], ids=["first segment", "border", "open segment"])
-def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
-    model, tokens = make_wrapper(), tokens[:rows]
+def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
+    model, tokens = make_wrapper(recall_mode=mode), tokens[:rows]
 
     def through_a_file(state):
         state.save(tmp_path / "state.safetensors")
@@ -67,7 +68,7 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows):
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["causal", "paper"])
+@pytest.mark.parametrize("mode", ["single", "causal", "paper"])
 def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path, mode):
     """Two segments of padding and a part of the third, which the next call, without a mask, must still leave out."""
     model, mask = make_wrapper(recall_mode=mode), torch.ones(2, 21, dtype=torch.long)
@@ -130,3 +131,33 @@ def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens):
         for parameter in model.parameters():
             parameter.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())
+
+
+@pytest.mark.parametrize("mode", ["single", "causal"])
+def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
+    model = make_wrapper(recall_mode=mode)
+    with torch.no_grad():
+        state = model(tokens[:, :40], use_cache=True).state
+        assert state.segments() == [[range(8, 16), range(16, 24), range(24, 32), range(32, 40)]] * 2
+        out = model(tokens[:, :9], state=state, output_recall=True)
+        assert out.recall_ends[0].tolist() == [[16, 24, 32, 40]] * 2
+        span, weight = out.recalled(0)[0][0]
+        strongest = out.recall_scores[0][0].argmax().item()
+        assert span == state.segments()[0][strongest] and weight == out.recall_scores[0][0].max().item()
+        assert span.start == 40 - 8 * out.recall_distance[0, 0].item()
+        state = state.forget(strongest, row=0)
+        assert span not in state.segments()[0] and len(state.segments()[1]) == 4
+        later = model(tokens[:, :9], state=state, output_recall=True)
+    assert later.recall_scores[0][0, strongest] == 0
+    assert span not in [x for x, _ in later.recalled(0)[0]]
+    assert torch.equal(later.recall_scores[0][1], out.recall_scores[0][1])
+    with pytest.raises(IndexError, match="has 3 memories, and there is no number 3"):
+        state.forget(3)
+
+
+def test_memories_in_pages_are_listed(make_wrapper, tokens):
+    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
+    state = model(tokens, use_cache=True).state
+    assert state.segments()[0] == [range(a, a + 8) for a in range(0, 40, 8)]
+    with pytest.raises(NotImplementedError, match="cannot be forgotten"):
+        state.forget(0)

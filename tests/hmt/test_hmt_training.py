@@ -28,7 +28,7 @@ def token_losses(logits, ids):
     return cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")  # (B, T - 1)
 
 
-@pytest.mark.parametrize("mode", ["causal", "paper"])
+@pytest.mark.parametrize("mode", ["single", "causal", "paper"])
 def test_losses_are_what_they_say(make_wrapper, tokens, mode):
     model = make_wrapper(recall_mode=mode)
     labels = tokens.clone()
@@ -72,11 +72,11 @@ def test_recall_report(make_wrapper, tokens):
     assert make_wrapper()(tokens).recall_scores is None
 
 
-@pytest.mark.parametrize("recall", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "single"}], ids=str)
 @pytest.mark.parametrize("scored, bptt, reached", [(4, None, 0), (3, 2, 16), (4, 2, 32), (4, 3, 24), (4, 1, 32)])
-def test_truncation_really_cuts(make_wrapper, distinct, recall, scored, bptt, reached):
+def test_truncation_really_cuts(make_wrapper, distinct, settings, scored, bptt, reached):
     """`scored`: the segment whose loss is taken; `reached`: first token that may matter, but for sensory tokens."""
-    model = make_wrapper(bptt_segments=bptt, recall=recall)
+    model = make_wrapper(bptt_segments=bptt, **settings)
     labels = torch.full_like(distinct, -100)
     labels[:, 8 * scored + 1 : 8 * scored + 8] = distinct[:, 8 * scored + 1 : 8 * scored + 8]
     model(distinct, labels=labels).loss.backward()

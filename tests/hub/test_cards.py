@@ -66,7 +66,9 @@ def llama(tmp_path_factory):
     (folder / "speed.json").write_text(json.dumps(BENCHMARK))
     settings = {"steps": 600, "batch_tokens": 6144, "sequence_length": 256, "learning_rate": 3e-3, "seed": 7}
     (folder / "training.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "training_log.jsonl").write_text('{"step": 300, "loss": 2.5}\n{"step": 600, "loss": 1.25}\n')
+    (folder / "training_log.jsonl").write_text(
+        '{"step": 900, "eval_loss": 7}\n{"step": 300, "loss": 2.5}\n{"step": 600, "loss": 1.25}\n'
+    )
     return folder
 
 
@@ -109,7 +111,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
     ):
         assert line in text.splitlines(), line
     assert re.search(r"\| RoPE bound \| at 512 tokens: \w+ \| B\\_m < 0 at", text.replace("&lt;", "<"))
-    assert "trust_remote_code" not in text
+    assert "trust_remote_code" not in text and "after step 900" not in text
     assert fill(bundle, text) == text and not problems(bundle)
     missing = gaps(bundle)
     assert [gap for gap in missing if "still to write: the training text" in gap and "licence" in gap]
@@ -245,7 +247,7 @@ MISTAKES = [
         "a figure that was changed", replacing("| 4 of width 192 |", "| 8 of width 192 |"), "not what their files say"
     ),
     refused("another result", with_another_curve, "not what their files say"),
-    refused("another model-index", replacing("value: 1600", "value: 9000"), "model-index has 9000 .* file 1600"),
+    refused("another model-index", replacing("value: 1024", "value: 9000"), "model-index has 9000 .* file 1024"),
     refused(
         "a place that does not exist", filling("<!-- card: magic -->\n<!-- end -->"), "place 'magic'; the places are"
     ),
@@ -260,7 +262,7 @@ MISTAKES = [
         "a head that is no YAML", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"
     ),
     refused(
-        "a model-index without values", replacing("value: 1600", "worth: 1600"), "head of README.md cannot be read"
+        "a model-index without values", replacing("value: 1024", "worth: 1024"), "head of README.md cannot be read"
     ),
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),

@@ -226,11 +226,13 @@ def test_a_visitor(page, address, hub, tmp_path):
     page.get_by_role("tab", name="Gates").click()
     click("Show the gates")
     see("layer 3")
-    page.get_by_label("or a FoX on the Hub").fill("alice/fox")
-    click("Show the gates")
     page.get_by_label("or a FoX on the Hub").fill("alice/none")
     click("Show the gates")
     see("alice/none")
+    expect(page.get_by_text("layer 3")).to_have_count(0)
+    page.get_by_label("or a FoX on the Hub").fill("alice/fox")
+    click("Show the gates")
+    see("layer 3")
     assert not outside, outside
     assert not [entry.path for entry in hub.log if entry.path.endswith(".py")], "code was fetched"
     assert [entry.path for entry in hub.log if "model.safetensors" in entry.path]

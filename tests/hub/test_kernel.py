@@ -29,6 +29,12 @@ def content(bundle, path):
     return data if isinstance(data, bytes) else data.read_bytes()
 
 
+def write(bundle, folder):
+    for path in bundle.files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content(bundle, path))
+
+
 def test_the_build_is_closed_and_of_libraries_that_kernels_may_import():
     build = build_kernel(NAME)[BRANCH]
     modules = {path.removeprefix("build/torch-cuda/") for path in build.files if path.startswith("build/torch-cuda/")}
@@ -69,6 +75,17 @@ def test_the_source_is_what_is_built():
     assert f'get_kernel("{NAME}", version={FOX_INTERFACE}' in content(source, "README.md").decode()
 
 
+def test_kernels_own_parsers_read_the_files(tmp_path):
+    reads = pytest.importorskip("kernels._rust", reason="needs the library kernels: pip install 'hf-longctx[dev]'")
+    for branch, bundle in build_kernel(NAME).items():
+        write(bundle, tmp_path / branch)
+    assert [str(backend) for backend in reads.Build.open(tmp_path / "main").general.backends] == ["cuda"]
+    folder = tmp_path / BRANCH / "build" / "torch-cuda"
+    metadata = reads.Metadata.read_from_file(folder / "metadata.json")
+    assert (metadata.name.python_name, metadata.version) == ("forgetting_attention", FOX_INTERFACE)
+    assert reads.Digest.hash_variant(reads.DigestAlgorithm.SHA256, folder).files == metadata.digest.files
+
+
 def test_a_dry_run_needs_no_hub(capsys):
     assert cli.main(["push-kernel", NAME, "--dry-run"]) == 0
     printed = capsys.readouterr().out
@@ -94,9 +111,7 @@ def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, bare_python, tm
     save_file(expected, tmp_path / "expected.safetensors")
 
     build = build_kernel(NAME, backend="cpu")[BRANCH]
-    for path in build.files:
-        (tmp_path / "local" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "local" / path).write_bytes(content(build, path))
+    write(build, tmp_path / "local")
     commit = publish(build.files, NAME, type="kernel", branch=BRANCH)
     number = f"FOX_INTERFACE = {FOX_INTERFACE}\n".encode()
     later = {path: content(build, path).replace(number, b"FOX_INTERFACE = 2\n") for path in build.files}

@@ -54,7 +54,7 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     assert {path for path in bundle.files if path.endswith(".py")} == code
     assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
     documents = {"README.md", "forgetting_curve.json", "forgetting_curve.png", "gates.png", "hf_longctx.json"}
-    documents.add("training_log.jsonl")
+    documents |= {"training.txt", "training.yaml", "training_log.jsonl"}
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
     model = {"config.json", "generation_config.json", "model.safetensors"}
     assert set(bundle.files) == code | documents | tokenizer | model

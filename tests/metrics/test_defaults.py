@@ -13,7 +13,7 @@ def tokenizer():
 
 
 def test_needle_lengths(tokenizer):
-    assert needle_lengths(800, tokenizer, "easy") == [288, 384, 480, 576, 672, 768]
+    assert needle_lengths(800, tokenizer, "easy") == [192, 288, 384, 480, 576, 672, 768]
     assert needle_lengths(64, tokenizer, "easy") == [32]  # too short, which is an error of its own
 
 

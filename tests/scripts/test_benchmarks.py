@@ -14,13 +14,13 @@ TINY = {
     "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     "curve": "--setups small --scale 0.03",
-    "hmt speed": "--tokens 500 --rounds 1",
+    "hmt speed": "--size tiny --tokens 80 --segment-lengths 40 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "hmt pages": "--segments 40 100 --rounds 1",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 5, "training_memory": 1}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 14, "training_memory": 1}  # 2 elsewhere
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def test_neighbours(load, tmp_path, capsys):
 
 
 @pytest.mark.slow  # interprets
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 def test_gpu_benchmark_dry_run(load, tmp_path, capsys):
     pytest.importorskip("triton")
@@ -69,8 +70,15 @@ def test_gpu_benchmark_dry_run(load, tmp_path, capsys):
     ours = [row for row in rows["attention"] if row["name"].startswith("ours")]
     assert len(ours) == 3 and all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in ours)
     assert rows["pruning"][0]["both_speedup"] > 0 and rows["decode"][0]["pruned_graph_us"] > 0
-    assert any("No module named" in row.get("error", "") for row in rows["attention"])
+    assert rows["prologue"][0]["share_of_forward"] > 0
+    flex = [row for row in rows["attention"] + rows["pruning"] if row["name"] == "FlexAttention"]
+    assert len(flex) == 2 and all("backward on CPU" in row["error"] for row in flex)
+    absent = [row["name"] for row in rows["attention"] + rows["pruning"] if "No module named" in row.get("error", "")]
+    assert absent == ["FLA", "official", "official"]
     assert "dry run" in capsys.readouterr().out
+    faded = bench.draw(1, 2, 300, 16, "cpu", log_f=-0.3, grad=False)
+    for first_blocks in (None, torch.tensor([[[0, 0, 1], [0, 0, 1]]], dtype=torch.int32)):
+        assert (bench.flex(first_blocks)(*faded) - bench.ours(*faded)).abs().max() < 1e-4
 
 
 def test_contenders_take_turns_and_the_first_round_warms_up(load):

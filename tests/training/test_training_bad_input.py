@@ -491,7 +491,7 @@ def test_a_full_disk_is_named_and_leaves_the_older_checkpoints(error, kit, monke
 
     monkeypatch.setattr(ResumableTrainer, "_save_optimizer_and_scheduler", fill)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5e6))
-    with pytest.raises(OSError, match=r"no room to save .* takes about 26 MB, and 5 MB are free") as raised:
+    with pytest.raises(OSError, match=r"no room to save .* takes about 40 MB, and 5 MB are free") as raised:
         run()(kit)
     assert cli.shared.exit_code(raised.value) == 1
     monkeypatch.undo()

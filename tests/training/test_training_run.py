@@ -160,7 +160,7 @@ def evaluated(text):
 
 def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path):
     """Three rows, which are fewer than two forward passes, of a text that a stream would repeat without end."""
-    (tmp_path / "other.txt").write_text("The fox forgets what it no longer needs. " * 6)
+    (tmp_path / "other.txt").write_text("The fox forgets what it no longer needs. " * 9)
     losses = []
     for streaming in (False, True):
         folder = tmp_path / str(streaming)

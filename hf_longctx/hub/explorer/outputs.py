@@ -11,7 +11,7 @@ from PIL import Image
 
 # A wide table is scrolled on a telephone; words stay whole.
 CSS = """
-.prose table {display: block; overflow-x: auto}
+.prose table {display: block; overflow-x: auto; width: fit-content; max-width: 100%; border: none}
 .prose :is(td, th) {overflow-wrap: normal; word-break: normal}
 """
 

@@ -41,9 +41,13 @@ TABLES = {
  {backward_of_roofline:.2f} | {difference_from_ours:.1e} | {error} |
 """,
     "pruning": """
-| D | T | B | H | pruned | speed-up forward | backward | both | error |
-| {D} | {T} | {B} | {H} | {share_pruned:.2f} | {forward_speedup:.2f} | {backward_speedup:.2f} | {both_speedup:.2f} |\
- {error} |
+| name | D | T | B | H | pruned by ours | ms forward | backward | speed-up forward | backward | both | error |
+| {name} | {D} | {T} | {B} | {H} | {share_pruned:.2f} | {forward_ms:.3g} | {backward_ms:.3g} | {forward_speedup:.2f} |\
+ {backward_speedup:.2f} | {both_speedup:.2f} | {error} |
+""",
+    "prologue": """
+| D | T | B | H | us | of the forward pass | running sum us | us of torch.cumsum | error |
+| {D} | {T} | {B} | {H} | {prologue_us:.1f} | {share_of_forward:.2f} | {running_sum_us:.1f} | {cumsum_us:.1f} | {error} |
 """,
     "decode": """
 | B | T | us | us in a graph | TB/s | of a copy's | us pruned | us of plain SDPA | error |
@@ -51,7 +55,12 @@ TABLES = {
  {plain_sdpa_graph_us:.1f} | {error} |
 """,
 }
-TITLES = {"attention": "Causal attention", "pruning": "Adaptive computation pruning", "decode": "Decoding one token"}
+TITLES = {
+    "attention": "Causal attention",
+    "pruning": "Adaptive computation pruning, beside the same kernels without",
+    "prologue": "What a pruned forward pass does before its kernel",
+    "decode": "Decoding one token",
+}
 
 
 # Competitors: functions of q, k, v, (B, H, T, D), and log_f, (B, H, T).
@@ -76,19 +85,37 @@ def folded(q, k, v, log_f):
     return folded_attention(q, k, v, log_f, q.shape[-1] ** -0.5)  # without the checks, which wait for the device
 
 
-def flex():
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+FLEX_BLOCK = 128
+
+
+@functools.cache
+def flex_functions():
+    from torch.nn.attention import flex_attention
 
     torch._dynamo.config.recompile_limit = 64  # one for each size; beyond it, flex_attention would run uncompiled
-    compiled = torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
-    masks = {}
+    run = flex_attention.flex_attention
+    return torch.compile(run, dynamic=False) if torch.cuda.is_available() else run, flex_attention.BlockMask
+
+
+def flex(first_blocks=None):
+    """FlexAttention with the decay as score_mod; the gradient of log f adds up by atomic additions.
+
+    first_blocks: the first key block of each block of queries, (B, H, n); default the first of all. Only the blocks on
+    the diagonal are masked.
+    """
 
     def attention(q, k, v, log_f):
-        T = q.shape[2]
-        if T not in masks:
-            masks[T] = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
-        c = log_f.detach().cumsum(-1)  # timed without dc
-        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j], block_mask=masks[T])
+        run, BlockMask = flex_functions()
+        T = log_f.shape[2]
+        n = -(-T // FLEX_BLOCK)
+        i = torch.arange(n, device=q.device, dtype=torch.int32)
+        first = torch.zeros(1, 1, n, device=q.device, dtype=torch.int32) if first_blocks is None else first_blocks
+        on_diagonal = i[:, None].expand(*first.shape[:2], n, n).contiguous()
+        full = (first[..., None] + i) % n
+        sizes = dict(BLOCK_SIZE=FLEX_BLOCK, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(T, T))
+        mask = BlockMask.from_kv_blocks(torch.ones_like(first), on_diagonal, i - first, full, **sizes)
+        c = log_f.cumsum(-1)
+        return run(q, k, v, score_mod=lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j], block_mask=mask)
 
     return attention
 
@@ -102,10 +129,12 @@ def fla():
     return attention
 
 
-def official():
+def official(threshold=None):
+    """threshold: of the decay, as in arXiv 2504.06949; versions without pruning do not know it."""
     from forgetting_transformer import forgetting_attention
 
-    return lambda q, k, v, log_f: forgetting_attention(q, k, v, log_f, head_first=True)
+    options = {} if threshold is None else {"adaptive_threshold": threshold}
+    return lambda q, k, v, log_f: forgetting_attention(q, k, v, log_f, head_first=True, **options)
 
 
 COMPETITORS = {  # name: (makes the function, whether its results are those of ours)
@@ -115,7 +144,7 @@ COMPETITORS = {  # name: (makes the function, whether its results are those of o
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
     "folded gate, SDPA": (lambda: folded, True),
-    "FlexAttention score_mod, no gate gradient": (flex, True),
+    "FlexAttention": (flex, True),
     "FLA": (fla, True),
     "official": (official, True),
 }
@@ -215,14 +244,23 @@ def attention_row(name, D, T, B, H, device, limits):
     return row
 
 
-def pruning_row(share_aimed_at, D, T, B, H, device):
+def pruning_row(name, share_aimed_at, D, T, B, H, device):
     """A constant gate that makes everything further than w tokens prunable, which is (1 - w / T)^2 of the blocks."""
     threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
     log_f = -threshold / (T * (1 - share_aimed_at**0.5)) if share_aimed_at else 0.0
     inputs = draw(B, H, T, D, device, log_f=log_f)
     with bounds_fox.count_pruned_blocks() as blocks:
         ours_pruned(*inputs)
-    dense, pruned = both_passes(ours_bounded, inputs), both_passes(ours_pruned, inputs)
+    if name == "ours":
+        dense, pruned = ours_bounded, ours_pruned
+    elif name == "official":
+        dense, pruned = official(), official(-threshold)
+    else:
+        bound = torch.full((B, H), LOGIT_BOUND, device=device)
+        c = fox.fox_running_sum(inputs[3].detach(), None)
+        kept = fox.fox_prune(c, None, bound, T, FLEX_BLOCK, FLEX_BLOCK, TOLERANCE)
+        dense, pruned = flex(), flex(kept[..., ::FLEX_BLOCK] // FLEX_BLOCK)
+    dense, pruned = both_passes(dense, inputs), both_passes(pruned, inputs)
     functions = {("dense", d): run for d, run in dense.items()} | {("pruned", d): run for d, run in pruned.items()}
     seconds, row = seconds_in_turn(functions, device), {"share_pruned": blocks.pruned / blocks.total}
     for direction in dense:
@@ -230,6 +268,30 @@ def pruning_row(share_aimed_at, D, T, B, H, device):
         row[f"{direction}_speedup"] = common.median_ratio(seconds["dense", direction], seconds["pruned", direction])
     totals = [list(map(sum, zip(*(seconds[kind, d] for d in dense)))) for kind in ("dense", "pruned")]
     return row | {"both_speedup": common.median_ratio(*totals)}
+
+
+def prologue_row(D, T, B, H, device):
+    """Without a bound of the logits, which costs the norms of queries and keys."""
+    inputs = draw(B, H, T, D, device, grad=False)
+    q, k, log_f = inputs[0], inputs[1], inputs[3]
+    tiles = fox.tiles_for(q.device, D, q.dtype)
+
+    def prologue():
+        c = fox.fox_running_sum(log_f, None)
+        bound = bounds_fox.bound_from_norms(q, k, D**-0.5, None, None)
+        kept = fox.fox_prune(c, None, bound, T, *tiles_fox.prune_blocks(tiles), TOLERANCE)
+        bounds_fox.stop_query(kept, T)
+        fox.split_sum(c, tiles.forward.BN)
+
+    functions = {
+        "prologue_us": prologue,
+        "running_sum_us": lambda: fox.fox_running_sum(log_f, None),
+        "cumsum_us": lambda: log_f.double().cumsum(-1),
+        "forward_us": lambda: ours(*inputs),
+    }
+    seconds = seconds_in_turn(functions, device)
+    share = common.median_ratio(seconds["prologue_us"], seconds["forward_us"])
+    return {name: 1e6 * statistics.median(x) for name, x in seconds.items()} | {"share_of_forward": share}
 
 
 def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
@@ -307,8 +369,10 @@ def plan(args):
         for T in (65536, 4096, 16384, 262144) if on_gpu else (64,):
             yield "decode", {"B": B, "T": T}, decode_row
     for D in args.head_dim:
+        yield "prologue", sizes(first, D), prologue_row
         for share in (0.7, 0.0, 0.5, 0.9) if on_gpu else (0.7,):
-            yield "pruning", {"share_aimed_at": share, **sizes(first, D)}, pruning_row
+            for name in ("ours", "official", "FlexAttention") if share else ("ours",):
+                yield "pruning", {"name": name, "share_aimed_at": share, **sizes(first, D)}, pruning_row
     for T in sorted(args.lengths, key=lambda T: (first != T, T)):
         for D in args.head_dim:
             for name in COMPETITORS:
@@ -333,7 +397,7 @@ def measure(args):
         if time.monotonic() > until:
             yield row | {"error": "no time left"}
             continue
-        options = {"device": args.device} | ({} if section == "pruning" else {"limits": limits})
+        options = {"device": args.device} | ({"limits": limits} if section in ("attention", "decode") else {})
         try:
             row |= measure_row(**fields, **options)
         except Exception as error:  # out of memory, a package that is not there, a compiler's refusal, ...

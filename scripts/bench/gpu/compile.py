@@ -80,6 +80,13 @@ TABLE = """
  {before[share_of_peak][0]:.0%} to {before[share_of_peak][1]:.0%} | {error} |
 """
 FIELDS = ("capability", "dtype", "kernel", "head_dim", "bounded")
+COMPARED = (
+    "instructions_per_logit",
+    "hot_loop_conversions",
+    "hot_loop_narrow_loads",
+    "hot_loop_spills",
+    "share_of_peak",
+)
 
 
 class Target:
@@ -268,7 +275,8 @@ def measure(args):
         before = subprocess.run(command, capture_output=True, text=True, check=True, cwd=common.ROOT).stdout
         earlier = {tuple(row[name] for name in FIELDS): row for row in json.loads(before)["rows"]}
     for row in reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs):
-        yield row | {"before": earlier.get(tuple(row[name] for name in FIELDS))}
+        before = earlier.get(tuple(row[name] for name in FIELDS))
+        yield row | {"before": before and {name: before[name] for name in COMPARED}}
 
 
 def table(result):

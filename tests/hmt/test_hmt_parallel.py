@@ -1,0 +1,109 @@
+"""Memories without recurrence: two calls whatever the length, and states that can be merged."""
+
+import pytest
+import torch
+from causality import changed_by
+from gradients import assert_same_gradients, gradients
+from streams import CHUNKS, stream
+from tiny_hmt import ROUNDING
+
+
+SETTINGS = [{}, {"sum_fraction": 1.0}, {"sensory_tokens": 0}, {"recall": False}]
+
+
+@pytest.fixture
+def make_parallel(make_wrapper):
+    def make(**settings):
+        return make_wrapper(recall_mode="single", recurrence=False, **settings)
+
+    return make
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_memory_is_that_of_its_segment_without_recall(make_parallel, tokens, settings):
+    """And the logits are those of a recurrent model with the same memories."""
+    model = make_parallel(**settings)
+    out, memory = model(tokens[:, :40], output_recall=True), model.memory
+    embed, j, k = model.get_input_embeddings(), model.config.summary_length, model.config.sensory_tokens
+    for n, made in enumerate(out.memories):
+        x, front = embed(tokens[:, 8 * n : 8 * n + 8]), embed(tokens[:, max(0, 8 * n - k) : 8 * n])
+        initial, summary = (p.expand(2, 1, -1) for p in (memory.initial, memory.summary_prompt))
+        whole = torch.cat([initial, front, x[:, :j], summary, x[:, j:], summary], 1)
+        close(made, model.backbone.model(inputs_embeds=whole).last_hidden_state[:, -1:])
+    recurrent = make_parallel(**settings)
+    recurrent.config.recurrence = True
+    with torch.no_grad():
+        state = model(tokens[:, :32], use_cache=True).state
+        state.signature = recurrent._signature()
+        close(recurrent(tokens[:, 32:40], state=state).logits, out.logits[:, 32:])
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_no_position_sees_a_later_token(make_parallel, tokens, settings):
+    early, here = changed_by(make_parallel(**settings), tokens[0, :29], range(29))
+    assert max(early) <= ROUNDING
+    assert min(here) > 1e-3
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+def test_any_chunking_is_one_piece(make_parallel, tokens, chunks):
+    model, mask = make_parallel(), torch.ones_like(tokens)
+    mask[1, :13] = 0
+    for given in (mask, None):
+        with torch.no_grad():
+            whole = model(tokens, attention_mask=given, use_cache=True)
+            logits, state = stream(model, tokens, chunks, given)
+        close(logits, whole.logits)
+        tensors = whole.state.tensors()
+        tensors.pop("prompt", None)  # of a row without an open recall it may be anything
+        for name, value in tensors.items():
+            close(getattr(state, name), value)
+
+
+@pytest.mark.parametrize("segments", [4, 5])
+def test_two_calls_whatever_the_length(make_parallel, tokens, segments):
+    model, shapes = make_parallel(summary_batch=100), []
+    model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
+    with torch.no_grad():
+        state = model(tokens[:, :8], use_cache=True).state  # the first segment has no sensory tokens
+        shapes.clear()
+        model(tokens[:, 8 : 8 * segments], state=state)
+        assert shapes == [(2 * (segments - 1), 14), (2 * (segments - 1), 5)]
+        shapes.clear()
+        model(tokens[:, 8 : 8 * segments], state=state, logits_to_keep=1)
+        assert shapes == [(2 * (segments - 1), 14), (2, 5)]
+
+
+def test_checkpointing_gives_the_same_gradients(make_parallel, tokens):
+    model, results = make_parallel().train(), []
+    for checkpointing in (False, True):
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        results.append(gradients(model))
+    assert_same_gradients(*results)
+    assert model.memory.wq.grad.any()
+
+
+def test_merged_states_are_the_texts_one_after_the_other(make_parallel, tokens):
+    """The first segment of a text has no sensory tokens, so the second text is read alone."""
+    model = make_parallel(memory_size=6)
+    with torch.no_grad():
+        first, second = (model(x, use_cache=True).state for x in (tokens[:, :24], tokens[:, 24:43]))
+        merged = first.merge(second)
+        assert merged.segments()[0] == [range(a, a + 8) for a in (0, 8, 16, 24, 32)]
+        assert merged.lengths == (43, 43)
+        close(merged.bank, torch.cat([first.bank, second.bank], 1))
+        out = model(tokens[:, :13], state=merged, output_recall=True)
+        assert out.recall_scores[0].shape == (2, 5)
+        assert [len(row) for row in out.state.segments()] == [6, 6]
+        again = second.merge(first)
+        swapped = model(tokens[:, :5], state=again.merge(second), output_recall=True)
+    assert swapped.state.segments()[0][-1] == range(56, 64)
+    with pytest.raises(ValueError, match="Only states of one model"):
+        first.merge(second.select_rows(torch.tensor([0])))

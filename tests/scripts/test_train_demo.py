@@ -1,0 +1,37 @@
+"""The committed models of scripts/demo are those of scripts/train_demo.py, and show what they are there to show."""
+
+import json
+
+import pytest
+from demo_model import DEMO
+
+from hf_longctx.metrics import read_result
+
+
+CARDS = DEMO.parent
+
+
+@pytest.fixture
+def train_demo(monkeypatch):
+    monkeypatch.syspath_prepend(CARDS.parent)
+    from scripts import train_demo
+
+    return train_demo
+
+
+def test_the_commands_beside_the_models_are_those_of_the_script(train_demo, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_demo.subprocess, "run", lambda *command, **options: None)
+    for name, architecture in train_demo.MODELS.items():
+        commands = train_demo.train(name, architecture, tmp_path)
+        assert (CARDS / name / "training.txt").read_text().splitlines() == list(commands.values())
+        log = [json.loads(line) for line in (CARDS / name / "training_log.jsonl").read_text().splitlines()]
+        assert [entry["step"] for entry in log if "loss" in entry][-1] == 512 and log[-1]["stage"] == 2
+
+
+def test_the_fox_remembers_beyond_its_training_length(train_demo):
+    """A copy of n tokens ends after 2 n + 3."""
+    fox, llama = (read_result(CARDS / name / "forgetting_curve.json") for name in train_demo.MODELS)
+    assert fox.settings["train_length"] == llama.settings["train_length"] == 512
+    assert fox.fine_length >= 256 and fox.interval("coarse").low >= 512
+    accuracy = [{point.length: point.copy_mean for point in curve.points} for curve in (fox, llama)]
+    assert accuracy[0][384] > 0.97 > 0.5 > accuracy[1][384]
