@@ -146,6 +146,7 @@ def test_a_card_of_an_hmt_names_what_looks_ahead(tmp_path, mode, sentence):
     assert "segments of 8 tokens and the 2 before them; 300 memory embeddings" in text
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 def test_the_template_of_peft_is_replaced(tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
