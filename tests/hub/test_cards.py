@@ -248,11 +248,7 @@ MISTAKES = [
         "a figure in prose", adding("\nIt reads 5000 tokens."), "5000 in 'It reads 5000 tokens.' comes from no file"
     ),
     refused(
-<<<<<<< HEAD
         "a figure that was changed", replacing("| 1 of width 32 |", "| 8 of width 32 |"), "not what their files say"
-=======
-        "a figure that was changed", replacing("| 5 of width 256 |", "| 8 of width 256 |"), "not what their files say"
->>>>>>> main
     ),
     refused("another result", with_another_curve, "not what their files say"),
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
