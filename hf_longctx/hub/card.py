@@ -308,8 +308,8 @@ def training(card):
 
 def last_stage(log):
     """Rows of the last of several trainings, each of which counts its steps anew."""
-    steps = [row.get("step", 0) for row in log]
-    begins = [i for i in range(1, len(log)) if steps[i] < steps[i - 1]]
+    log = [row for row in log if "step" in row]
+    begins = [i for i in range(1, len(log)) if log[i]["step"] < log[i - 1]["step"]]
     return log[begins[-1] if begins else 0 :]
 
 

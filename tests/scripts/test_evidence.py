@@ -98,3 +98,8 @@ def test_smollm2_is_a_fox_of_the_same_loss_which_training_lowers_as_it_does_the_
     assert losses["FoX, open gates"] == pytest.approx(losses["Llama"], abs=1e-4)
     gains = [losses["Llama"] - losses[model] for model in ("Llama, LoRA", "FoX, LoRA")]
     assert min(gains) > 0.05 and gains[0] == pytest.approx(gains[1], abs=0.02)
+
+
+def test_training_wins_back_a_part_of_what_another_base_costs_smollm2(rows):
+    loss = {row["model"]: row["second"] for row in rows("rope_smollm2") if row["kind"] == "loss"}
+    assert loss["as it is, trained"] < loss["as it is"] < loss["other base, trained"] < loss["other base"]
