@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CARDS = ROOT / "model_cards"
 FOX, LLAMA = CARDS / "fox-demo", CARDS / "llama-demo"
 PROMPT = "She looked at him, and"
-TITLE = "A FoX and a Llama of 5 million parameters, trained alike"
+TITLE = "A FoX and a Llama of equal size and training"
 
 
 def main():

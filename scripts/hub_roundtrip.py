@@ -36,6 +36,7 @@ demo, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(demo)
 ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
 fox = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)  # PEFT and transformers round adapters differently
+fox.config.name_or_path = "alice/fox"  # and not a folder on this machine
 hmt = HMTWrapper.from_backbone(fox, HMTConfig(segment_length=32, sensory_tokens=8))
 hmt.save_pretrained("hmt")
 tokenizer.save_pretrained("hmt")
@@ -103,7 +104,7 @@ fox = AutoModelForCausalLM.from_pretrained("alice/fox", **options).eval()
 with torch.no_grad():
     difference = (fox(logits["ids"][:, :24]).logits - logits["fox"][:, :24]).abs().max() / logits["fox"].abs().max()
 print(f"fox by {name}: logits differ by {difference:.1e} of the largest")
-sys.exit(difference > 1e-4)
+sys.exit(difference.item() > 1e-4)
 """
 SPACE = """
 import shutil

@@ -45,7 +45,7 @@ LOGGED = 8  # of so many steps, one is kept in the log of the card
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
 LENGTHS, REPEATS = range(64, 1025, 64), 20
 GATES = 512  # tokens in the picture of the gates
-TITLE = "A FoX and a Llama of 5 million parameters, trained alike"
+TITLE = "A FoX and a Llama of equal size and training"
 
 
 def main():

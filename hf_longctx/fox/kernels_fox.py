@@ -109,6 +109,20 @@ def decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM: tl.constexpr):
 
 
 @jit
+def pack(b_x, b_y):
+    """Two fp32 numbers as one int64. With Triton 3.6 each thread loads short vectors whole; pairs halve the loads."""
+    b_x, b_y = b_x.to(tl.uint32, bitcast=True).to(tl.uint64), b_y.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return ((b_y << 32) | b_x).to(tl.int64, bitcast=True)
+
+
+@jit
+def unpack(b_pair):
+    b_pair = b_pair.to(tl.uint64, bitcast=True)
+    b_x, b_y = b_pair.to(tl.uint32), (b_pair >> 32).to(tl.uint32)
+    return b_x.to(tl.float32, bitcast=True), b_y.to(tl.float32, bitcast=True)
+
+
+@jit
 def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
     """The keys [begin, end) that queries i_row ... i_row + BM see, and first_i, [BM].
 
@@ -360,15 +374,15 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_delta, p_fade,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_rows,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr,
 ):  # fmt: skip
-    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row:
-    delta = rowsum(do * o) - dlse, and the decay since the start of its aligned block of BR queries minus lse.
+    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row, as
+    a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o) - dlse.
 
     dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
     exact arithmetic. It is summed all the same because delta carries the rounding of o: so, an error in row i reaches
@@ -391,8 +405,7 @@ def dq_kernel(
     p_dc += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
     p_dlse += (i_b * Hq + i_h) * Tq - past
-    p_delta += (i_b * Hq + i_h) * Tq - past
-    p_fade += (i_b * Hq + i_h) * Tq - past
+    p_rows += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
         p_first += i_b * s_fb + i_h * s_fh - past
     b_first, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
@@ -407,8 +420,7 @@ def dq_kernel(
     b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
     o_r = o_i // BR * BR
     b_cr, b_er = tl.load(p_c + o_r, mask=m_i, other=0.0), tl.load(p_e + o_r, mask=m_i, other=0.0)  # [BM]
-    tl.store(p_delta + o_i, b_delta, mask=m_i)
-    tl.store(p_fade + o_i, decay(b_ci, b_ei, b_cr, b_er) - b_lse, mask=m_i)
+    tl.store(p_rows + o_i, pack(decay(b_ci, b_ei, b_cr, b_er) - b_lse, b_delta), mask=m_i)
     b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
     c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
     scale2 = scale * LOG2E
@@ -430,7 +442,7 @@ def dq_kernel(
 
 @jit
 def dkdv_span(
-    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_delta, p_fade, b_cj, b_ej, c_col, e_col, b_stop, i_col,
+    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_rows, b_cj, b_ej, c_col, e_col, b_stop, i_col,
     i_from, i_to, begin, end, s_qt, s_dot, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -445,7 +457,7 @@ def dkdv_span(
             m_i = (o_i >= begin) & (o_i < end)
             b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
             b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
-            b_delta = tl.load(p_delta + o_i, mask=m_i, other=0.0)  # [BM]
+            _, b_delta = unpack(tl.load(p_rows + o_i, mask=m_i, other=0))  # [BM]
             b_s = dot(b_k, tl.trans(b_q)) * scale2  # [BN, BM]
             b_s += decay(b_ci[None, :], b_ei[None, :], b_cj[:, None], b_ej[:, None]) - b_lse[None, :]
             m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_stop[:, None]) & m_i[None, :]
@@ -455,7 +467,7 @@ def dkdv_span(
         else:
             # key to the end of its block, to the start of the query block (a scalar), to row i
             c_start, e_start = tl.load(p_c + i_q), tl.load(p_e + i_q)
-            b_row, b_delta = tl.load(p_fade + o_i), tl.load(p_delta + o_i)  # [BM]
+            b_row, b_delta = unpack(tl.load(p_rows + o_i))  # [BM]
             b_col = b_fade + decay(c_start, e_start, c_col, e_col)  # [BN]
             b_p = tl.exp2(dot(b_k, tl.trans(b_q)) * scale2 + (b_row[None, :] + b_col[:, None]))  # [BN, BM]
             b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])
@@ -467,7 +479,7 @@ def dkdv_span(
 
 @jit_any_length
 def dkdv_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_delta, p_fade, p_dk, p_dv, p_dc,
+    p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_rows, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
     Tq, Tk, Hq, G, n_parts, scale,
@@ -498,7 +510,7 @@ def dkdv_kernel(
         p_doh = p_do + i_b * s_dob + i_h * s_doh - past * s_dot
         i_key, i_query = (i_b * Hq + i_h) * Tk, (i_b * Hq + i_h) * Tq - past
         p_ch, p_eh = p_c + i_key, p_e + i_key
-        p_lseh, p_deltah, p_fadeh = p_lse + i_query, p_delta + i_query, p_fade + i_query
+        p_lseh, p_rowsh = p_lse + i_query, p_rows + i_query
         b_cj, b_ej = tl.load(p_ch + o_j, mask=o_j < Tk, other=0.0), tl.load(p_eh + o_j, mask=o_j < Tk, other=0.0)
         c_col, e_col = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
         # Queries [begin, end) see some of these keys; blocks of BM queries in [full, ragged) see all of them.
@@ -516,14 +528,14 @@ def dkdv_kernel(
         ragged = tl.maximum(full, tl.minimum(until, end) // BM * BM)
         b_dc = tl.zeros([BN], tl.float32)
         b_dk, b_dv, b_dc = dkdv_span(
-            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
             b_stop, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2,
             D, BS, BN, BD, MASKED=True)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
-            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
             b_stop, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
-            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_deltah, p_fadeh, b_cj, b_ej, c_col, e_col,
+            b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
             b_stop, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
         p_dch = p_dc + i_key + o_j
         tl.store(

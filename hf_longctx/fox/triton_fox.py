@@ -161,14 +161,14 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d = split_sum(c, tiles.dq.BN)
-    dc, delta, fade = torch.zeros_like(c), torch.empty_like(lse), torch.empty_like(lse)
+    dc, rows = torch.zeros_like(c), torch.empty_like(lse, dtype=torch.int64)
     bounded = first_key is not None
     first_key, *s_first = _bound(first_key, B, Hq)
     stop_query, *s_stop = _bound(stop_query, B, Hq)
     with _on(q.device):
         launch(
             dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, delta, fade,
+            q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, rows,
             *_strides(q, k, v, o, do, dq), *s_first,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
@@ -181,7 +181,7 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
             parts = [q.new_empty(B, Hkv * n_parts, Tk, D, dtype=torch.float32) for _ in range(2)]
         launch(
             dkdv_kernel, programs * n_parts, tiles.dkdv,
-            q, k, v, c, e, stop_query, lse, do, delta, fade, *parts, dc, *_strides(q, k, v, do, *parts), *s_stop,
+            q, k, v, c, e, stop_query, lse, do, rows, *parts, dc, *_strides(q, k, v, do, *parts), *s_stop,
             Tq, Tk, Hq, G // n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip

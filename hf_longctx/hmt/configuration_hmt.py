@@ -112,6 +112,12 @@ class HMTConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
+    def to_dict(self):
+        """As in transformers, without the folder from which the backbone was loaded, which is of one machine."""
+        values = super().to_dict()
+        (values.get("backbone_config") or {}).pop("_name_or_path", None)
+        return values
+
     def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
         """As in transformers; the code of a backbone that transformers lacks is saved too, and used by name."""
         super().save_pretrained(save_directory)

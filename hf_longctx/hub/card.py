@@ -308,6 +308,7 @@ def training(card):
 
 def last_stage(log):
     """Rows of the last of several trainings, each of which counts its steps anew."""
+    log = [row for row in log if "step" in row]
     begins = [i for i in range(1, len(log)) if log[i]["step"] < log[i - 1]["step"]]
     return log[begins[-1] if begins else 0 :]
 

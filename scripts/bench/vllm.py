@@ -2,8 +2,8 @@
 
     .venv-vllm/bin/python -m scripts.bench.vllm [--device cpu|cuda] [--dtype bfloat16]
 
-The models are those of bench.generate, with random weights, each in an engine in a process of its own; `--compiled 1`
-lets vLLM compile them. A round reads one prompt of --context tokens; decodes --tokens for one request; and answers
+The models are those of bench.generate, with random weights, each in an engine in a process of its own, which compiles
+them unless `--compiled 0`. A round reads one prompt of --context tokens; decodes --tokens for one request; and answers
 --requests requests of --context / 4 tokens with --tokens each. Times are medians of alternating rounds; ratios are
 medians of the ratio to Llama within a round. Cache bytes are those of the blocks that vLLM allocates.
 """
@@ -103,7 +103,7 @@ def table(result):
 
 def main(arguments=None):
     sizes = {"context": 512, "tokens": 32, "requests": 8, "hidden": 512, "layers": 8, "head_dim": 64, "vocab": 8192}
-    parser = common.make_parser(__spec__.name, __doc__, **sizes, rounds=5, compiled=0, device="cpu", dtype="bfloat16")
+    parser = common.make_parser(__spec__.name, __doc__, **sizes, rounds=5, compiled=1, device="cpu", dtype="bfloat16")
     common.run(parser, measure, table, arguments)
 
 

@@ -104,7 +104,11 @@ def test_older_versions_of_the_library_get_the_same_functions(kernel):
 
 @pytest.mark.parametrize(
     "variant, kind",
-    [("pro with rope", "left padding"), ("one gate per key head", "packed"), ("window", "padding in the middle")],
+    [
+        ("llama", "left padding"),
+        pytest.param("pro with rope", "packed", marks=pytest.mark.slow),
+        pytest.param("window", "padding in the middle", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_and_gradients_are_the_same(without_own_kernels, variant, kind):
     ids, kwargs = rows(kind)
@@ -115,7 +119,9 @@ def test_logits_and_gradients_are_the_same(without_own_kernels, variant, kind):
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 
-@pytest.mark.parametrize("variant, cache", [("llama", "dynamic"), ("pro with rope", "static")])
+@pytest.mark.parametrize(
+    "variant, cache", [("llama", "dynamic"), pytest.param("pro with rope", "static", marks=pytest.mark.slow)]
+)
 def test_decoding_is_the_same(without_own_kernels, variant, cache):
     def run(model):
         past, seen = CACHES[cache](model.config), holes(2, 20, (0, 0), (0, 6))

@@ -76,7 +76,8 @@ def model(models):
     return models["causal"]
 
 
-both_modes = pytest.mark.parametrize("mode", ["single", "causal"])
+SLOW = pytest.mark.slow
+both_modes = pytest.mark.parametrize("mode", ["single", pytest.param("causal", marks=SLOW)])
 
 
 def assert_same_logits(actual, expected, largest=None):
@@ -112,7 +113,7 @@ def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
     assert model.lm.can_skip_logits(torch.device("cpu")) == (name not in capped_or_scaled)
 
 
-@both_modes
+@pytest.mark.parametrize("mode", ["single", "causal"])
 def test_stream_and_generation_equal_forward(models, tokens, mode):
     model = models[mode]
     with torch.no_grad():
@@ -161,7 +162,7 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-@pytest.mark.parametrize("mode, padding", [("single", 5), ("causal", 16), ("causal", 5)])
+@pytest.mark.parametrize("mode, padding", [("single", 5), pytest.param("causal", 16, marks=SLOW), ("causal", 5)])
 def test_a_padded_row_is_as_alone(models, tokens, mode, padding):
     """No recurrence, convolution, window or position bias sees padding."""
     model = models[mode]

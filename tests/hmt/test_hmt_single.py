@@ -86,7 +86,7 @@ def make_single(make_wrapper):
 def test_equals_its_definition(make_single, tokens, settings):
     model = make_single(**settings)
     assert model.lm.takes_masks(15)
-    for length in (4, 8, 21, 36, 43):
+    for length in (4, 21, 43):
         logits = model(tokens[:, :length]).logits
         for row, expected in zip(logits, tokens[:, :length]):
             torch.testing.assert_close(row, plain_single(model, expected), atol=ROUNDING, rtol=0)
@@ -99,8 +99,11 @@ def test_no_position_sees_a_later_token(make_single, tokens, settings):
     assert min(here) > 1e-3
 
 
-@pytest.mark.parametrize("settings", [{}, {"sum_fraction": 1.0}, {"recall": False}], ids=str)
-@pytest.mark.parametrize("gradients", [False, True], ids=["kv cache", "read again"])
+@pytest.mark.parametrize(
+    "settings, gradients",
+    [({}, False), ({}, True), ({"sum_fraction": 1.0}, False), ({"recall": False}, False)],
+    ids=str,
+)
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_any_chunking_is_one_piece(make_single, tokens, chunks, gradients, settings):
     model = make_single(**settings)

@@ -136,7 +136,9 @@ def test_mistakes(mistake, tmp_path, record_property, monkeypatch):
 
 @pytest.fixture
 def page():
-    playwright = pytest.importorskip("playwright.sync_api", reason="it drives the browser: pip install playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="it drives the browser: pip install 'hf-longctx[space]'"
+    )
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("there is no Chromium on this machine")
@@ -152,7 +154,7 @@ def page():
 @pytest.fixture
 def address(hub, publish, bare_python, tmp_path):
     """Of the Space, which runs in a process of its own, with the local Hub and without the package but its copy."""
-    pytest.importorskip("gradio", reason="the Space is made with gradio: pip install gradio")
+    pytest.importorskip("gradio", reason="the Space is made with it: pip install 'hf-longctx[space]'")
     publish(build_bundle(DEMO).files, "alice/fox")
     publish({"config.json": b'{"model_type": "llama", "rope_parameters": 3}'}, "mallory/rope")
     for path, file in build_explorer([DEMO, MAMBA]).files.items():

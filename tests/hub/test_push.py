@@ -106,6 +106,13 @@ def test_the_code_of_a_backbone_goes_along(tmp_path):
     assert files["custom_backbone_hmt.py"].read_text() == Path(custom_backbone_hmt.__file__).read_text()
 
 
+def test_an_hmt_does_not_name_the_folder_of_its_backbone(tmp_path):
+    FoxForCausalLM(FoxConfig(**TINY)).save_pretrained(tmp_path / "fox")
+    fox = FoxForCausalLM.from_pretrained(tmp_path / "fox")
+    HMTWrapper.from_backbone(fox).save_pretrained(tmp_path / "hmt")
+    assert str(tmp_path) not in (tmp_path / "hmt" / "config.json").read_text()
+
+
 def test_code_of_another_model_comes_from_its_folder(folder):
     change(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Model"})
     (folder / "mine.py").write_text("from .more import x\nfrom .attention_fox import y\n")
