@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import CLIENTS
 from kernels_library import kernels_library
 from safetensors.torch import save_file
 
@@ -19,6 +19,7 @@ from hf_longctx.fox.triton_fox import FOX_INTERFACE
 from hf_longctx.hub import build_bundle, build_kernel
 
 
+CLIENTS = Path(__file__).parent / "clients"
 NAME = "alice/forgetting-attention"
 BRANCH = f"v{FOX_INTERFACE}"
 LIBRARIES = {"torch", "triton", "__future__", *sys.stdlib_module_names}
