@@ -136,7 +136,9 @@ def test_mistakes(mistake, tmp_path, record_property, monkeypatch):
 
 @pytest.fixture
 def page():
-    playwright = pytest.importorskip("playwright.sync_api", reason="it drives the browser: pip install 'hf-longctx[space]'")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="it drives the browser: pip install 'hf-longctx[space]'"
+    )
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("there is no Chromium on this machine")
