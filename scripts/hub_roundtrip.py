@@ -118,7 +118,7 @@ space = shutil.copytree(snapshot_download("alice/how-far", repo_type="space"), "
 app = subprocess.Popen([sys.executable, "-u", "app.py"], cwd=space, stdout=subprocess.PIPE, text=True)
 try:
     address = next(line.split()[-1] for line in app.stdout if "local URL" in line)
-    verdict, *_ = Client(address, verbose=False).predict(1e4, 128, 4096, "default", 1, 1, api_name="/of_numbers")
+    verdict, *_ = Client(address, verbose=False).predict(1e4, 128, 4096, "default", 1, 4096, api_name="/of_numbers")
     print(verdict)
 finally:
     app.terminate()

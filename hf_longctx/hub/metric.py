@@ -2,8 +2,8 @@
 
 evaluate fetches the script of a Space, and the files that the script itself imports with `from .x import ...`, all
 from one folder. So the modules that scoring needs are copied beside the script under flat names, `curve/result.py` as
-`curve_result.py`, and the script imports a name from each. What runs a model is imported inside functions, from
-hf_longctx, of which the Space has a copy for its app, and which evaluate does not fetch.
+`longctx_curve_result.py`, and the script imports a name from each. What runs a model is imported inside functions,
+from hf_longctx, of which the Space has a copy for its app, and which evaluate does not fetch.
 """
 
 import ast
@@ -39,7 +39,8 @@ def build_space(name: str) -> Bundle:
     files["requirements.txt"] = (APP / "requirements.txt").read_bytes() + EVALUATE
     files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
     lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
-    script = OF_PACKAGE.sub("\n".join([*lines, "from . import evaluate_modules"]), files[f"{name}.py"].read_text())
+    lines.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
+    script = OF_PACKAGE.sub("\n".join(lines), files[f"{name}.py"].read_text())
     files[f"{name}.py"] = script.encode()
     return with_contents(Bundle(files, (), {}))
 
@@ -67,7 +68,8 @@ def closure(roots):
 
 
 def flat(module):
-    return module.replace(".", "_")
+    """Its name as a file of the Space; evaluate has a package called evaluate_modules."""
+    return f"longctx_{module.replace('.', '_')}"
 
 
 def flattened(module, modules):

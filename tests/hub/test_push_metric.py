@@ -23,6 +23,7 @@ def test_a_space_is_closed(name):
     }
     fetched = set(re.findall(r"^from \.(\w+) import \w+$", text[f"{name}.py"], re.MULTILINE))
     assert {f"{module}.py" for module in fetched} | {f"{name}.py"} == set(code)
+    assert "evaluate_modules.py" not in files, "in the folder of the app, it would hide a package of evaluate"
     for source in text.values():
         ast.parse(source)
         assert not re.search(r"^(from|import) hf_longctx", source, re.MULTILINE)
