@@ -146,6 +146,7 @@ def main():
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": f"{temporary}/home", "HF_TOKEN": "hf_of_alice"}
         environment |= {
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",  # of gradio's client
             "HF_UPDATE_DOWNLOAD_COUNTS": "0",
             "TRANSFORMERS_VERBOSITY": "error",
             "PYTHONSAFEPATH": "1",
