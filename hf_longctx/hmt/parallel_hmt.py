@@ -66,12 +66,12 @@ class ParallelSegments(SingleSegments):
         split = 2 + sensory + self.j
         passes = []
         for chunk, ids in zip(chunks, sensory_ids):
-            span, _ = self.spans(chunk, [1 + sensory] * batch, self.wanted(chunk))
+            span, _ = self.spans(chunk, [1 + sensory] * batch, self.first_returned(chunk))
             passes.append(Pass(chunk, self.embeds_without_prompt(state, ids, chunk), (span,)))
         kv_cache = DynamicCache(config=self.lm.model.config) if self.lm.continues else None
         early, hidden, kv_cache = self.run_passes(passes, kv_cache=kv_cache)
         start = split if kv_cache is not None and can_cut(kv_cache) else 0
-        stop = self.known(sensory, self.length)
+        stop = self.readable(sensory, self.length)
 
         late, passes, rows = [], [], []
         for i, (chunk, ids) in enumerate(zip(chunks, sensory_ids)):
@@ -79,7 +79,9 @@ class ParallelSegments(SingleSegments):
             query, memory = hidden[part, split - 1 : split].clone(), hidden[part, -1:].clone()
             prompt, recall = self.prompt_for(state, chunk, query if self.config.recall else None)
             late.append(Reading(chunk.n, [], recall=recall, memory=memory))
-            spans = self.spans(chunk, [1 + sensory - start] * batch, [max(self.j, a) for a in self.wanted(chunk)])
+            spans = self.spans(
+                chunk, [1 + sensory - start] * batch, [max(self.j, a) for a in self.first_returned(chunk)]
+            )
             if any(a < b for a, b in zip(*spans[1][:2])):
                 embeds = self.embeds(replace(state, prompt=prompt), ids, chunk, start, stop)
                 passes.append((i, Pass(chunk, embeds, spans)))

@@ -87,7 +87,7 @@ class SingleSegments(Segments):
         close = self.length if self.config.recurrence else self.length + 1  # then the memory is made elsewhere
         return [*[0] * (1 + sensory), *first, self.j, min(self.j + 1, self.length), *second, close]
 
-    def known(self, sensory, tokens):
+    def readable(self, sensory, tokens):
         """How many columns can be read when so many tokens are known."""
         return bisect(self.needs(sensory), tokens)
 
@@ -178,12 +178,12 @@ class SingleSegments(Segments):
         sensory, kv_cache = sensory_ids.shape[1], self.cached(state, chunk) if chunk.n == 0 else None
         keeps, start, stop = self.alike(chunk) and self.lm.continues, 0, 2 + sensory_ids.shape[1] + self.j
         if keeps and kv_cache is not None:
-            start = self.known(sensory, chunk.read[0])
+            start = self.readable(sensory, chunk.read[0])
         embeds = self.embeds(state, sensory_ids, chunk, start, stop)
         if not self.alike(chunk):
             _, embeds = align(self.present(sensory_mask, chunk, stop), embeds)
         starts = [1 + sensory * (segment > 0) - start for segment in chunk.segments]
-        span = self.spans(chunk, starts, self.wanted(chunk) if keeps else chunk.counts)[0]
+        span = self.spans(chunk, starts, self.first_returned(chunk) if keeps else chunk.counts)[0]
         return Pass(chunk, embeds, (span,)), keeps, kv_cache if keeps else None
 
     def read_first(self, passes, keeps, kv_cache):
@@ -199,7 +199,7 @@ class SingleSegments(Segments):
 
     # ------------------------------------------------------------------------------------------------- a whole segment
 
-    def wanted(self, chunk):
+    def first_returned(self, chunk):
         """The first token of each row whose logits are needed."""
         return chunk.returned if chunk.targets is None else chunk.read
 
@@ -265,19 +265,20 @@ class SingleSegments(Segments):
             `visible`; mask (B, P), or None if there is no padding before a token; the cache to continue, or None.
         """
         sensory_ids, sensory_mask = self.sensory(state, chunk)
-        ids, sensory, wanted = chunk.ids, sensory_ids.shape[1], self.wanted(chunk)
+        ids, sensory, first_returned = chunk.ids, sensory_ids.shape[1], self.first_returned(chunk)
         kv_cache = self.cached(state, chunk)
-        stop = self.known(sensory, max(chunk.counts))
+        stop = self.readable(sensory, max(chunk.counts))
         roles = self.roles(sensory)[:stop]
         new_cache = DynamicCache(config=self.lm.model.config) if keeps else None
         if self.alike(chunk):
             start = 0
             if first is not None and first.kv_cache is not None:
-                start, kv_cache, wanted = 2 + sensory + self.j, first.kv_cache, [max(a, self.j) for a in wanted]
+                start, kv_cache = 2 + sensory + self.j, first.kv_cache
+                first_returned = [max(a, self.j) for a in first_returned]
             elif kv_cache is not None:
-                start = self.known(sensory, chunk.read[0])
+                start = self.readable(sensory, chunk.read[0])
             embeds = self.embeds(state, sensory_ids, chunk, start, stop)
-            spans = self.spans(chunk, [1 + sensory - start] * len(ids), wanted)
+            spans = self.spans(chunk, [1 + sensory - start] * len(ids), first_returned)
             return embeds, spans, roles, None, new_cache if kv_cache is None else kv_cache
         if kv_cache is not None:
             new = torch.arange(chunk.counts[0] - chunk.read[0], device=ids.device)
@@ -287,7 +288,7 @@ class SingleSegments(Segments):
                 close = self.prompt(self.memory.summary_prompt, embeds)
                 embeds, new_roles = torch.cat([embeds, close], 1), torch.cat([new_roles, new_roles[:, -1:]], 1)
             roles = torch.cat([state.kv_mask, new_roles], 1)
-            span = Span(wanted, chunk.counts, [-read for read in chunk.read])
+            span = Span(first_returned, chunk.counts, [-read for read in chunk.read])
             return embeds, (span,), roles, roles != PADDING, kv_cache
         present = self.present(sensory_mask, chunk, stop)
         embeds = self.embeds(state, sensory_ids, chunk, 0, stop)
@@ -295,7 +296,7 @@ class SingleSegments(Segments):
         here, embeds, roles = align(present, embeds, roles, left=not keeps)
         before = (embeds.shape[1] - here.sum(1)).tolist() if keeps else [0] * len(ids)
         starts = [n + 1 + sensory * (segment > 0) for n, segment in zip(before, chunk.segments)]
-        return embeds, self.spans(chunk, starts, wanted), roles, here if keeps else None, new_cache
+        return embeds, self.spans(chunk, starts, first_returned), roles, here if keeps else None, new_cache
 
 
 def pick_column(hidden, columns):
