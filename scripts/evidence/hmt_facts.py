@@ -12,7 +12,8 @@ HMT learns in two stages, the first one without recall on one fact. All paramete
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
 sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the question, before the
-last one, with the model as it is, or trained on such texts. BM25 sees the words of the question only.
+last one, with the model as it is, or trained on such texts. BM25 sees the words of the question
+only, without stop words.
 """
 
 import itertools
@@ -47,6 +48,7 @@ COLOURS = [
     "emerald", "gold", "gray", "green", "indigo", "ivory", "jade", "lavender", "lilac", "magenta", "maroon",
     "navy", "olive", "orange", "pink", "purple", "red", "silver", "teal", "white", "yellow",
 ]  # fmt: skip
+STOP_WORDS = {"what", "is", "the", "of", "it", "s"}
 HMT = {  # arguments of HMTConfig in the second stage
     "HMT, single": {"recall_mode": "single"},
     "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
@@ -70,7 +72,6 @@ class Facts:
     def __init__(self, tokenizer, source, length, border):
         self.tokenizer, self.length, self.border = tokenizer, length, border
         self.filler = load_tokens(tokenizer, str(source)).tokens.tolist()
-        self.words = {}  # of a token
 
     def tokens(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -118,14 +119,13 @@ class Facts:
         return *(torch.tensor(x, device=args.device) for x in (ids, labels, numbers)), best or None
 
     def bag(self, ids):
-        """The words of some tokens, in lower case, with their counts."""
-        return Counter("".join(x if x.isalnum() else " " for x in self.tokenizer.decode(ids).lower()).split())
+        """The words of some tokens, in lower case and without stop words, with their counts."""
+        words = "".join(x if x.isalnum() else " " for x in self.tokenizer.decode(ids).lower()).split()
+        return Counter(word for word in words if word not in STOP_WORDS)
 
 
 def bm25(question, documents, k1=1.2, b=0.75):
-    """Scores of documents, all of them bags of words (Robertson and Zaragoza 2009, eq. 3.15).
-
-    A word of all documents counts nothing: in a small collection the formula gives it a weight.
+    """Scores of documents, all of them bags of words (Robertson and Zaragoza 2009), with the idf of Lucene.
 
     >>> a, b = Counter({"ada": 1, "teal": 1}), Counter({"bob": 1, "red": 1})
     >>> [score > 0 for score in bm25(Counter(["ada"]), [a, b])]
@@ -135,8 +135,6 @@ def bm25(question, documents, k1=1.2, b=0.75):
     scores = [0.0] * len(documents)
     for word in question:
         containing = sum(word in x for x in documents)
-        if containing == len(documents):
-            continue
         weight = math.log(1 + (len(documents) - containing + 0.5) / (containing + 0.5))
         for i, document in enumerate(documents):
             length = 1 - b + b * document.total() / mean
