@@ -5,15 +5,14 @@
     python -m scripts.evidence.hmt_facts --segment-length 64 --sensory-tokens 8 --first-steps 20 --steps 40 --rows 2
 
 Each of the first W segments of a text is a piece of a novel with one sentence in it: "The colour of Ada's house is
-teal." In the last segment, the piece of a novel is interrupted for the question, which ends with token j of the
-segment (a recall is made of the first j tokens), and the colour follows. An answer is right if each of its tokens is
-the arg-max. Every model is trained on the answers alone, on texts of up to 8 facts, and asked on texts of up to 64.
-HMT learns in two stages, the first one without recall on one fact. All parameters are trained.
+teal." In the last segment, the piece of a novel is interrupted for such a sentence about one of the same people. Token
+j of the segment comes before the colour (a recall is made of the first j tokens). An answer is right if each token of
+the colour is the arg-max. Every model is trained on the answers alone, on texts of up to 8 facts, and asked on texts
+of up to 64. HMT learns in two stages, the first one without recall on one fact. All parameters are trained.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
-sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the question, before the
-last one, with the model as it is, or trained on such texts. BM25 sees the words of the question
-only, without stop words.
+sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
+(without stop words), before the last one, with the model as it is, or trained on such texts.
 """
 
 import itertools
@@ -34,7 +33,7 @@ from scripts.prove_hmt import CONTROLS, changed_recall
 
 
 TEXT = common.ROOT / "demo_output" / "corpus"
-FACT, QUESTION = "The colour of {name}'s house is {colour}.", "What is the colour of {name}'s house? It is"
+FACT, QUESTION = "The colour of {name}'s house is {colour}.", "The colour of {name}'s house is"
 NAMES = [
     "Ada", "Alan", "Alice", "Amos", "Anna", "Boris", "Bruno", "Carla", "Cecil", "Clara", "Cyrus", "Dora",
     "Doris", "Edgar", "Edith", "Elsa", "Erik", "Esther", "Felix", "Flora", "Frida", "Gita", "Greta", "Gus",
@@ -48,7 +47,7 @@ COLOURS = [
     "emerald", "gold", "gray", "green", "indigo", "ivory", "jade", "lavender", "lilac", "magenta", "maroon",
     "navy", "olive", "orange", "pink", "purple", "red", "silver", "teal", "white", "yellow",
 ]  # fmt: skip
-STOP_WORDS = {"what", "is", "the", "of", "it", "s"}
+STOP_WORDS = {"the", "of", "is", "s"}
 HMT = {  # arguments of HMTConfig in the second stage
     "HMT, single": {"recall_mode": "single"},
     "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
