@@ -1,53 +1,86 @@
-"""Does HMT remember? A recall task over segments, on one CPU core in minutes.
+"""Does HMT remember? A recall task over segments, on one CPU core.
 
-    python -m scripts.prove_hmt [--out FOLDER] [--seeds 0 1]
+    python -m scripts.prove_hmt --small     # 5 of the runs, 10 minutes of one core
+    python -m scripts.prove_hmt [--seeds 0 1 2]
 
 A tiny Llama learns `RecallTask` (facts, one to a segment, then questions about them) from scratch in two stages, as
 in the paper: without recall on one fact and one question, then with recall on two or four facts and two questions. It
-is then evaluated on texts of 2, 4, 8 or 16 facts. Compared are HMT in both recall modes, RMT (one and four memory
-tokens, no recall) and a sliding attention window of as many positions as HMT sees at a time. On the *leak* task the
-answer comes before the question: accuracy above 1 / W there means that the model has read ahead.
+is then asked on texts of 2 to 64 facts, with keys of which it saw few together. Beside HMT in its modes stand a
+sliding attention window of as many positions as HMT sees at a time, full attention over the whole text, and RMT (one
+and four memory tokens, no recall), which trains on two facts until it answers 95 % of their questions, or for a budget
+of steps.
 
-The trained causal model is also evaluated with room for four memories only, and with pages for the others.
+Three things make the task harder: less filler that repeats the key of a segment (`topic`), segments of noise between
+facts and questions, and more facts. On the *leak* task the answer comes before the question: accuracy above one of W
+there means that the model has read ahead.
 
-Results are hmt_recall.json and hmt_recall.png. Every finished run is kept in a journal in --work and not repeated, so
-that the same command continues after an interruption.
+Each trained HMT is asked again under control: with the recall forced to the segment of the fact ("oracle recall": what
+is missed then was read badly, and not searched badly), with the memories of another text ("shuffled memories": what is
+right then does not come from memories), and one mode also with room for four memories, without and with pages.
+
+The result is scripts/results/hmt_recall.json, and a picture. Each run adds a row, and runs that have a row are not
+repeated: the same command goes on after an interruption, and other seeds add to the same file.
 """
 
-import argparse
+import itertools
 import json
-import platform
+import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.utils import logging
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.hmt.pictures import draw_recall_distance
-from hf_longctx.metrics import Journal
 from hf_longctx.training.recall_task import RecallTask
+from scripts.bench import common
+from scripts.evidence.parts import PICTURES, mean_and_range
 
 
-ROOT = Path(__file__).resolve().parents[1]
-TASKS = {"recall": RecallTask(answer_at=13), "leak": RecallTask(answer_at=2)}
-METHODS = {  # arguments of HMTConfig in stage 2; None is the window
-    "window": None,
-    "RMT": {"recall": False},
-    "RMT, 4 tokens": {"recall": False, "memory_tokens": 4},
-    "HMT, paper": {"recall_mode": "paper"},
+METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
+    "HMT, single": {"recall_mode": "single"},
+    "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
     "HMT, causal": {"recall_mode": "causal"},
+    "window": None,
+    "RMT": {"recall": False, "recall_mode": "causal"},
+    "RMT, 4 tokens": {"recall": False, "recall_mode": "causal", "memory_tokens": 4},
+    "full attention": None,
+    "HMT, paper": {"recall_mode": "paper"},
 }
-RUNS = [("recall", method) for method in METHODS] + [("leak", "HMT, paper"), ("leak", "HMT, causal")]
-SMALL_MEMORY = {  # changes to the trained causal model, whose memory then holds less than the text
-    "N = 4": {"memory_size": 4},
-    "N = 4 and pages": {"memory_size": 4, "recalled_pages": 4, "page_size": 1},
+LEFT_OUT = ("RMT, 4 tokens", "full attention", "HMT, paper")  # of --small
+SMALL_MEMORY = {  # changes to the trained single mode
+    "4 memories": {"memory_size": 4},
+    "4 memories and pages": {"memory_size": 4, "recalled_pages": 4, "page_size": 1},
 }
-DISTANCES = (2, 4, 8, 16)
+FACTS = (2, 4, 8, 16, 32, 64)
 READS = 2  # questions per text from stage 2 on
+RMT_GOAL = 0.95  # accuracy on two facts
+ANSWER_AT = {"recall": 13, "leak": 2}
+CONDITIONS = {  # (task, topic, noise segments) to a title, the most telling one first
+    ("recall", 0.6, 0): "The answer after the question",
+    ("leak", 0.6, 0): "The answer before the question",
+    ("recall", 0.6, 3): "Three segments of noise before the questions",
+    ("recall", 0.2, 0): "Keys are a fifth of the filler",
+    ("recall", 0.2, 3): "Keys are a fifth of the filler, and three segments of noise",
+}
+
+
+class Run(NamedTuple):
+    task: str
+    topic: float
+    noise_segments: int
+    seed: int
+    method: str
+
+    def recall_task(self, recipe):
+        sizes = {"keys": recipe.keys, "topic": self.topic, "noise_segments": self.noise_segments}
+        return RecallTask(answer_at=ANSWER_AT[self.task], **sizes)
 
 
 @dataclass(frozen=True)
@@ -57,13 +90,46 @@ class Recipe:
     hidden_size: int = 64
     layers: int = 2
     heads: int = 4
+    keys: int = 64
     sensory_tokens: int = 2
     stage_1_steps: int = 200
-    stage_2_steps: int = 350
+    stage_2_steps: int = 700
     stage_2_writes: tuple[int, ...] = (2, 4)  # in turns
+    rmt_rounds: int = 4  # of stage_2_steps each, at most
     batch: int = 32
     learning_rate: float = 2e-3
-    evaluated: int = 256
+    texts: int = 128
+
+
+def list_runs(seeds, small):
+    """All runs, the most telling ones first."""
+    if small:
+        return [Run("recall", 0.6, 0, seeds[0], method) for method in METHODS if method not in LEFT_OUT]
+    return [Run(*x, seed, method) for x, seed, method in itertools.product(CONDITIONS, seeds, METHODS)]
+
+
+# Training.
+
+
+def new_model(run, task, recipe):
+    """The untrained model of stage 1."""
+    sizes = dict(
+        vocab_size=task.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=3 * recipe.hidden_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        initializer_range=0.1,
+    )
+    hmt = dict(segment_length=task.segment_length, sensory_tokens=recipe.sensory_tokens, summary_batch=1024)
+    if run.method == "window":
+        window = HMTConfig(**hmt, recall_mode="single").positions_per_segment
+        return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
+    backbone = LlamaForCausalLM(LlamaConfig(**sizes))
+    if run.method == "full attention":
+        return backbone
+    return HMTWrapper.from_backbone(backbone, HMTConfig(**hmt, **METHODS[run.method] | {"recall": False}))
 
 
 def train(model, task, writes, reads, steps, recipe, generator):
@@ -86,139 +152,230 @@ def train(model, task, writes, reads, steps, recipe, generator):
     return model.eval()
 
 
-@torch.no_grad()
-def accuracies(model, task, recipe, seed):
-    """Number of facts to the share of answers that are the arg-max over the whole vocabulary."""
-    shares = {}
-    for writes in DISTANCES:
-        generator = torch.Generator().manual_seed(1000 + seed)
-        ids, labels, _ = task.sample(writes, READS, recipe.evaluated, generator)
-        answers = labels[:, 1:] != -100
-        predicted = model(input_ids=ids).logits[:, :-1].argmax(-1)
-        shares[str(writes)] = (predicted == labels[:, 1:])[answers].float().mean().item()
-    return shares
-
-
-@torch.no_grad()
-def distances(model, task, writes, recipe, seed):
-    """Segments from the question of each text back to the segment with the largest recall weight, and to its fact."""
-    generator = torch.Generator().manual_seed(2000 + seed)
-    ids, _, facts = task.sample(writes, 1, recipe.evaluated, generator)
-    recalled = model(input_ids=ids, output_recall=True).recall_distance[-1]
-    return recalled.tolist(), (writes - facts[:, 0]).tolist()
-
-
-def build(method, task, recipe):
-    """The untrained model of stage 1."""
-    settings = METHODS[method]
-    sizes = dict(
-        vocab_size=task.vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=3 * recipe.hidden_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        initializer_range=0.1,
-    )
-    hmt = dict(segment_length=task.segment_length, sensory_tokens=recipe.sensory_tokens, summary_batch=1024)
-    if settings is None:
-        window = HMTConfig(**hmt).positions_per_segment
-        return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
-    config = HMTConfig(**hmt, **{**settings, "recall": False})
-    return HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**sizes)), config)
-
-
-def run(task_name, method, seed, recipe):
-    """Train in two stages and measure; one entry of the results."""
-    task, settings = TASKS[task_name], METHODS[method]
-    start = time.process_time()
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    model = train(build(method, task, recipe), task, (1,), 1, recipe.stage_1_steps, recipe, generator)
-    if settings is not None and settings.get("recall", True):
+def trained(run, recipe):
+    """The model after both stages, and the steps of the second one."""
+    torch.manual_seed(run.seed)
+    generator = torch.Generator().manual_seed(run.seed)
+    task = run.recall_task(recipe)
+    first = Run(run.task, run.topic, 0, run.seed, run.method).recall_task(recipe)
+    model = train(new_model(run, task, recipe), first, (1,), 1, recipe.stage_1_steps, recipe, generator)
+    if run.method.startswith("HMT"):
         with tempfile.TemporaryDirectory() as folder:  # stage 2 starts from the checkpoint of stage 1
             model.save_pretrained(folder)
             model = HMTWrapper.from_pretrained(folder, recall=True)
-    model = train(model, task, recipe.stage_2_writes, READS, recipe.stage_2_steps, recipe, generator)
-    seconds = round(time.process_time() - start, 1)
-
-    entry = {"task": task_name, "method": method, "seed": seed, "training_cpu_seconds": seconds}
-    entry["accuracy"] = accuracies(model, task, recipe, seed)
-    if (task_name, method) == ("recall", "HMT, causal"):
-        entry["looked"], entry["expected"] = distances(model, task, DISTANCES[-1], recipe, seed)
-        entry["small_memory"] = {}
-        for name, changes in SMALL_MEMORY.items():
-            model.config.update(changes)
-            entry["small_memory"][name] = accuracies(model, task, recipe, seed)
-    return entry
+    steps = recipe.stage_2_steps
+    if not (run.task == "recall" and run.method.startswith("RMT")):
+        return train(model, task, recipe.stage_2_writes, READS, steps, recipe, generator), steps
+    done, share = 0, 0
+    while share < RMT_GOAL and done < recipe.rmt_rounds * steps:
+        train(model, task, (2,), READS, steps, recipe, generator)
+        done, (share, _) = done + steps, ask(model, task, 2, run, recipe)
+    return model, done
 
 
-def prove(out, work, seeds, recipe):
-    """Do the runs that are missing in the journal, then write and draw all runs."""
+# Asking.
+
+
+@torch.no_grad()
+def ask(model, task, writes, run, recipe, control=None):
+    """Share of answers that are the arg-max over the vocabulary, and of recalls whose largest weight is at the fact.
+
+    Args:
+        control: of `CONTROLS`. The second share is None where there is no recall, or a control.
+    """
+    generator = torch.Generator().manual_seed(1000 + run.seed)
+    texts = task.sample(writes, READS, recipe.texts, generator)
+    first_question = writes + task.noise_segments
+    right, hits = [], []
+    for ids, labels, facts in zip(*(x.split(64) for x in texts)):
+        if control is None:
+            recalls = isinstance(model, HMTWrapper) and model.config.recall
+            out = model(input_ids=ids, **{"output_recall": True} if recalls else {})
+            if recalls:
+                distances = out.recall_distance[-READS:].T  # (rows, READS)
+                hits.append(distances == first_question + torch.arange(READS) - facts)
+        else:
+            with changed_recall(model, control, facts, first_question):
+                out = model(input_ids=ids)
+        answers = labels[:, 1:] != -100
+        right.append((out.logits[:, :-1].argmax(-1) == labels[:, 1:])[answers])
+    return torch.cat(right).float().mean().item(), torch.cat(hits).float().mean().item() if hits else None
+
+
+def oracle_recall(recall, query, bank, valid, facts, first_question):
+    """Every question recalls the memory of its fact."""
+    question = bank.shape[1] - first_question
+    if question < 0:
+        return recall(query, bank, valid)
+    weights = F.one_hot(facts[:, question], bank.shape[1]).to(bank)
+    return weights[:, None] @ bank, weights
+
+
+def shuffled_memories(recall, query, bank, valid, facts, first_question):
+    """Every text recalls from the memories of another one."""
+    return recall(query, bank.roll(1, 0), valid)
+
+
+CONTROLS = {"oracle recall": oracle_recall, "shuffled memories": shuffled_memories}
+
+
+@contextmanager
+def changed_recall(model, control, facts, first_question):
+    """Put a control in the place of `HMTMemory.recall`, for one call from the start of a text."""
+    recall = model.memory.recall
+    model.memory.recall = lambda query, bank, valid: control(recall, query, bank, valid, facts, first_question)
+    try:
+        yield
+    finally:
+        del model.memory.recall  # the class's own is left
+
+
+def measure(run, recipe):
+    """Train and ask one model; a row of the result."""
+    begin = time.process_time()
+    model, steps = trained(run, recipe)
+    row = run._asdict() | {"steps": steps, "training_cpu_seconds": round(time.process_time() - begin, 1)}
+    task = run.recall_task(recipe)
+
+    def ask_all(control=None):
+        return {str(writes): ask(model, task, writes, run, recipe, control) for writes in FACTS}
+
+    shares = ask_all()
+    row["accuracy"] = {writes: share for writes, (share, _) in shares.items()}
+    if run.method.startswith("HMT"):
+        row["hits"] = {writes: share for writes, (_, share) in shares.items()}
+        controls = {name: ask_all(control) for name, control in CONTROLS.items()} if run.task == "recall" else {}
+        if (run.task, run.topic, run.noise_segments, run.method) == ("recall", 0.6, 0, "HMT, single"):
+            for name, changes in SMALL_MEMORY.items():
+                model.config.update(changes)
+                controls[name] = ask_all()
+        row["controls"] = {
+            name: {writes: share for writes, (share, _) in shares.items()} for name, shares in controls.items()
+        }
+    return row | {"cpu_seconds": round(time.process_time() - begin, 1)}
+
+
+# The result.
+
+
+def prove(result, output, runs, recipe):
+    """Add a row for each run that `output` lacks, and save after each.
+
+    Raises:
+        ValueError: `output` holds runs of another recipe.
+    """
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # no warning about the parameters that stage 2 adds
     logging.disable_progress_bar()
-    with Journal(work / "hmt_recall.jsonl", {"recipe": asdict(recipe)}) as journal:
-        keys = [(task_name, method, seed) for seed in seeds for task_name, method in RUNS]
-        for key in keys:
-            if key not in journal.done:
-                journal.append(key, run(*key, recipe))
-                print(format_entry(journal.done[key]), flush=True)
-        runs = [journal.done[key] for key in keys]
-    out.mkdir(parents=True, exist_ok=True)
-    machine = {"torch": torch.__version__, "machine": platform.machine(), "threads": 1}
-    results = machine | {"recipe": asdict(recipe), "runs": runs}
-    (out / "hmt_recall.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(runs, out / "hmt_recall.png")
-    return runs
+    result["settings"] = json.loads(json.dumps(asdict(recipe)))
+    if output.exists():
+        before = json.loads(output.read_text())
+        if before["settings"] != result["settings"]:
+            raise ValueError(f"{output} holds runs of another recipe: {before['settings']}. Give another --output.")
+        result["rows"] = before["rows"]
+    done = {run_of(row) for row in result["rows"]}
+    for run in runs:
+        if run not in done:
+            result["rows"].append(measure(run, recipe))
+            common.save(output, result)
+            print(result["rows"][-1], file=sys.stderr, flush=True)
+    return result
 
 
-def format_entry(entry):
-    shares = " ".join(f"{writes}:{share:.3f}" for writes, share in entry["accuracy"].items())
-    small = "".join(f"  {name} {list(a.values())}" for name, a in entry.get("small_memory", {}).items())
-    seconds = entry["training_cpu_seconds"]
-    return f"{entry['task']:7}{entry['method']:15}seed {entry['seed']}  {shares}  {seconds} s{small}"
+def run_of(row):
+    return Run(*(row[name] for name in Run._fields))
 
 
-def draw(runs, path):
-    """Accuracy over the number of facts for both tasks, means over seeds, and the distances of recall."""
+def series(rows):
+    """(method or control) to the shares of each number of facts, over seeds: {name: {facts: [share]}}."""
+    shares = {}
+    for row in sorted(rows, key=lambda row: list(METHODS).index(row["method"])):
+        several = {
+            row["method"]: row["accuracy"],
+            **{f"{row['method']}: {x}": y for x, y in row.get("controls", {}).items()},
+        }
+        for name, accuracy in several.items():
+            for facts, share in accuracy.items():
+                shares.setdefault(name, {}).setdefault(int(facts), []).append(share)
+    return shares
+
+
+def table(result):
+    s = result["settings"]
+    parts = [
+        f"{s['layers']} layers of width {s['hidden_size']}, {s['stage_1_steps']} and {s['stage_2_steps']} steps of "
+        f"{s['batch']} texts (RMT up to {s['rmt_rounds']} times as many of the second stage), asked {READS} questions in each "
+        f"of {s['texts']} texts. Share of right answers, mean (and range) over seeds, by the number of facts in the text; "
+        "one of 16 values is right by chance."
+    ]
+    for condition, title in CONDITIONS.items():
+        rows = [row for row in result["rows"] if run_of(row)[:3] == condition]
+        if rows:
+            parts += [f"**{title}**", table_of(rows)]
+    return "\n\n".join(parts)
+
+
+def table_of(rows):
+    lines = []
+    for name, shares in series(rows).items():
+        several = [row for row in rows if row["method"] == name]
+        line = {"name": name, "seeds": len(next(iter(shares.values())))}
+        line |= {f"of{facts}": mean_and_range(values) for facts, values in shares.items()}
+        if several:
+            line["steps"] = ", ".join(str(row["steps"]) for row in several)
+            line["seconds"] = round(sum(row["training_cpu_seconds"] for row in several) / len(several))
+            if "hits" in several[0]:
+                line["hits"] = mean_and_range([row["hits"]["16"] for row in several])
+        lines.append(line)
+    headings = " | ".join(f"{facts} facts" for facts in FACTS)
+    cells = " | ".join(f"{{of{facts}}}" for facts in FACTS)
+    form = f"""
+    | model | seeds | {headings} | recalls that hit, of 16 facts | steps of stage 2 | CPU s to train |
+    | {{name}} | {{seeds}} | {cells} | {{hits}} | {{steps}} | {{seconds}} |
+    """
+    return common.markdown(lines, form)
+
+
+def draw(result, path):
+    """Accuracy over the number of facts, a panel for each condition: means over seeds, ranges as bars."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    axes = dict(zip((*TASKS, "distance"), figure.subplots(1, 3)))
-    for task_name in TASKS:
-        ax = axes[task_name]
-        ax.set_title({"recall": "Answer after the question", "leak": "Answer before the question"}[task_name])
-        ax.plot(DISTANCES, [1 / w for w in DISTANCES], ":", color="grey", label="one of W")
-        for i, method in enumerate(METHODS):
-            entries = [r for r in runs if (r["task"], r["method"]) == (task_name, method)]
-            draw_accuracies(ax, [r["accuracy"] for r in entries], "o-", f"C{i}", method)
-            for name, style in zip(SMALL_MEMORY, (":", "--")):
-                small = [r["small_memory"][name] for r in entries if "small_memory" in r]
-                draw_accuracies(ax, small, style, f"C{i}", f"{method}, {name}")
-        ax.set(xscale="log", xlabel="W, facts in the text", ylabel="accuracy", ylim=(0, 1.03))
-        ax.set_xticks(DISTANCES, [str(w) for w in DISTANCES])
-        ax.minorticks_off()
-        ax.legend(fontsize="small")
-    looked, expected = ([d for r in runs for d in r.get(name, ())] for name in ("looked", "expected"))
-    title = f"HMT, causal: recall among {DISTANCES[-1]} facts"
-    draw_recall_distance(axes["distance"], looked, expected=expected, title=title)
-    figure.savefig(path, dpi=110)
+    panels = [(title, [row for row in result["rows"] if run_of(row)[:3] == x]) for x, title in CONDITIONS.items()]
+    panels = [(title, series(rows)) for title, rows in panels if rows]
+    figure = Figure(figsize=(14, 4.5 * -(-len(panels) // 2)), layout="constrained")
+    for axes, (title, shares) in zip(figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat, panels):
+        axes.set_title(title)
+        axes.plot(FACTS, [1 / facts for facts in FACTS], ":", color="grey", label="one of W")
+        for name, by_facts in shares.items():
+            method, _, control = name.partition(": ")
+            means = [sum(values) / len(values) for values in by_facts.values()]
+            ranges = [
+                [m - min(v) for m, v in zip(means, by_facts.values())],
+                [max(v) - m for m, v in zip(means, by_facts.values())],
+            ]
+            style = {"": "o-", "oracle recall": "^:", "shuffled memories": "x:"}.get(control, "s--")
+            colour = f"C{list(METHODS).index(method)}"
+            axes.errorbar(list(by_facts), means, ranges, fmt=style, color=colour, capsize=3, markersize=4, label=name)
+        axes.set(xscale="log", xlabel="W, facts in the text", ylabel="accuracy", ylim=(0, 1.03))
+        axes.set_xticks(FACTS, [str(facts) for facts in FACTS])
+        axes.minorticks_off()
+        axes.legend(fontsize="x-small", ncols=2)
+    figure.savefig(path, dpi=90)
 
 
-def draw_accuracies(axes, entries, style, colour, label):
-    if entries:
-        means = [sum(shares[str(w)] for shares in entries) / len(entries) for w in DISTANCES]
-        axes.plot(DISTANCES, means, style, color=colour, label=label)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "model_cards" / "evidence", metavar="FOLDER")
-    parser.add_argument("--work", type=Path, default=ROOT / "demo_output", metavar="FOLDER")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    args = parser.parse_args()
-    prove(args.out, args.work, args.seeds, Recipe())
+def main(arguments=None):
+    parser = common.make_parser("scripts.prove_hmt", __doc__, "hmt_recall", seeds=[0, 1, 2])
+    parser.add_argument("--small", action="store_true", help="the first seed of a few models, on the first task only")
+    picture = PICTURES / "hmt_recall.png"
+    parser.add_argument("--picture", type=Path, default=picture, metavar="FILE", help="default: %(default)s")
+    args = parser.parse_args(arguments)
+    if args.table is not None:
+        result = json.loads(args.table.read_text())
+    else:
+        result = common.describe_run(parser, args, arguments)
+        prove(result, args.output, list_runs(args.seeds, args.small), Recipe())
+    draw(result, args.picture)
+    print(f"{common.caption(result)}\n\n{table(result)}")
 
 
 if __name__ == "__main__":

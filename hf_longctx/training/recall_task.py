@@ -1,6 +1,7 @@
 """A small task that needs memory: facts, one per segment, and later questions about the facts.
 
     write   [W key value  filler ...]
+    noise   [filler ...]
     read    [R key  filler ...  A value  filler ...]
 
 Most filler tokens of a segment repeat its key, as a text on a topic repeats its words, so the summary of a few tokens
@@ -30,6 +31,7 @@ class RecallTask:
         keys, values: the numbers of different keys and values. `keys` bounds the facts of a text.
         noise: the number of different tokens without a meaning.
         topic: share of the filler that repeats the segment's key; the rest is noise.
+        noise_segments: segments of noise alone between the facts and the questions.
         answer_at: position of the answer in a question, 2 or from 3 to segment_length - 1. At 2 the key follows it.
 
     Raises:
@@ -41,11 +43,14 @@ class RecallTask:
     values: int = 16
     noise: int = 28
     topic: float = 0.6
+    noise_segments: int = 0
     answer_at: int = 13
 
     def __post_init__(self):
-        if min(self.keys, self.values, self.noise) < 1 or not 0 <= self.topic <= 1:
-            raise ValueError(f"{self}: keys, values and noise must be at least 1, topic between 0 and 1.")
+        if min(self.keys, self.values, self.noise) < 1 or self.noise_segments < 0 or not 0 <= self.topic <= 1:
+            raise ValueError(
+                f"{self}: keys, values and noise must be at least 1, noise_segments at least 0, topic between 0 and 1."
+            )
         if not 2 <= self.answer_at < self.segment_length or self.segment_length < 4:
             raise ValueError(
                 f"answer_at is {self.answer_at} in a segment of {self.segment_length}; it must be from 2 to the last "
@@ -57,7 +62,7 @@ class RecallTask:
         return FIRST_KEY + self.keys + self.values + self.noise
 
     def sample(self, writes, reads, rows, generator):
-        """Random texts of `writes` facts and then `reads` questions.
+        """Random texts of `writes` facts, noise segments, and then `reads` questions.
 
         Args:
             writes: facts per text, 1 to `keys`.
@@ -66,8 +71,8 @@ class RecallTask:
             generator: `torch.Generator`.
 
         Returns:
-            ids (rows, (writes + reads) * segment_length), long; labels of the same shape, -100 except for the
-            answers; question_facts (rows, reads), long, the fact that each question is about.
+            ids (rows, (writes + noise_segments + reads) * segment_length), long; labels of the same shape, -100 except
+            for the answers; question_facts (rows, reads), long, the fact that each question is about.
 
         Raises:
             ValueError: `writes` is not between 1 and `keys`.
@@ -84,7 +89,8 @@ class RecallTask:
         key, value = (torch.cat([x, x.gather(1, question_facts)], 1) for x in (key, value))  # (rows, segments)
 
         segments, length = writes + reads, self.segment_length
-        noise = draw(FIRST_KEY + self.keys + self.values, self.noise, rows, segments, length)
+        first_noise = FIRST_KEY + self.keys + self.values
+        noise = draw(first_noise, self.noise, rows, segments, length)
         on_topic = torch.rand(rows, segments, length, generator=generator) < self.topic
         ids = torch.where(on_topic, key[..., None], noise)
         fact, question = ids[:, :writes], ids[:, writes:]
@@ -92,8 +98,10 @@ class RecallTask:
         question[..., 0] = READ
         question[..., 3 if self.answer_at == 2 else 1] = key[:, writes:]
         question[..., self.answer_at - 1], question[..., self.answer_at] = ANSWER, value[:, writes:]
+        between = draw(first_noise, self.noise, rows, self.noise_segments, length)
+        ids = torch.cat([fact, between, question], 1)
         labels = torch.full_like(ids, -100)
-        labels[:, writes:, self.answer_at] = value[:, writes:]
+        labels[:, -reads:, self.answer_at] = value[:, writes:]
         return ids.flatten(1), labels.flatten(1), question_facts
 
 

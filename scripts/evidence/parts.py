@@ -9,7 +9,7 @@ from scripts.bench import common
 
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
-OF_KEYS = ("seeds", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
+OF_KEYS = ("seeds", "methods", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
 
 
 def make_parser(module, description, name, **defaults):

@@ -1,9 +1,4 @@
-"""The recall task is what its docstring says, and the proof built on it runs, resumes and draws."""
-
-import importlib.util
-import json
-from dataclasses import replace
-from pathlib import Path
+"""The recall task is what its docstring says."""
 
 import pytest
 import torch
@@ -13,7 +8,7 @@ from hf_longctx.training.recall_task import ANSWER, FIRST_KEY, READ, WRITE, Reca
 
 def sample(task, writes=5, reads=3, rows=50, seed=0):
     ids, labels, question_facts = task.sample(writes, reads, rows, torch.Generator().manual_seed(seed))
-    shape = (rows, writes + reads, task.segment_length)
+    shape = (rows, writes + task.noise_segments + reads, task.segment_length)
     return ids.view(shape), labels.view(shape), question_facts
 
 
@@ -44,6 +39,13 @@ def test_the_filler_repeats_the_key_of_its_segment_only():
     assert (noise >= FIRST_KEY + 32).all() and len(noise.unique()) == 28
 
 
+def test_segments_of_noise_stand_between_facts_and_questions():
+    ids, labels, _ = sample(RecallTask(noise_segments=2))
+    assert (ids[:, 5:7] >= FIRST_KEY + 32).all() and (labels[:, :7] == -100).all()
+    assert (ids[:, :5, 0] == WRITE).all() and (ids[:, 7:, 0] == READ).all()
+    assert ((labels != -100).sum(-1)[:, 7:] == 1).all()
+
+
 def test_before_the_answer_nothing_tells_the_question_on_the_leak_task():
     ids, _, _ = sample(RecallTask(answer_at=2))
     assert (ids[:, 5:, :2] == torch.tensor([READ, ANSWER])).all()
@@ -62,6 +64,7 @@ def test_texts_depend_on_the_generator_alone():
         (lambda: RecallTask(answer_at=1), "answer_at is 1 in a segment of 16"),
         (lambda: RecallTask(answer_at=16), "must be from 2 to the last position"),
         (lambda: RecallTask(topic=1.5), "topic between 0 and 1"),
+        (lambda: RecallTask(noise_segments=-1), "noise_segments at least 0"),
         (lambda: sample(RecallTask(), writes=17), "holds 1 to 16 facts"),
         (lambda: sample(RecallTask(), writes=0), "writes is 0"),
     ],
@@ -69,34 +72,3 @@ def test_texts_depend_on_the_generator_alone():
 def test_bad_sizes(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.fixture(scope="module")
-def proof():
-    path = Path(__file__).resolve().parents[2] / "scripts" / "prove_hmt.py"
-    spec = importlib.util.spec_from_file_location("prove_hmt", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_proof_at_toy_size(proof, tmp_path, monkeypatch):
-    """Every method of both tasks runs; what is in the journal is not run again; the picture is drawn."""
-    pytest.importorskip("matplotlib")
-    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "batch": 4, "evaluated": 4}
-    recipe = replace(proof.Recipe(), **sizes, stage_1_steps=2, stage_2_steps=2)
-    proof.prove(tmp_path, tmp_path / "work", [0], recipe)
-    first = (tmp_path / "hmt_recall.json").read_text()
-    runs = json.loads(first)["runs"]
-    assert [(r["task"], r["method"]) for r in runs] == proof.RUNS
-    assert all(set(r["accuracy"]) == {"2", "4", "8", "16"} for r in runs)
-    causal = runs[proof.RUNS.index(("recall", "HMT, causal"))]
-    assert set(causal["small_memory"]) == set(proof.SMALL_MEMORY)
-    assert len(causal["looked"]) == len(causal["expected"]) == 4
-    (tmp_path / "hmt_recall.png").unlink()
-    monkeypatch.setattr(proof, "train", None)  # not called again
-    proof.prove(tmp_path, tmp_path / "work", [0], recipe)
-    assert (tmp_path / "hmt_recall.json").read_text() == first
-    assert (tmp_path / "hmt_recall.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="evaluated"):
-        proof.prove(tmp_path, tmp_path / "work", [0], replace(recipe, evaluated=8))

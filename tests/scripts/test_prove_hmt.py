@@ -1,0 +1,95 @@
+"""scripts/prove_hmt at a tiny size: its controls do what they say, and the same command goes on."""
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def proof(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2])
+    return importlib.import_module("scripts.prove_hmt")
+
+
+@pytest.fixture
+def recipe(proof):
+    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "batch": 2, "texts": 4, "rmt_rounds": 2}
+    return replace(proof.Recipe(), **sizes, stage_1_steps=1, stage_2_steps=1)
+
+
+@pytest.fixture
+def model(proof, recipe):
+    run = proof.Run("recall", 0.6, 2, 0, "HMT, single")
+    torch.manual_seed(0)
+    return proof.HMTWrapper.from_backbone(
+        proof.new_model(run, run.recall_task(recipe), recipe).backbone,
+        proof.HMTConfig(segment_length=16, sensory_tokens=2, recall_mode="single"),
+    ).eval()
+
+
+def sample(proof, recipe):
+    task = proof.Run("recall", 0.6, 2, 0, "HMT, single").recall_task(recipe)
+    ids, _, facts = task.sample(3, 2, 4, torch.Generator().manual_seed(0))
+    return ids, facts
+
+
+@torch.no_grad()
+def test_an_oracle_recalls_the_memory_of_the_fact(proof, recipe, model):
+    ids, facts = sample(proof, recipe)
+    recall = model.memory.recall
+    with proof.changed_recall(model, proof.oracle_recall, facts, 5):
+        out = model(input_ids=ids, output_recall=True)
+    weights = out.recall_scores[-2:]
+    assert all(torch.equal(x.argmax(1), facts[:, i]) and (x.amax(1) == 1).all() for i, x in enumerate(weights))
+    assert (out.recall_scores[3].amax(1) < 1).all(), "segments before the questions recall as they do"
+    assert model.memory.recall == recall
+
+
+@torch.no_grad()
+def test_shuffled_memories_are_those_of_another_text(proof, recipe, model):
+    ids, facts = sample(proof, recipe)
+    once = model(input_ids=ids[:1].expand(4, -1))
+    with proof.changed_recall(model, proof.shuffled_memories, facts, 5):
+        same = model(input_ids=ids[:1].expand(4, -1))
+        other = model(input_ids=ids)
+    assert torch.equal(once.logits, same.logits), "texts that are alike have the same memories"
+    assert not torch.allclose(other.logits[:, -10:], model(input_ids=ids).logits[:, -10:])
+
+
+def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
+    """Every method runs; runs that have a row are not repeated; tables and a picture are made of the rows."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(proof, "Recipe", lambda: recipe)
+    monkeypatch.setattr(proof, "FACTS", (2, 16))
+    arguments = f"--seeds 3 --output {tmp_path}/x.json --picture {tmp_path}/x.png".split()
+    monkeypatch.setattr(proof, "CONDITIONS", dict([*proof.CONDITIONS.items()][:1]))
+    proof.main([*arguments, "--small"])
+    result = json.loads((tmp_path / "x.json").read_text())
+    small = [row["method"] for row in result["rows"]]
+    assert small == ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "window", "RMT"]
+    proof.main(arguments)
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert rows[:5] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 8
+    assert all(set(row["accuracy"]) == {"2", "16"} for row in rows)
+    assert set(rows[0]["controls"]) == {*proof.CONTROLS, *proof.SMALL_MEMORY}
+    assert (rows[3]["steps"], rows[4]["steps"]) == (1, 2), "RMT trains until it solves two facts, or for its budget"
+    output = capsys.readouterr().out
+    assert "| HMT, single: oracle recall |" in output and output.count("**The answer after the question**") == 2
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    monkeypatch.setattr(proof, "measure", None)
+    proof.main(arguments)
+    assert json.loads((tmp_path / "x.json").read_text())["rows"] == rows
+    monkeypatch.setattr(proof, "Recipe", lambda: replace(recipe, texts=8))
+    with pytest.raises(ValueError, match="another recipe"):
+        proof.main(arguments)
+
+
+def test_the_leak_task_runs_without_controls(proof, recipe, monkeypatch):
+    monkeypatch.setattr(proof, "FACTS", (2,))
+    row = proof.measure(proof.Run("leak", 0.6, 0, 0, "HMT, paper"), recipe)
+    assert row["controls"] == {} and set(row["hits"]) == {"2"}
+    assert proof.measure(proof.Run("leak", 0.6, 0, 0, "RMT"), recipe)["steps"] == 1
