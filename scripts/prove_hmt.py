@@ -69,6 +69,13 @@ CONDITIONS = {  # (task, topic, noise segments) to a title, the most telling one
     ("recall", 0.2, 0): "Keys are a fifth of the filler",
     ("recall", 0.2, 3): "Keys are a fifth of the filler, and three segments of noise",
 }
+STYLES = {
+    "": "o-",
+    "oracle recall": "^:",
+    "shuffled memories": "x:",
+    "4 memories": "s--",
+    "4 memories and pages": "D-.",
+}
 
 
 class Run(NamedTuple):
@@ -351,9 +358,10 @@ def draw(result, path):
             means = [sum(values) / len(values) for values in by_facts.values()]
             ranges = [[m - min(v) for m, v in zip(means, by_facts.values())]]
             ranges.append([max(v) - m for m, v in zip(means, by_facts.values())])
-            style = {"": "o-", "oracle recall": "^:", "shuffled memories": "x:"}.get(control, "s--")
             colour = f"C{list(METHODS).index(method)}"
-            axes.errorbar(list(by_facts), means, ranges, fmt=style, color=colour, capsize=3, markersize=4, label=name)
+            axes.errorbar(
+                list(by_facts), means, ranges, fmt=STYLES[control], color=colour, capsize=3, markersize=4, label=name
+            )
         axes.set(xscale="log", xlabel="W, facts in the text", ylabel="right answers", ylim=(0, 1.03))
         axes.set_xticks(FACTS, [str(facts) for facts in FACTS])
         axes.minorticks_off()
