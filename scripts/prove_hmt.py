@@ -69,6 +69,13 @@ CONDITIONS = {  # (task, topic, noise segments) to a title, the most telling one
     ("recall", 0.2, 0): "Keys are a fifth of the filler",
     ("recall", 0.2, 3): "Keys are a fifth of the filler, and three segments of noise",
 }
+STYLES = {
+    "": "o-",
+    "oracle recall": "^:",
+    "shuffled memories": "x:",
+    "4 memories": "s--",
+    "4 memories and pages": "D-.",
+}
 
 
 class Run(NamedTuple):
@@ -227,7 +234,7 @@ def changed_recall(model, control, facts, first_question):
     try:
         yield
     finally:
-        del model.memory.recall  # the class's own is left
+        del model.memory.recall  # that of the class is left
 
 
 def measure(run, recipe):
@@ -342,24 +349,23 @@ def draw(result, path):
 
     panels = [(title, [row for row in result["rows"] if run_of(row)[:3] == x]) for x, title in CONDITIONS.items()]
     panels = [(title, series(rows)) for title, rows in panels if rows]
-    figure = Figure(figsize=(14, 4.5 * -(-len(panels) // 2)), layout="constrained")
-    for axes, (title, shares) in zip(figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat, panels):
+    figure = Figure(figsize=(11, 4 * len(panels)), layout="constrained")
+    for axes, (title, shares) in zip(figure.subplots(len(panels), squeeze=False).flat, panels):
         axes.set_title(title)
         axes.plot(FACTS, [1 / facts for facts in FACTS], ":", color="grey", label="one of W")
         for name, by_facts in shares.items():
             method, _, control = name.partition(": ")
             means = [sum(values) / len(values) for values in by_facts.values()]
-            ranges = [
-                [m - min(v) for m, v in zip(means, by_facts.values())],
-                [max(v) - m for m, v in zip(means, by_facts.values())],
-            ]
-            style = {"": "o-", "oracle recall": "^:", "shuffled memories": "x:"}.get(control, "s--")
+            ranges = [[m - min(v) for m, v in zip(means, by_facts.values())]]
+            ranges.append([max(v) - m for m, v in zip(means, by_facts.values())])
             colour = f"C{list(METHODS).index(method)}"
-            axes.errorbar(list(by_facts), means, ranges, fmt=style, color=colour, capsize=3, markersize=4, label=name)
-        axes.set(xscale="log", xlabel="W, facts in the text", ylabel="accuracy", ylim=(0, 1.03))
+            axes.errorbar(
+                list(by_facts), means, ranges, fmt=STYLES[control], color=colour, capsize=3, markersize=4, label=name
+            )
+        axes.set(xscale="log", xlabel="W, facts in the text", ylabel="right answers", ylim=(0, 1.03))
         axes.set_xticks(FACTS, [str(facts) for facts in FACTS])
         axes.minorticks_off()
-        axes.legend(fontsize="x-small", ncols=2)
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=90)
 
 
