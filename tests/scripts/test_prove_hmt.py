@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def proof(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("scripts.prove_hmt")
+    level, threads = logging.get_verbosity(), torch.get_num_threads()
+    yield importlib.import_module("scripts.prove_hmt")
+    logging.set_verbosity(level)
+    logging.enable_progress_bar()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
