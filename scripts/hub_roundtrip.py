@@ -146,7 +146,6 @@ def main():
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": f"{temporary}/home", "HF_TOKEN": "hf_of_alice"}
         environment |= {
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",  # of gradio's client
             "HF_UPDATE_DOWNLOAD_COUNTS": "0",
             "TRANSFORMERS_VERBOSITY": "error",
             "PYTHONSAFEPATH": "1",
@@ -186,8 +185,10 @@ def main():
         else:
             print("\n== no kernel is pushed: kernels or triton is not installed")
         if importlib.util.find_spec("gradio"):
-            step("ask the Space", python, "-c", SPACE, PYTHONSAFEPATH="")
-            step("the same, offline", python, "-c", SPACE, PYTHONSAFEPATH="", **offline)
+            # of gradio's client; kernels 0.17 makes an illegal header without telemetry
+            gradio = {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONSAFEPATH": ""}
+            step("ask the Space", python, "-c", SPACE, **gradio)
+            step("the same, offline", python, "-c", SPACE, **gradio, **offline)
         else:
             print("\n== the Space is not started: gradio is not installed")
         print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
