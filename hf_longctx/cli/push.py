@@ -32,6 +32,8 @@ def add_destination(parser, branch=True):
             "--revision", metavar="BRANCH", help="branch, which is created if there is none (default: main)"
         )
         parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
+    else:
+        parser.set_defaults(tag=None)
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
 

@@ -20,7 +20,7 @@ def run(args):
 
     push.check_repo(args.repo)
     for branch, bundle in build_kernel(args.repo).items():
-        args.revision, args.tag = branch, None
+        args.revision = branch
         commit = push.send(bundle, args, repo_type="kernel")
     if commit is not None:
         print(f'attn_implementation="{args.repo}@{commit.oid}"')

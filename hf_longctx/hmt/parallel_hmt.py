@@ -30,7 +30,7 @@ class ParallelSegments(SingleSegments):
     def read(self, state, chunks, use_cache):
         """As `PublishedSegments.read`."""
         late, early = [], []
-        size = max(1, self.config.summary_batch // len(state.bank))
+        size = self.at_once(state)
         for (whole, _), several in groupby(chunks, key=lambda chunk: (self.whole(chunk), chunk.segments[0] > 0)):
             several = list(several)
             for i in range(0, len(several), size):
@@ -66,7 +66,7 @@ class ParallelSegments(SingleSegments):
         split = 2 + sensory + self.j
         passes = []
         for chunk, ids in zip(chunks, sensory_ids):
-            span, _ = self.spans(chunk, [1 + sensory] * batch, self.first_returned(chunk))
+            span, _ = self.spans(chunk, [1 + sensory] * batch, chunk.with_logits)
             passes.append(Pass(chunk, self.embeds_without_prompt(state, ids, chunk), (span,)))
         kv_cache = DynamicCache(config=self.lm.model.config) if self.lm.continues else None
         early, hidden, kv_cache = self.run_passes(passes, kv_cache=kv_cache)
@@ -79,9 +79,7 @@ class ParallelSegments(SingleSegments):
             query, memory = hidden[part, split - 1 : split].clone(), hidden[part, -1:].clone()
             prompt, recall = self.prompt_for(state, chunk, query if self.config.recall else None)
             late.append(Reading(chunk.n, [], recall=recall, memory=memory))
-            spans = self.spans(
-                chunk, [1 + sensory - start] * batch, [max(self.j, a) for a in self.first_returned(chunk)]
-            )
+            spans = self.spans(chunk, [1 + sensory - start] * batch, [max(self.j, a) for a in chunk.with_logits])
             if any(a < b for a, b in zip(*spans[1][:2])):
                 embeds = self.embeds(replace(state, prompt=prompt), ids, chunk, start, stop)
                 passes.append((i, Pass(chunk, embeds, spans)))

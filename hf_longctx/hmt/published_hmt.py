@@ -24,12 +24,11 @@ class PublishedSegments(Segments):
             the state after them; their `Reading`s; the `Reading`s of first halves, which were read apart.
         """
         late, early, first_halves = [], [], []
-        group_size = max(1, self.config.summary_batch // len(state.bank))
         for chunk, query in zip(chunks, self.recall_queries(state, chunks)):
             state, reading, first_half = self.read_segment(state, chunk, query, use_cache)
             late.append(reading)
             first_halves += first_half
-            if len(first_halves) == group_size or chunk is chunks[-1]:
+            if len(first_halves) == self.at_once(state) or chunk is chunks[-1]:
                 early += self.read_first_halves(first_halves)
                 first_halves = []
         return state, late, early
@@ -40,11 +39,10 @@ class PublishedSegments(Segments):
         Summary passes see no memory, so those of several segments go through the backbone together.
         """
         j, queries = self.config.summary_length, {}
-        group_size = max(1, self.config.summary_batch // len(state.bank))
         pending = [chunk.n for chunk in chunks if any(self.recalls(chunk))]
         for n in range(len(chunks)):
             if pending[:1] == [n]:
-                group = [i for i in pending[:group_size] if i == n or chunks[i].ids.shape[1] >= j]
+                group = [i for i in pending[: self.at_once(state)] if i == n or chunks[i].ids.shape[1] >= j]
                 del pending[: len(group)]
                 ids = torch.cat([chunks[i].ids[:, :j] for i in group])
                 mask = torch.cat([chunks[i].mask[:, :j] for i in group]) if state.padded else None
@@ -91,9 +89,7 @@ class PublishedSegments(Segments):
         recall = None
         begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
         if any(begins):
-            opening, _ = self.prompt_for(
-                state, chunk, state.query
-            )  # without recall, or with one memory, it has no query
+            opening, _ = self.prompt_for(state, chunk, state.query)  # no query: no recall, or one memory
             prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
             state = replace(state, **prompts)
         if query is not None:
@@ -102,8 +98,7 @@ class PublishedSegments(Segments):
             prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
             state, recall = replace(state, prompt=prompt, query=query).without_kv_cache(), recall.of_rows(rows)
 
-        first = chunk.returned if chunk.targets is None else chunk.read
-        first_half = []
+        first, first_half = chunk.with_logits, []
         if config.recall_mode == "causal":
             # segment 1 has one memory, so both prompts are equal: one pass is enough
             recalled = [n > 1 and self.has_recall(n, count) for n, count in zip(chunk.segments, chunk.counts)]
@@ -171,12 +166,10 @@ class PublishedSegments(Segments):
         return embeds, mask, [embeds.shape[1] - count for count in counts]
 
     def continue_layout(self, state, chunk, close):
-        """As `_layout`, of the tokens behind those in the cache; the mask covers these too."""
-        new_tokens = torch.arange(chunk.counts[0] - chunk.read[0], device=chunk.ids.device)
-        place = torch.tensor(chunk.read, device=chunk.ids.device)[:, None] + new_tokens
-        embeds, mask = self.lm.embed(chunk.ids.gather(1, place)), None
+        """As `layout`, of the tokens behind those in the cache; the mask covers these too."""
+        embeds, mask = self.lm.embed(chunk.ids.gather(1, chunk.new)), None
         if state.kv_mask is not None:
-            mask = torch.cat([state.kv_mask, chunk.mask.gather(1, place)], 1)
+            mask = torch.cat([state.kv_mask, chunk.mask.gather(1, chunk.new)], 1)
         if close:
             prompt = state.prompt.to(embeds)
             embeds = torch.cat([embeds, prompt], 1)

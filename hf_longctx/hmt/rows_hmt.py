@@ -84,6 +84,17 @@ class Chunk(NamedTuple):
     ongoing: list
     before: torch.Tensor
 
+    @property
+    def new(self):
+        """The places in `ids` of the tokens that no earlier call read, (B, n); of rows with equally many."""
+        tokens = torch.arange(self.counts[0] - self.read[0], device=self.ids.device)
+        return torch.tensor(self.read, device=self.ids.device)[:, None] + tokens
+
+    @property
+    def with_logits(self):
+        """The first token of each row whose logits are computed: those that are returned or scored."""
+        return self.returned if self.targets is None else self.read
+
 
 @dataclass
 class Rows:

@@ -64,6 +64,10 @@ class Segments:
     def __init__(self, model):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
 
+    def at_once(self, state):
+        """How many segments go through the backbone together, where they need no memory."""
+        return max(1, self.config.summary_batch // len(state.bank))
+
     def prompt_for(self, state, chunk, query):
         """The prompt of a segment (B, m, d), and its `Recall`.
 

@@ -150,7 +150,7 @@ class SingleSegments(Segments):
 
         First parts see no memory, so those of several segments go through the backbone together.
         """
-        size, parts = max(1, self.config.summary_batch // len(state.bank)), {}
+        size, parts = self.at_once(state), {}
         pending = [chunk for chunk in chunks if any(self.recalls(chunk))]
         for chunk in chunks:
             if chunk is (pending or [None])[0]:
@@ -183,7 +183,7 @@ class SingleSegments(Segments):
         if not self.alike(chunk):
             _, embeds = align(self.present(sensory_mask, chunk, stop), embeds)
         starts = [1 + sensory * (segment > 0) - start for segment in chunk.segments]
-        span = self.spans(chunk, starts, self.first_returned(chunk) if keeps else chunk.counts)[0]
+        span = self.spans(chunk, starts, chunk.with_logits if keeps else chunk.counts)[0]
         return Pass(chunk, embeds, (span,)), keeps, kv_cache if keeps else None
 
     def read_first(self, passes, keeps, kv_cache):
@@ -198,10 +198,6 @@ class SingleSegments(Segments):
             yield one.chunk.n, FirstPart(query, reading if keeps else None, cache)
 
     # ------------------------------------------------------------------------------------------------- a whole segment
-
-    def first_returned(self, chunk):
-        """The first token of each row whose logits are needed."""
-        return chunk.returned if chunk.targets is None else chunk.read
 
     def cached(self, state, chunk):
         """The cache of the open segments, or None where they are read again.
@@ -265,7 +261,7 @@ class SingleSegments(Segments):
             `visible`; mask (B, P), or None if there is no padding before a token; the cache to continue, or None.
         """
         sensory_ids, sensory_mask = self.sensory(state, chunk)
-        ids, sensory, first_returned = chunk.ids, sensory_ids.shape[1], self.first_returned(chunk)
+        ids, sensory, first_returned = chunk.ids, sensory_ids.shape[1], chunk.with_logits
         kv_cache = self.cached(state, chunk)
         stop = self.readable(sensory, max(chunk.counts))
         roles = self.roles(sensory)[:stop]
@@ -281,9 +277,7 @@ class SingleSegments(Segments):
             spans = self.spans(chunk, [1 + sensory - start] * len(ids), first_returned)
             return embeds, spans, roles, None, new_cache if kv_cache is None else kv_cache
         if kv_cache is not None:
-            new = torch.arange(chunk.counts[0] - chunk.read[0], device=ids.device)
-            place = torch.tensor(chunk.read, device=ids.device)[:, None] + new
-            embeds, new_roles = self.lm.embed(ids.gather(1, place)), torch.where(place < self.j, TOKEN, LATE)
+            embeds, new_roles = self.lm.embed(ids.gather(1, chunk.new)), torch.where(chunk.new < self.j, TOKEN, LATE)
             if self.length in chunk.counts:
                 close = self.prompt(self.memory.summary_prompt, embeds)
                 embeds, new_roles = torch.cat([embeds, close], 1), torch.cat([new_roles, new_roles[:, -1:]], 1)

@@ -269,10 +269,8 @@ def results(card):
 
 
 def pictures(card, name):
-    endings = (".png", ".svg")
-    return [path for path in (name.removesuffix(".json") + ending for ending in endings) if path in card.bundle.files][
-        :1
-    ]
+    paths = (name.removesuffix(".json") + ending for ending in (".png", ".svg"))
+    return [path for path in paths if path in card.bundle.files][:1]
 
 
 def cost(card):
@@ -357,7 +355,7 @@ def limits(card):
                 "predicted, so its losses cannot be compared with those of a causal model."
             )
         else:
-            lines.append('Its logits depend on no later token (`recall_mode="causal"`).')
+            lines.append(f'Its logits depend on no later token (`recall_mode="{config["recall_mode"]}"`).')
     claimed, trained = card.model.get("max_position_embeddings"), card.training.get("sequence_length")
     if trained and claimed and claimed > trained:
         lines.append(f"It claims {claimed:,} tokens and was trained on rows of {trained:,}.")

@@ -57,8 +57,8 @@ def gaps(bundle: Bundle) -> list[str]:
         return [f"there is no {CARD}"]
     text = bundle.text(CARD)
     data, lines = read_card(text).data, []
-    wanted = ("license", "language", "library_name", "pipeline_tag", "tags") if bundle.config else ("license",)
-    lines += [f"its head lacks `{name}`" for name in wanted if not data.get(name)]
+    fields = ("license", "language", "library_name", "pipeline_tag", "tags") if bundle.config else ("license",)
+    lines += [f"its head lacks `{name}`" for name in fields if not data.get(name)]
     lines += [f"still to write: {' '.join(hint.split())}" for hint in TODO.findall(text)]
     if UPSTREAM in text:
         lines.append(f"it still says {UPSTREAM}")

@@ -81,6 +81,22 @@ def median_ratio(numerators, denominators):
     return statistics.median(a / b for a, b in zip(numerators, denominators))
 
 
+def rows_beside_llama(models, cache_bytes, seconds):
+    """A row for each model: tokens per second of every phase, and their ratio to those of the model "Llama".
+
+    Args:
+        models: {name: model}.
+        cache_bytes: {name: bytes of the cache per token}.
+        seconds: {(phase, name): seconds per token in every round}.
+    """
+    for name, model in models.items():
+        row = {"name": name, "parameters": model.num_parameters(), "cache_bytes_per_token": cache_bytes[name]}
+        for phase in dict.fromkeys(phase for phase, _ in seconds):
+            row[f"{phase}_tokens_per_s"] = 1 / statistics.median(seconds[phase, name])
+            row[f"{phase}_to_llama"] = median_ratio(seconds[phase, "Llama"], seconds[phase, name])
+        yield row
+
+
 def resident_mb(field="VmHWM"):
     """Peak resident memory of this process, or with "VmRSS" the present one. ru_maxrss would count the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()

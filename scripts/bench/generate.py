@@ -8,8 +8,6 @@ Figures are tokens per second, medians of alternating rounds; ratios are medians
 Cache bytes are those of a DynamicCache.
 """
 
-import statistics
-
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -70,18 +68,14 @@ def measure(args):
 
         return common.timed(steps, step(token), device=args.device)[0] / args.tokens
 
-    turns = {
-        (phase, name): lambda phase=phase, name=name: phase(name) for phase in (prefill, decode) for name in models
-    }
+    phases = {"prefill": prefill, "decode": decode}
+    turns = {(phase, name): lambda phase=phase, name=name: phases[phase](name) for phase in phases for name in models}
     seconds = common.alternate(turns, args.rounds)
-    for name, model in models.items():
-        cache = caches[name]
-        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
-        row = {"name": name, "parameters": model.num_parameters(), "cache_bytes_per_token": size}
-        for phase in (prefill, decode):
-            row[f"{phase.__name__}_tokens_per_s"] = 1 / statistics.median(seconds[phase, name])
-            row[f"{phase.__name__}_to_llama"] = common.median_ratio(seconds[phase, "Llama"], seconds[phase, name])
-        yield row
+    cache_bytes = {
+        name: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
+        for name, cache in caches.items()
+    }
+    yield from common.rows_beside_llama(models, cache_bytes, seconds)
 
 
 def table(result):

@@ -11,7 +11,6 @@ medians of the ratio to Llama within a round. Cache bytes are those of the block
 import argparse
 import multiprocessing
 import os
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -84,13 +83,8 @@ def measure(args):
         for pipe, process in zip(pipes.values(), processes):
             pipe.send(None)
             process.join(60)
-    for name, model in models.items():
-        row = {"name": name, "parameters": model.num_parameters(), "cache_bytes_per_token": cache_bytes[name]}
-        row["decode_ms"] = 1000 * statistics.median(seconds["decode", name])
-        for phase in phases:
-            row[f"{phase}_tokens_per_s"] = 1 / statistics.median(seconds[phase, name])
-            row[f"{phase}_to_llama"] = common.median_ratio(seconds[phase, "Llama"], seconds[phase, name])
-        yield row
+    for row in common.rows_beside_llama(models, cache_bytes, seconds):
+        yield row | {"decode_ms": 1000 / row["decode_tokens_per_s"]}
 
 
 def table(result):

@@ -133,8 +133,9 @@ def test_each_position_is_read_once(make_single, tokens):
     assert {length for _, length in shapes} == {1, 2, 5}  # a segment begins with its prompt and 3 sensory tokens
 
 
-def test_checkpointing_gives_the_same_gradients(make_single, tokens):
-    model, results = make_single().train(), []
+@pytest.mark.parametrize("recurrence", [True, False])
+def test_checkpointing_gives_the_same_gradients(make_single, tokens, recurrence):
+    model, results = make_single(recurrence=recurrence).train(), []
     for checkpointing in (False, True):
         if checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

@@ -277,7 +277,7 @@ MISTAKES = [
     refused(
         "a path in the settings", adding("data: /mnt/corpus\n", "training.yaml"), "training.yaml names /mnt/corpus"
     ),
-    refused("a path in a result", replacing('"a novel"', '"/work/novel"', "curve.json"), "names /work/novel"),
+    refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
     refused(
         "results of no benchmark", adding("- value: 1\n", ".eval_results/x.yaml"), "no list of results as the Hub"
     ),

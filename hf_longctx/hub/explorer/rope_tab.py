@@ -43,8 +43,8 @@ def of_config(repo, text, context):
         raise ValueError("Give a name on the Hub, or paste a config.json.")
     values = read_config(fetch(repo, "config.json", MEGABYTE).read_text() if repo else text)
     try:
-        known = values.get("model_type") in CONFIG_MAPPING  # which loads its classes lazily, and not by get
-        config = (CONFIG_MAPPING[values["model_type"]] if known else PreTrainedConfig).from_dict(values)
+        is_listed = values.get("model_type") in CONFIG_MAPPING  # which loads its classes lazily, and not by get
+        config = (CONFIG_MAPPING[values["model_type"]] if is_listed else PreTrainedConfig).from_dict(values)
     except Exception as error:  # of many types
         raise ValueError(f"transformers cannot make a configuration of this: {error}") from error
     config.name_or_path = repo
