@@ -20,8 +20,8 @@ from .pages_hmt import MemoryPages
 SIMILARITY_GAIN = 1.5
 
 
-# Scale-free scores start as cosines over this temperature.
-TEMPERATURE = 0.1
+# Scale-free scores start as log(1 + c) times cosines over this temperature: cosines over 0.1, among ten memories.
+TEMPERATURE = 0.25
 # Of the squared norm of an embedding: what is left of it beside the mean is not blown up below this share.
 FLOOR = 1e-4
 
@@ -56,12 +56,14 @@ class HMTMemory(nn.Module):
     def direction(self, query, bank=None, valid=None):
         """What memory embeddings are multiplied with for their scores, (B, 1, d) in at least fp32.
 
-        q Wq^T Wk / sqrt(h); scale-free, with the `bank` whose mean is the origin: u(q) Wq^T Wk / temperature.
+        q Wq^T Wk / sqrt(h); scale-free, with the `bank` of c `valid` memories, whose mean is the origin: log(1 + c)
+        u(q) Wq^T Wk / temperature.
         """
         with torch.autocast(query.device.type, enabled=False):
             query, wq, wk = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, self.wq, self.wk))
             if self.single:
-                query, factor = unit(query, mean_memory(bank.to(query), valid)), (-self.log_temperature.to(wq)).exp()
+                query = unit(query, mean_memory(bank.to(query), valid))
+                factor = valid.to(wq).sum(1).log1p()[:, None, None] * (-self.log_temperature.to(wq)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
             # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
@@ -70,9 +72,10 @@ class HMTMemory(nn.Module):
     def recall(self, query, bank, valid):
         """Attend to the remembered segments (paper, sec. 3.2): softmax(q Wq^T (C Wk^T)^T / sqrt(h)) C.
 
-        Free of scale, in the single mode: softmax(u(q) Wq^T (u(C) Wk^T)^T / temperature) C, where u(x) is x less the
-        mean of C, at length one. Hidden states of a pretrained backbone have most of their length in common, and a
-        length that differs from backbone to backbone.
+        Free of scale, in the single mode: softmax(log(1 + c) u(q) Wq^T (u(C) Wk^T)^T / temperature) C, where u(x) is x
+        less the mean of C, at length one. Hidden states of a pretrained backbone have most of their length in common,
+        and a length that differs from backbone to backbone. The logarithm of the c memories keeps the weight of the
+        best one as c grows beyond that of training (arXiv 2501.19399, eq. 2).
 
         Args:
             query: summary of the segment that recalls, (B, 1, d).

@@ -16,6 +16,7 @@ from tiny_hmt import ROUNDING, tiny_llama
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt.memory_hmt import TEMPERATURE
 
 
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
@@ -244,7 +245,7 @@ def test_stage_two_of_the_single_mode_keeps_what_closes_its_parts(make_wrapper, 
     assert set(info["missing_keys"]) == {"memory.wq", "memory.wk", "memory.log_temperature"}
     assert torch.equal(second.memory.summary_prompt, first.memory.summary_prompt)
     assert torch.equal(second.memory.wq, torch.eye(16).double())
-    assert second.memory.log_temperature.exp().item() == pytest.approx(0.1)
+    assert second.memory.log_temperature.exp().item() == pytest.approx(TEMPERATURE)
     second.config.recall_mode = "causal"
     with pytest.raises(ValueError, match="was not built for it"):
         second(torch.ones(1, 3, dtype=torch.long))

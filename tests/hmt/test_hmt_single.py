@@ -32,7 +32,7 @@ def plain_single(model, row):
             (x - mean) / ((x - mean).square().sum(1) + 1e-4 * x.square().sum(1)).sqrt()[:, None]
             for x in (q, remembered)
         )
-        scores = (q @ memory.wq.T) @ (keys @ memory.wk.T).T / memory.log_temperature.exp()
+        scores = math.log(1 + len(keys)) * (q @ memory.wq.T) @ (keys @ memory.wk.T).T / memory.log_temperature.exp()
         return scores.softmax(-1) @ remembered
 
     def visible(i, key, prompt):
