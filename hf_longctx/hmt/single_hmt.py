@@ -51,8 +51,8 @@ class FirstPart(NamedTuple):
 class SingleSegments(Segments):
     """`recall_mode` "single"."""
 
-    def __init__(self, model):
-        super().__init__(model)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.j, self.length = self.config.summary_length, self.config.segment_length
         self.takes_masks = self.lm.takes_masks(self.config.positions_per_segment)
         self.masks = {}  # of rows that are alike

@@ -282,6 +282,7 @@ READ += [
         lambda it: changed(build(recall=False), memory_tokens=3)(it.tokens),
         "was built with 1",
     ),
+    refused("what no call recalled", lambda it: it.model(it.tokens).recalled(), "output_recall=True"),
     refused(
         "another file as a state", lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors"), "saved HMTS"
     ),

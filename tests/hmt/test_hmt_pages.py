@@ -1,5 +1,7 @@
 """Pages: equal to flat memory where everything is recalled, found by tag where not, at the cost of a square root."""
 
+import copy
+
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
@@ -83,6 +85,9 @@ def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_fil
         for again in (state, HMTState.load(tmp_path / "state.safetensors"), state.to("cpu"), state.detach()):
             torch.testing.assert_close(model(rest, state=again).logits, whole, atol=ROUNDING, rtol=0)
             torch.testing.assert_close(model(other, state=again).logits, expected, atol=ROUNDING, rtol=0)
+        copied, later = copy.deepcopy(state), model(rest[:, :24], state=state).state
+        torch.testing.assert_close(model(other, state=copied).logits, expected, atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(model(rest[:, 24:], state=later).logits, whole[:, 24:], atol=ROUNDING, rtol=0)
     assert (tmp_path / "pages").exists() == in_file
 
 
