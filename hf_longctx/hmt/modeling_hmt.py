@@ -56,7 +56,7 @@ from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position
+from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position, settle_mask
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -302,6 +302,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return HMTState.empty(*sizes, self._signature(), pages)
 
     def _signature(self):
+        settle_mask(self)
         config = self.config
         names = (
             "segment_length",
@@ -311,6 +312,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             "recall",
             "memory_tokens",
             "recurrence",
+            "recall_mask",
         )
         return {
             "backbone": config.backbone_config.model_type,
