@@ -30,7 +30,8 @@ is made, and the segment is read again under its recalled prompt. Segments 0 and
 to choose from, so one pass serves all their tokens.
 
 `recall_mode="single"` reads every position once: the query is taken and the recall stands in the middle of one pass
-(`single_hmt.py`).
+(`single_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
+(`parallel_hmt.py`).
 
 Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it
 stood alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows

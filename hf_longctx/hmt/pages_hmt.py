@@ -36,10 +36,11 @@ class PageFile:
     def __init__(self, path):
         self.path, self.used = Path(path), 0
         self.path.unlink(missing_ok=True)
-        self.mapped = torch.empty(0, dtype=torch.uint8)
+        self._map(1)
+        self.inode = self.path.stat().st_ino
 
     def store(self, block):
-        """A copy of `block` that lives in the file. Raises ValueError if a gradient would be lost."""
+        """A copy of `block` that lives in the file. ValueError: a gradient would be lost, or the file was replaced."""
         if block.requires_grad:
             raise ValueError(
                 f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
@@ -48,12 +49,21 @@ class PageFile:
         size = block.numel() * block.element_size()
         with _STORING:
             if self.used + size > len(self.mapped):
+                if not self.path.exists() or self.path.stat().st_ino != self.inode:
+                    raise ValueError(
+                        f"{self.path} is no longer the file of this state: another state was started with the same "
+                        "page_file, or the file was removed. Give each new_state a page_file of its own."
+                    )
                 # Doubling keeps the mappings few. Most file systems store no zeros that were never written.
-                capacity = 2 * (self.used + size)
-                self.mapped = torch.from_file(str(self.path), shared=True, size=capacity, dtype=torch.uint8)
+                self._map(2 * (self.used + size))
             place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
             self.used += size
         return place.copy_(block)
+
+    def _map(self, size):
+        with self.path.open("ab") as file:
+            file.truncate(size)  # `from_file` would do it too, and set the first byte of the file to 0
+        self.mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
 
 
 @dataclass

@@ -91,6 +91,15 @@ def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_fil
     assert (tmp_path / "pages").exists() == in_file
 
 
+def test_two_states_cannot_share_a_page_file(make_wrapper, long_tokens, tmp_path):
+    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
+    with torch.no_grad():
+        first, second = (model.new_state(2, tmp_path / "pages") for _ in range(2))
+        with pytest.raises(ValueError, match="no longer the file of this state"):
+            model(long_tokens, state=first)
+        model(long_tokens, state=second)
+
+
 def test_beams_take_their_pages_along(make_wrapper, long_tokens):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
     with torch.no_grad():
@@ -132,6 +141,7 @@ def test_look_up_returns_the_pages_of_the_best_tags(tmp_path, n, in_file):
     generator = torch.Generator().manual_seed(n)
     embeddings, direction = (torch.randn(c, 8, generator=generator) for c in (n, 1))
     pages = filled(embeddings, file=PageFile(tmp_path / "pages") if in_file else None)
+    assert torch.equal(torch.cat([*pages.blocks, pages.rest]), embeddings)  # also after its file has grown
     recalled, ages = pages.look_up(direction)
     size, count = pages.block_size * pages.page_blocks, len(pages.sums)
     assert len(pages) == n and count <= TAGS_PER_EMBEDDING * pages.recalled * size
