@@ -195,7 +195,8 @@ class HMTState:
 
         With `recurrence=False` this is exact: no memory depends on others. Tokens of this text behind its last full
         segment are in no memory, and are left out. A row of `other` without a full segment goes on behind the sensory
-        tokens of this text. Of each row, memories beyond memory_size are dropped, the oldest first.
+        tokens of this text. What the open segment of `other` has recalled stays. Of each row, memories beyond
+        memory_size are dropped, the oldest first.
 
         Raises:
             ValueError: states of different models, settings or numbers of rows.

@@ -81,7 +81,7 @@ def test_recall_report(make_wrapper, tokens):
     model.memory.recall = recorded
     with torch.no_grad():
         assert model(tokens).recall_scores is None
-    assert len(scores) == 5
+    assert len(scores) == 8  # of segments 2 to 4 also before token j
 
 
 @pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "single"}], ids=str)
