@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from budget import check_budget, draw, error, padding, run, run_exact, run_plain
-from test_triton_fox import check_output, largest_logit
+from test_triton_fox import check_output, check_same_bits, largest_logit
 
 from hf_longctx import forgetting_attention
 from hf_longctx.fox.bounds_fox import count_pruned_blocks
@@ -34,6 +34,18 @@ def test_every_row_of_the_tile_table(D, dtype):
     plain, exact = run_plain(*inputs), run_exact(*inputs)
     for bound in (None, largest_logit(*inputs[:2])):  # with a running maximum, and without
         check_budget(run(triton_attention, *inputs, logit_bound=bound), plain, exact, inputs)
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("D", [64, 128])
+def test_lengths_beside_the_borders_of_tiles(D, T):
+    inputs = draw(2, 2, 1, T, T, D, dtype=BF16)
+    check_budget(run(triton_attention, *inputs), run_plain(*inputs), run_exact(*inputs), inputs)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_no_races(D):
+    check_same_bits(draw(2, 8, 4, 4096, 4096, D, dtype=BF16), 10)
 
 
 def run_default(*inputs, **options):
