@@ -87,15 +87,14 @@ def test_131072_tokens_with_strong_gates():
 
 
 def test_offsets_beyond_32_bits():
-    """2.1e9 elements in q alone, stored as (B, T, H, D)."""
-    B, H, T, D = 1, 132, 131072, 128
-    q, k, v = (torch.randn(B, T, H, D, device="cuda", dtype=BF16).transpose(1, 2) for _ in range(3))
-    log_f = torch.full((B, H, T), -0.1, device="cuda")
-    with torch.no_grad():
-        o = forgetting_attention(q, k, v, log_f, window=512)
-    cut = [x[:, -2:, T - 700 :] for x in (q, k, v, log_f)]
-    exact = run_exact(*cut, cut[0], window=512)[0][:, :, -100:]
-    assert error(o[:, -2:, -100:], exact) < torch.finfo(BF16).eps * exact.norm()
+    """2.2e9 elements in q alone, stored as (B, T, H, D); some 50 GB. What is last depends on the last window alone."""
+    B, H, T, D, rows = 1, 132, 131072, 128, 100
+    q, k, v, do = (torch.randn(B, T, H, D, device="cuda", dtype=BF16).transpose(1, 2) for _ in range(4))
+    inputs = q, k, v, torch.full((B, H, T), -0.1, device="cuda"), do
+    fast = [x[:, -2:, -rows:] for x in run(forgetting_attention, *inputs, window=512)]
+    cut = [x[:, -2:, T - 700 :] for x in inputs]
+    plain, exact = ([x[:, :, -rows:] for x in f(*cut, window=512)] for f in (run_plain, run_exact))
+    check_budget(fast, plain, exact, cut)
 
 
 def test_pruning_at_16k():
