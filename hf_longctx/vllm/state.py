@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from .sums import Step, carry, packed_width, read_step
+from .sums import Step, carry, read_step, row_width
 
 
 TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefixes are shared by whole blocks
@@ -44,7 +44,7 @@ class FoxState(nn.Module, AttentionLayerBase):
     def __init__(self, gates: int, shifted: int, dtype: torch.dtype, sliding_window: int | None, prefix: str):
         super().__init__()
         config = get_current_vllm_config()
-        self.width = gates + packed_width(shifted, dtype)  # of a row
+        self.width = row_width(gates, shifted, dtype)
         self.dtype, self.sliding_window, self.prefix = dtype, sliding_window, prefix
         # A draft that is rejected has overwritten the row of the tokens before it.
         self.tokens_per_state = TOKENS_PER_STATE if config.speculative_config is None else 1
@@ -110,10 +110,6 @@ class FoxStateBackend(AttentionBackend):
     def get_builder_cls():
         return FoxStateBuilder
 
-    @classmethod
-    def supports_batch_invariance(cls):
-        return True  # sums are float64
-
 
 class FoxStateBuilder(AttentionMetadataBuilder[Step]):
     # Graphs of whole steps would need the tensors of a `Step` at fixed addresses.
@@ -128,7 +124,7 @@ class FoxStateBuilder(AttentionMetadataBuilder[Step]):
             m.query_start_loc[: m.num_reqs + 1],
             m.seq_lens[: m.num_reqs],
             m.block_table_tensor[: m.num_reqs],
-            m.num_actual_tokens,
+            m.slot_mapping[: m.num_actual_tokens],
             spec.block_size,
             spec.tokens_per_state,
         )
