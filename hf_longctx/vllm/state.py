@@ -11,7 +11,6 @@ from torch import nn
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import (
     LayerNameType,
@@ -22,10 +21,7 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from .sums import Step, carry, read_step, row_width
-
-
-TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefixes are shared by whole blocks
+from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 
 class FoxState(nn.Module, AttentionLayerBase):
@@ -131,7 +127,6 @@ class FoxStateBuilder(AttentionMetadataBuilder[Step]):
 
 
 @eager_break_during_capture
-@maybe_transfer_kv_layer
 def fox_carry(
     log_f: torch.Tensor, tokens: torch.Tensor, c: torch.Tensor, before: torch.Tensor, layer_name: LayerNameType
 ) -> None:

@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 
 
+TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefixes are shared by whole blocks
+
+
 @dataclass
 class Step:
     """Which token goes on from which, the same for all layers. Indices are int64.

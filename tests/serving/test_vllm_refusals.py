@@ -29,9 +29,10 @@ def configured(folder, **options):
     "options, message",
     [
         (dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8'.*--kv-cache-dtype bfloat16"),
+        (dict(kv_offloading_size=1), "state for 16 tokens, which would stay behind. Leave both out"),
         (dict(model_impl="transformers", trust_remote_code=True), "leave out the forget gate.*FoxForCausalLM"),
     ],
-    ids=["fp8 cache", "model of transformers"],
+    ids=["fp8 cache", "offloaded cache", "model of transformers"],
 )
 def test_refused_with_the_way_out(folder, options, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
