@@ -62,7 +62,7 @@ class FoxAttention(nn.Module):
         if config.forget_gate == "fixed":
             local.forget_gate = "bias_only"  # vLLM loads parameters, and no buffers
         self.config, self.head_dim, self.scaling = local, config.head_dim, config.head_dim**-0.5
-        self.sizes = [local.num_attention_heads * self.head_dim] + 2 * [local.num_key_value_heads * self.head_dim]
+        self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, local.num_key_value_heads))
 
         def linear(kind, *sizes, name, bias=False):
             return kind(*sizes, bias=bias, quant_config=quant_config, prefix=f"{prefix}.{name}")
@@ -85,9 +85,11 @@ class FoxAttention(nn.Module):
         elif config.qk_norm_shared:
             self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
         else:
-            self.q_norm, self.k_norm = (of_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in self.sizes[:2])
+            self.q_norm, self.k_norm = (
+                of_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in (self.q_size, self.kv_size)
+            )
         norm = config.output_norm
-        self.o_norm = of_heads(FoxHeadRMSNorm, self.sizes[0], config.rms_norm_eps) if norm else nn.Identity()
+        self.o_norm = of_heads(FoxHeadRMSNorm, self.q_size, config.rms_norm_eps) if norm else nn.Identity()
         self.rotary_emb = None
         if config.rope_parameters:
             limit = config.max_position_embeddings
@@ -98,7 +100,7 @@ class FoxAttention(nn.Module):
         self.width = folded_width(self.head_dim + GATE_PARTS * self.gates_per_key)
         self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
         gates = local.num_key_value_heads * self.gates_per_key
-        shifted = sum(self.sizes[1:]) if config.k_shift or config.v_shift else 0
+        shifted = 2 * self.kv_size if config.k_shift or config.v_shift else 0
         self.state = None
         if gates or shifted:
             dtype, name = torch.get_default_dtype(), f"{prefix}.state"
@@ -125,8 +127,8 @@ class FoxAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         x, n = hidden_states, len(hidden_states)  # (N, hidden)
-        q, k, v = self.qkv_proj(x)[0].split(self.sizes, dim=-1)
-        c, k, v = self.look_back(x, k, v)  # (N, Hkv * G), (N, Hkv, D)
+        q, kv = self.qkv_proj(x)[0].split([self.q_size, 2 * self.kv_size], dim=-1)
+        c, k, v = self.look_back(x, kv)  # (N, Hkv * G), (N, Hkv, D)
         q, k = self.q_norm(q.view(n, -1, self.head_dim)), self.k_norm(k)
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q.flatten(1).contiguous(), k.flatten(1).contiguous())
@@ -139,18 +141,16 @@ class FoxAttention(nn.Module):
             o = o * self.g_act(self.g_proj(x)[0])
         return self.o_proj(o)[0]
 
-    def look_back(self, x, k, v):
+    def look_back(self, x, kv):
         """The running sum of log f, None without gates, and keys and values after the token shift (eq. 14)."""
-        c, tokens = None, k[:, :0]
-        if self.k_shift_proj is not None or self.v_shift_proj is not None:
-            tokens = torch.cat([k, v], dim=-1)
+        c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:
             log_f = self.f_proj(x[None])[0].T.contiguous()  # (N, Hkv * G)
         if self.state is not None:
-            c, before = self.state(log_f, tokens)
-        k, v = (y.view(len(x), -1, self.head_dim) for y in (k, v))
-        if tokens.shape[1]:
+            c, before = self.state(log_f, kv if shifts else kv[:, :0])
+        k, v = (y.view(len(x), -1, self.head_dim) for y in kv.chunk(2, dim=-1))
+        if shifts:
             k_before, v_before = (y.view_as(k) for y in before.chunk(2, dim=-1))
             if self.k_shift_proj is not None:
                 k = torch.lerp(k, k_before, self.k_shift_proj(x)[..., None].to(k.dtype))

@@ -124,15 +124,14 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
         past = step.chains @ torch.where(step.in_batch, within, past)
     sums = total + (past - others)[step.request]
     c[:n] = sums
-    left = as_bytes(sums)
+    states[..., : 2 * gates][step.writes] = as_bytes(sums)
     if tokens.shape[1]:
         kept = torch.where(step.in_cache, of_bytes(rows[:, 2 * gates :], tokens), 0.0)
         if step.chains is not None:
             kept = torch.where(step.in_batch, tokens[step.parent], kept)
         before[1:] = tokens[:-1]
         before[step.first] = kept
-        left = torch.cat([left, as_bytes(tokens)], dim=1)
-    states[step.writes] = left
+        states[..., 2 * gates :][step.writes] = as_bytes(tokens)
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
