@@ -14,7 +14,6 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.platforms import current_platform
 
 from ..fox.attention_fox import GATE_PARTS, GATE_QUERY, gate_parts
 from ..fox.configuration_fox import FoxConfig
@@ -22,26 +21,14 @@ from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShi
 from .checks import check_cache_dtype
 from .shards import sharded
 from .state import FoxState
-
-
-def folded_width(width: int) -> int:
-    """The smallest head size from `width` on that vLLM has attention kernels for."""
-    if current_platform.is_cpu():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-    else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache
-        sizes = range(32, 513, 8)
-    if width > max(sizes):
-        raise ValueError(f"heads with the decay of their gates need {width} dimensions; vLLM has up to {max(sizes)}.")
-    return min(size for size in sizes if size >= width)
+from .widths import folded_width, gates_per_key
 
 
 class FoxAttention(nn.Module):
     """`FoxAttention` of modeling_fox.py, with the same weights; `LlamaDecoderLayer` of vLLM makes it.
 
     Raises:
-        ValueError: the checkpoint has a quantized KV cache, or no kernel takes heads so wide.
+        ValueError: the checkpoint has a quantized KV cache.
     """
 
     def __init__(
@@ -95,9 +82,7 @@ class FoxAttention(nn.Module):
             limit = config.max_position_embeddings
             self.rotary_emb = get_rope(self.head_dim, max_position=limit, rope_parameters=config.rope_parameters)
 
-        group = local.num_attention_heads // local.num_key_value_heads
-        self.gates_per_key = 0 if self.f_proj is None else 1 if config.forget_gate_per_kv_head else group
-        self.width = folded_width(self.head_dim + GATE_PARTS * self.gates_per_key)
+        self.gates_per_key, self.width = gates_per_key(local), folded_width(config)
         self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
         gates = local.num_key_value_heads * self.gates_per_key
         shifted = 2 * self.kv_size if config.k_shift or config.v_shift else 0

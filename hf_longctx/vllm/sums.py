@@ -54,8 +54,8 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
         query_start: index of each request's first token, and the number of all, (R + 1,), rising.
         seq_lens: tokens of each request, computed ones and those of this batch, (R,).
         block_table: its blocks in the cache, (R, blocks).
-        slots: where each token goes in the cache, block * block_size + place, (N,); -1 for padding at the end, which
-            belongs to no request.
+        slots: where each token goes in the cache, block * block_size + place, (N,); -1 for those that are not kept:
+            padding at the end of the batch, and rejected drafts at the end of a request.
         block_size: tokens of a block, a multiple of tokens_per_state.
     """
     borders, slots = query_start.long(), slots.long()

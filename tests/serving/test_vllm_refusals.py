@@ -51,6 +51,15 @@ def test_context_parallelism_is_refused(tmp_path):
         configured(tmp_path, tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
+def test_vllm_knows_how_wide_heads_are(folder, tmp_path):
+    """Triton's backend would write beyond its buffers."""
+    assert configured(folder).model_config.get_head_size() == 64  # 32, and three parts of a gate
+    FoxForCausalLM(FoxConfig(**SIZES | dict(num_attention_heads=3), num_key_value_heads=1)).save_pretrained(tmp_path)
+    assert configured(tmp_path).model_config.get_head_size() == 64
+    save_fox("heads of 128", tmp_path)
+    assert configured(tmp_path).model_config.get_head_size() == 160
+
+
 def test_another_activation_is_refused(tmp_path):
     FoxForCausalLM(FoxConfig(**SIZES, hidden_act="gelu")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*hf-longctx serve"):
