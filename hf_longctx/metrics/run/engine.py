@@ -74,6 +74,7 @@ class Engine:
         self.tokens_per_pass = tokens_per_pass or default
         trial = trial[None, :TRIAL_TOKENS]
         self.head = None
+        self._first_id = trial[:, :1]
         logits, hidden = self._logits_and_hidden(trial)
         check_causal(model, trial, logits, lambda ids: self._logits_and_hidden(ids)[0])
         self.vocab_size = logits.shape[-1]
@@ -98,6 +99,7 @@ class Engine:
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
+        self.forget_lengths()
         copies = equal_rows(inputs)
         rows = inputs[[group[0] for group in copies]]
         best = np.empty((len(rows), len(positions)), dtype=np.int64)
@@ -117,6 +119,11 @@ class Engine:
         for row, group in enumerate(copies):
             predictions[group] = best[row]
         return predictions
+
+    def forget_lengths(self) -> None:
+        """Dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling."""
+        if any("dynamic" in kind for kind in rope_types(self.model)):
+            self._logits(self._first_id, None, 1)
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of the layers that this model needs."""
@@ -159,6 +166,7 @@ class Engine:
             (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A
             model that can neither continue a cache nor be projected apart computes all of them at once first.
         """
+        self.forget_lengths()
         rows = max(1, LOGITS_PER_PASS // self.vocab_size)
         if self.head is None and not self.reuses_prefixes:
             yield from logits_plainly(self.model, ids, positions).split(rows)
@@ -362,9 +370,14 @@ def can_continue(model: nn.Module) -> bool:
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
         return False
     # These change all frequencies at some length, so that keys in a cache no longer fit
+    return not any("dynamic" in kind or kind == "longrope" for kind in rope_types(model))
+
+
+def rope_types(model: nn.Module) -> set[str]:
+    """By what the frequencies of its rotary embeddings are scaled; "default" by nothing."""
     types = [getattr(module, "rope_type", None) for module in model.modules()]
     types = [name for kind in types for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    return not any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in types)
+    return {name for name in types if isinstance(name, str)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -203,6 +203,7 @@ class LocalReader:
         return np.array(log_probs), np.array(best)
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
+        self.engine.forget_lengths()
         ids = torch.from_numpy(prompt)[None].to(self.engine.device)
         pad = getattr(self.model.generation_config, "pad_token_id", None)
         output = self.model.generate(
