@@ -129,8 +129,10 @@ def test_luck_is_no_memory_in_an_overview():
 
 
 def test_the_interval_of_a_loss():
+    """Student's t of few sequences; of many, 1.96 standard errors to each side."""
     assert PositionLoss([3.0], 4).overview()[0].interval == ""
-    assert PositionLoss([3.0], 4, {}, [0.1]).overview()[0].interval == "2.804 to 3.196"
+    intervals = {n: PositionLoss([3.0], n, {}, [0.1]).overview()[0].interval for n in (2, 4, 1000)}
+    assert intervals == {2: "1.729 to 4.271", 4: "2.682 to 3.318", 1000: "2.804 to 3.196"}
 
 
 def test_what_a_report_says_of_a_rope_base():

@@ -84,6 +84,7 @@ MEASURED = [
     refused("sequences as text", lambda: PositionLoss([3.0], "4"), "sequences"),
     refused("error of fewer positions", lambda: PositionLoss([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"),
     refused("negative error", lambda: PositionLoss([3.0], 2, {}, [-0.1]), "none below 0"),
+    refused("error of one sequence", lambda: PositionLoss([3.0], 1, {}, [0.1]), "must be at least 2, got 1"),
     refused("NaN error", lambda: PositionLoss([3.0], 2, {}, [math.nan]), "error must be one finite number"),
     refused("one error for all", lambda: PositionLoss([3.0, 2.0], 2, {}, 0.1), "error must be one finite number"),
     refused(
