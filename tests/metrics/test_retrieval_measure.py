@@ -255,6 +255,13 @@ def test_journal_of_another_run(tmp_path, bytes_tokenizer, prose, run):
         run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"), bos_token_id=5)
 
 
+def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer):
+    options = dict(repeats=1, generate=False, run=Run(tmp_path / "journal"))
+    line_retrieval(Copier(12), bytes_tokenizer, lines=[2, 3], **options)
+    result = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], **options)
+    assert [point.lines for point in result.points] == result.settings["lines"] == [2]
+
+
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_nan_logits(bytes_tokenizer, prose, run):
     class Broken(Copier):
