@@ -193,6 +193,13 @@ LAYERS = [
     refused("a window in words", report(llama(sliding_window="8")), "sliding_window is '8'"),
     harmless("a window of 0, which is none", lambda: (numbers(llama(sliding_window=0)), numbers(llama()))),
     harmless("unknown names of layers", lambda: (numbers(llama(layer_types=["dense"] * 2)), numbers(llama()))),
+    *[
+        harmless(
+            f"{name} of remote code",
+            lambda name=name: (numbers(remote(**{name: 0.75})), numbers(remote(partial_rotary_factor=0.75))),
+        )
+        for name in ("rotary_pct", "rope_pct", "rotary_emb_fraction")
+    ],
     harmless(
         "a factor where nothing is scaled",
         lambda: (numbers(llama(rope_parameters=rope(factor=4.0))), numbers(llama())),

@@ -47,6 +47,11 @@ BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1"),
 )
+PARTIAL_IN_REMOTE_CODE = (
+    "rotary_pct",
+    "rope_pct",
+    "rotary_emb_fraction",
+)  # what partial_rotary_factor is called there
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
 
 
@@ -358,6 +363,9 @@ def _with_rope_parameters(config):
             "AutoConfig.from_pretrained(NAME)."
         )
     config = copy.deepcopy(config.get_text_config(decoder=True))
+    for name in PARTIAL_IN_REMOTE_CODE:
+        if getattr(config, "partial_rotary_factor", None) is None and getattr(config, name, None) is not None:
+            config.partial_rotary_factor = getattr(config, name)
     if config.model_type in BASE_IN_CODE:
         config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
