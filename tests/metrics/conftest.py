@@ -1,5 +1,7 @@
-"""evaluate keeps the modules that it loads in one folder of the user's, and in `sys.modules`."""
+"""Pictures as figures and as words; evaluate, which keeps the modules that it loads in a folder of the user's."""
 
+import html
+import re
 import sys
 
 import pytest
@@ -23,3 +25,26 @@ def evaluate_cache(tmp_path_factory):
         patch.setattr(sys, "path", [str(folder / "modules"), *sys.path])  # before the user's
         yield folder
     forget_modules()
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """What would have been saved as a picture."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
+    return figures
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The words of what `draw(path, ...)` draws."""
+    matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+    def words(draw, *arguments, **options):
+        file = tmp_path / "picture.svg"
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            draw(*arguments, file, **options)
+        return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", file.read_text())).split())
+
+    return words

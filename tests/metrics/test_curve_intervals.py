@@ -1,12 +1,9 @@
 """Confidence intervals of the memory lengths, on made-up counts."""
 
-import doctest
-
 import numpy as np
 import pytest
 import scipy.stats
 
-from hf_longctx.metrics.curve import intervals
 from hf_longctx.metrics.curve.intervals import (
     length_interval,
     mean_margin,
@@ -17,10 +14,6 @@ from hf_longctx.metrics.curve.intervals import (
 )
 from hf_longctx.metrics.curve.lengths import margins
 from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(intervals) == (0, 6)
 
 
 def test_verdict_is_a_paired_t_test():

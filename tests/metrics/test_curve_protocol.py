@@ -1,6 +1,5 @@
 """Lengths, samples and inputs of the forgetting curve, against the recorded ones."""
 
-import doctest
 import json
 
 import numpy as np
@@ -25,12 +24,6 @@ def reference(golden):
 @pytest.fixture(scope="module")
 def corpus(golden):
     return np.load(golden / "forgetting_curve" / "tokens.npy").astype(np.int64)
-
-
-def test_examples_in_docstrings():
-    result = doctest.testmod(core)
-    assert result.attempted == 3
-    assert result.failed == 0
 
 
 def test_grids_match_reference(reference):

@@ -1,13 +1,11 @@
 """Per-token loss: the moving average, the perplexity, the JSON."""
 
-import doctest
 import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.loss import averages, result
 from hf_longctx.metrics.loss.averages import moving_average, perplexity, smoothing_window
 from hf_longctx.metrics.loss.result import PositionLoss, window_starts
 
@@ -15,11 +13,6 @@ from hf_longctx.metrics.loss.result import PositionLoss, window_starts
 @pytest.fixture(scope="module")
 def recorded(golden):
     return json.loads((golden / "forgetting_curve" / "per_token_loss.json").read_text())
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(averages) == (0, 4)
-    assert doctest.testmod(result) == (0, 1)
 
 
 def test_recorded_loss(recorded):

@@ -1,19 +1,13 @@
 """Line retrieval: the records and the JSON."""
 
-import doctest
 import json
 import math
 import re
 
 import pytest
 
-from hf_longctx.metrics.retrieval import lines as module
 from hf_longctx.metrics.retrieval.answers import Answer, holds_number
 from hf_longctx.metrics.retrieval.lines import NAMES, LineRetrieval, LinesPoint, draw_record
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module) == (0, 1)
 
 
 @pytest.mark.parametrize("lines", [1, 2, 40, len(NAMES)])

@@ -1,13 +1,11 @@
 """The RoPE bound against plain cosine sums, against dense grids, and against the golden data."""
 
-import doctest
 import json
 import math
 
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.rope import bounds as rope_bounds
 from hf_longctx.metrics.rope.bounds import (
     rope_base_bound,
     rope_base_scan,
@@ -34,10 +32,6 @@ def cosine_sum(m, base, head_dim):
 
 def lowest(base, head_dim, length, non_rotary_dims=0):
     return rope_decay(range(length + 1), base=base, head_dim=head_dim).min() + non_rotary_dims / 2
-
-
-def test_doctests():
-    assert doctest.testmod(rope_bounds).failed == 0
 
 
 # --- eq. 16 and 19 ---
