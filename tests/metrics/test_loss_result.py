@@ -77,25 +77,11 @@ def test_windows_lie_within_the_corpus(corpus, length, sequences):
         assert len(starts) == sequences
 
 
-def test_json(tmp_path):
+def test_json():
     losses = np.add.outer([-0.1, 0.1, 0.2, -0.2], np.linspace(3, 1, 70))
     result = PositionLoss.of_sequences(losses, {"model": "tiny", "seed": 0})
-    result.save(tmp_path / "loss.json")
-    text = (tmp_path / "loss.json").read_text()
-    assert PositionLoss.from_json(text) == result
-    assert PositionLoss.from_json(text).to_json() == result.to_json()
-    document = json.loads(text)
+    document = json.loads(result.to_json())
+    assert PositionLoss.from_json(result.to_json()) == result
     assert document["perplexity"].keys() == {"1", "2", "4", "8", "16", "32", "64", "70"}
     assert document["perplexity"]["70"] == pytest.approx(np.exp(2))
-    assert "70 tokens" in result.summary()
-    assert "4 sequences" in result.summary()
-
-
-def test_other_json():
-    text = PositionLoss([1.0], 1).to_json()
-    with pytest.raises(ValueError, match=r"no result of position_loss.*'other'"):
-        PositionLoss.from_json(text.replace("position_loss", "other"))
-    with pytest.raises(ValueError, match=r"no result of position_loss.*None"):
-        PositionLoss.from_json("[1]")
-    with pytest.raises(ValueError, match="has format 9, and this version of hf-longctx reads up to 1"):
-        PositionLoss.from_json(text.replace('"format": 1', '"format": 9'))
+    assert "70 tokens" in result.summary() and "4 sequences" in result.summary()

@@ -85,6 +85,7 @@ CURVE = [
     refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
     refused("tokens: documents", lambda: curve([[3], [4, 5]]), "lists of different lengths"),
     refused("tokens: fractions", lambda: curve(CORPUS / 2), "flat sequence of token ids, got float64"),
+    refused("tokens: negative", lambda: curve([5] * 99 + [-1]), r"tokens\[99\] is -1"),
     refused("tokens: of another tokenizer", lambda: curve([5] * 99 + [32]), r"tokens\[99\] is 32"),
     refused("irrelevant: none", lambda: curve(irrelevant_tokens=[]), "irrelevant_tokens is empty"),
     refused("irrelevant: too short", lambda: curve(irrelevant_tokens=[5] * 7), "irrelevant_tokens has 7 ids"),
@@ -113,6 +114,9 @@ LOSS = [
     refused("loss: no sequence", lambda: loss(sequences=0), "sequences must be at least 1, got 0"),
     refused("loss: half a sequence", lambda: loss(sequences=0.5), "sequences must be a whole number, got 0.5"),
     refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
+    refused("loss: no starts", lambda: loss(starts=[]), "must lie between 0 and 192"),
+    refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "sequences or starts, not both"),
+    refused("loss: BOS beyond the vocabulary", lambda: loss(bos_token_id=32), "bos_token_id is 32"),
 ]
 
 

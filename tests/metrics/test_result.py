@@ -35,7 +35,8 @@ EXAMPLES = [
 @pytest.mark.parametrize("result", EXAMPLES, ids=lambda result: type(result).__name__)
 def test_saved_results(result, tmp_path):
     result.save(tmp_path / "result.json")
-    assert read_result(tmp_path / "result.json") == result
+    again = read_result(tmp_path / "result.json")
+    assert again == result and again.to_json() == result.to_json()
     assert Result.kinds[result.kind] is type(result)
 
 
@@ -44,24 +45,6 @@ def test_a_rope_report(tmp_path):
     (tmp_path / "rope.json").write_text(report.to_json())
     again = read_result(tmp_path / "rope.json")
     assert isinstance(again, RopeReport) and again == report and str(again) == str(report)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "result.json is no saved result of ours: Expecting"),
-        ("[1]", "expected a result of forgetting_curve"),
-        ('{"metric": "bleu"}', "expected a result of forgetting_curve"),
-        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "lacks 'copy_correct'"),
-        ('{"format": 99, "settings": {}, "points": []}', "Upgrade"),
-        ('{"claimed_context": 1, "groups": []}', "lacks 'model'"),
-    ],
-    ids=["no JSON", "a list", "another metric", "half a curve", "newer format", "half a report"],
-)
-def test_other_files_are_named(tmp_path, text, message):
-    (tmp_path / "result.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_result(tmp_path / "result.json")
 
 
 def test_a_model_is_named_as_on_the_hub_or_by_its_folder():

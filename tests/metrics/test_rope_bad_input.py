@@ -8,7 +8,6 @@ import transformers as tf
 from mistakes import harmless, refused
 
 from hf_longctx.metrics.evaluate_modules import check_bases, check_model
-from hf_longctx.metrics.rope.bounds import rope_base_bound, rope_decay
 from hf_longctx.metrics.rope.spread import measure_qk_spread
 from hf_longctx.metrics.rope.verdict import rope_report
 
@@ -239,10 +238,6 @@ PAIRS = [
         "a base in words",
         lambda: (check_bases(["1e4"], [9], 8)["context_bounds"], check_bases([1e4], [9], 8)["context_bounds"]),
     ),
-    refused("a length of 0", lambda: rope_base_bound(0, 128), "context_length is 0; it must be a positive integer"),
-    refused("a ratio that ends at once", lambda: rope_base_bound(9, 8, search_ratio=1.0), "search_ratio is 1.0"),
-    refused("half a dimension at rest", lambda: rope_base_bound(9, 8, non_rotary_dims=1), "non_rotary_dims is 1"),
-    refused("distances of NaN", lambda: rope_decay([NAN], base=1e4, head_dim=8), "m holds NaN"),
 ]
 
 
