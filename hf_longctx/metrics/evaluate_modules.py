@@ -119,7 +119,7 @@ def _option_names():
     """The options of each module: keywords of the function that measures, the fields of `Run`, head_dim of bounds."""
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
-    from .rope.verdict import rope_report
+    from .rope.measure import rope_report
     from .run.parts import Run
 
     names = {}
@@ -335,7 +335,8 @@ def check_model(model, *, model_kwargs: dict | None = None, **options) -> dict:
     `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
     modules in the same call; a note says so then.
     """
-    from .rope.verdict import NoRopeError, rope_report
+    from .rope.config import NoRopeError
+    from .rope.measure import rope_report
 
     source = source_of(model, model_kwargs)
     if isinstance(model, str):
@@ -364,7 +365,8 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
     Raises:
         ValueError: a number is out of its range, or the lists differ in length.
     """
-    from .rope.bounds import rope_base_bound, rope_context_bound
+    from .rope.base import rope_base_bound
+    from .rope.bounds import rope_context_bound
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(

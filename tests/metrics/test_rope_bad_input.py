@@ -8,8 +8,8 @@ import transformers as tf
 from mistakes import harmless, refused
 
 from hf_longctx.metrics.evaluate_modules import check_bases, check_model
+from hf_longctx.metrics.rope.measure import rope_report
 from hf_longctx.metrics.rope.spread import measure_qk_spread
-from hf_longctx.metrics.rope.verdict import rope_report
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}

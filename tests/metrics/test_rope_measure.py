@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_longctx.metrics.rope.bounds import rope_base_bound, rope_context_bound, rope_decay, rope_inv_freq
+from hf_longctx.metrics.rope.base import rope_base_bound
+from hf_longctx.metrics.rope.bounds import rope_context_bound, rope_decay, rope_inv_freq
+from hf_longctx.metrics.rope.measure import rope_report
 from hf_longctx.metrics.rope.spread import measure_qk_spread
-from hf_longctx.metrics.rope.verdict import rope_report
 
 
 TINY = {
@@ -407,7 +408,7 @@ def test_a_missing_minimum_base_is_explained():
 
 def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
     """In blocks; the first violation may lie beyond the first block."""
-    monkeypatch.setattr("hf_longctx.metrics.rope.verdict.LOOKED_AT", 20)
+    monkeypatch.setattr("hf_longctx.metrics.rope.measure.LOOKED_AT", 20)
     config = llama(rope("default", 500.0))
     far = only(rope_report(config, minimum_base=False))
     monkeypatch.undo()
