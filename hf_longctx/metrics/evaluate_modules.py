@@ -157,7 +157,7 @@ def load(model, corpus=None, tokenizer=None, model_kwargs: dict | None = None):
             trust_remote_code, which its tokenizer gets too.
 
     Returns:
-        the reader, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
+        the reader, the ids (None without a corpus), and the tokenizer (None if the corpus is ids, and none was given).
 
     Raises:
         ValueError: a text came without a tokenizer.
@@ -175,7 +175,7 @@ def load(model, corpus=None, tokenizer=None, model_kwargs: dict | None = None):
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
-        return reader, corpus, None
+        return reader, corpus, tokenizer
     if tokenizer is None:
         if not name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
@@ -249,10 +249,9 @@ def measure_curve(
 
     if corpus is None and options.get("data_type", "order") == "order":
         raise ValueError('the forgetting curve needs a text: corpus=..., or random ids: data_type="random".')
-    reader, tokens, encoder = load(model, corpus, tokenizer, model_kwargs)
+    reader, tokens, tokenizer = load(model, corpus, tokenizer, model_kwargs)
     if lengths is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
-    tokenizer = tokenizer if encoder is None else encoder
     options = complete(options, tokenizer, "forgetting_curve")
     return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=tokenizer, **options)
 
@@ -313,11 +312,11 @@ def measure_loss(
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    reader, tokens, encoder = load(model, corpus, tokenizer, model_kwargs)
+    reader, tokens, tokenizer = load(model, corpus, tokenizer, model_kwargs)
     if context_length is None:
         context_length = min(reader.claimed_context or len(tokens), len(tokens))
-    options = complete(options, tokenizer if encoder is None else encoder, "position_loss")
-    return position_loss(reader, tokens, context_length=context_length, tokenizer=encoder, **options)
+    options = complete(options, tokenizer, "position_loss")
+    return position_loss(reader, tokens, context_length=context_length, tokenizer=tokenizer, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:

@@ -17,8 +17,8 @@ from hf_longctx.metrics import ForgettingCurve, Run
 from hf_longctx.metrics import forgetting_curve as measure
 from hf_longctx.metrics.curve import protocol as core
 from hf_longctx.metrics.curve.measure import PositionLimitError
-from hf_longctx.metrics.run.engine import predict_plainly as predict
 from hf_longctx.metrics.run.journal import content_hash
+from hf_longctx.metrics.run.logits import predict_plainly as predict
 from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 

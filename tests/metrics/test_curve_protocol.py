@@ -121,10 +121,6 @@ def test_longest_length(limit, longest):
     assert core.input_tokens(longest + 1) > limit
 
 
-def test_lengths_of_any_integer_type():
-    assert core.check_lengths(np.array([1, 8, 9], dtype=np.uint16)) == [1, 8, 9]
-
-
 def test_corpus_too_short():
     corpus = np.arange(29)
     with pytest.raises(ValueError, match=r"29 tokens; length 10 needs 30.*longest possible length is 9:"):

@@ -2,6 +2,7 @@
 
 import gzip
 
+import numpy as np
 import pytest
 import transformers
 from mistakes import harmless, refused
@@ -99,6 +100,7 @@ CURVE = [
     refused("id_range: one id", lambda: random_curve(id_range=(5,)), "id_range must be two ids"),
     refused("id_range: a number", lambda: random_curve(id_range=7), "id_range must be two ids"),
     refused("irrelevant: of random data", lambda: random_curve(irrelevant_tokens=CORPUS), "drop irrelevant_tokens"),
+    harmless("lengths: of NumPy", lambda: (counts(lengths=np.array([8], dtype=np.uint16)), counts())),
     harmless("tokens: a list", lambda: (counts(), counts(tokens=CORPUS.tolist()))),
     harmless(
         "tokens: of random data",

@@ -7,7 +7,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longctx  # noqa: F401 - registers FoX
-from hf_longctx.metrics.run.engine import Engine, argmax, argmax_tiled, evaluating, predict_plainly
+from hf_longctx.metrics.run.engine import Engine, evaluating
+from hf_longctx.metrics.run.logits import argmax, argmax_tiled, predict_plainly
 
 
 V = 89  # not the size of anything else

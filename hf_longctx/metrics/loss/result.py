@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from ..curve.protocol import check_count
+from ..checks import check_count
 from ..result import Headline, Overview, Result, Table
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 

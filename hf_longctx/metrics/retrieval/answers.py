@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ..curve.protocol import check_count
-from ..result import Overview, entries, integers
+from ..checks import check_count, entries, integers
+from ..result import Overview
 
 
 SCORES = ("match_rate", "exact_rate", "probability")

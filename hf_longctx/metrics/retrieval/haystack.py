@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..curve.protocol import check_count
-from ..result import Headline, Overview, Result, Table, entries
+from ..checks import check_count, entries
+from ..result import Headline, Overview, Result, Table
 from .answers import SCORES, Answers, explain_score, headline_score, overview_row, score_columns
 
 

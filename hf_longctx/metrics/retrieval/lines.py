@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..curve.protocol import check_count
-from ..result import Headline, Overview, Result, Table, entries
+from ..checks import check_count, entries
+from ..result import Headline, Overview, Result, Table
 from .answers import Answers, explain_score, headline_score, overview_row, score_columns
 
 

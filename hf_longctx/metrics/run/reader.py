@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .engine import Engine, evaluating, input_device
+from .engine import Engine, evaluating
+from .logits import input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
