@@ -32,10 +32,9 @@ _NAMES = {
     "run.offline": "OfflineModel",
     "curve.measure": "PositionLimitError forgetting_curve",
     "rope.base": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table",
-    "rope.bounds": "rope_context_bound rope_decay rope_inv_freq rope_variance_weights",
+    "rope.bounds": "rope_context_bound rope_decay rope_inv_freq",
     "rope.result": "RopeLayers RopeReport",
     "rope.measure": "rope_report",
-    "rope.spread": "QKSpread measure_qk_spread",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -125,7 +125,7 @@ def _option_names():
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "input_ids", "run")]
+        names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "run")]
         names[name] += [field.name for field in fields(Run)] if "run" in keywords else []
         names[name].append("model_kwargs")
     names["rope_base_check"].append("head_dim")

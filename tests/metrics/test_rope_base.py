@@ -59,10 +59,8 @@ def test_nothing_to_bound():
     assert rope_base_bound(500, 24, non_rotary_dims=24).base == 1.0
 
 
-def test_results_are_plain():
+def test_the_text_has_the_numbers():
     bound = rope_base_bound(100, 32)
-    assert json.loads(json.dumps(bound.to_dict())) == bound.to_dict()
-    assert bound.to_dict()["window_width"] == bound.window_width
     assert f"{bound.base:.10g}" in str(bound) and f"{bound.settled_base:.10g}" in str(bound)
 
 

@@ -10,7 +10,6 @@ from hf_longctx.metrics.rope.bounds import (
     rope_context_bound,
     rope_decay,
     rope_inv_freq,
-    rope_variance_weights,
 )
 
 
@@ -24,7 +23,7 @@ def cosine_sum(m, base, head_dim):
     return math.fsum(math.cos(m * base ** (-2 * i / head_dim)) for i in range(head_dim // 2))
 
 
-# --- eq. 16 and 19 ---
+# --- eq. 16 ---
 
 
 def random_cases(n=30):
@@ -50,9 +49,9 @@ def test_decay_is_the_cosine_sum(m, base, head_dim):
     "m", [range(0), range(1), range(7, 3000), range(5000, 100, -7), range(0, 70_001, 13)], ids=str
 )
 def test_range_equals_array(m):
-    theta, weights = np.array([1.0, 0.3, 1e-3, 0.0]), np.array([0.5, 2.0, 0.0, 3.0])
-    fast = rope_decay(m, inv_freq=theta, weights=weights)
-    plain = rope_decay(np.array(m), inv_freq=theta, weights=weights)
+    theta = np.array([1.0, 0.3, 1e-3, 0.0])
+    fast = rope_decay(m, inv_freq=theta)
+    plain = rope_decay(np.array(m), inv_freq=theta)
     assert fast.shape == plain.shape == (len(m),)
     np.testing.assert_allclose(fast, plain, atol=1e-10)
 
@@ -61,32 +60,6 @@ def test_decay_keeps_shape():
     assert isinstance(rope_decay(3, base=10.0, head_dim=4), float)
     assert rope_decay(np.zeros((2, 0, 3)), base=10.0, head_dim=4).shape == (2, 0, 3)
     np.testing.assert_array_equal(rope_decay([[0, 0]], base=10.0, head_dim=4), [[2.0, 2.0]])
-
-
-def test_variance_weights_follow_the_pairs():
-    std = np.array([1.0, 2.0, 3.0, 4.0])
-    np.testing.assert_array_equal(rope_variance_weights(std, interleaved=True), [1 + 4, 9 + 16])
-    np.testing.assert_array_equal(rope_variance_weights(std, interleaved=False), [1 + 9, 4 + 16])
-    keys = np.stack([std, 2 * std])
-    np.testing.assert_array_equal(rope_variance_weights(std, keys, interleaved=False), [[10, 20], [20, 40]])
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_weighted_decay_is_the_expected_score_gap(interleaved):
-    """Eq. 15 from random queries: the score of a similar key minus that of a random one, at distance m."""
-    rng = np.random.default_rng(1)
-    d, n, m, base = 8, 200_000, 5, 50.0
-    q_mean, k_mean, q_std, k_std = rng.normal(size=(2, d)).tolist() + rng.uniform(0.5, 2, (2, d)).tolist()
-    q = rng.normal(q_mean, q_std, (n, d))
-    similar = k_mean + np.divide(k_std, q_std) * (q - q_mean)
-    order = np.arange(d) if interleaved else np.arange(d).reshape(2, -1).T.ravel()
-    z_q, z_k = (x[:, order[0::2]] + 1j * x[:, order[1::2]] for x in (q, similar))
-    z_k = z_k * np.exp(1j * m * rope_inv_freq(base, d))
-    scores = (z_q * z_k.conj()).real.sum(1)
-    shuffled = (z_q * np.roll(z_k, 1, axis=0).conj()).real.sum(1)
-    weights = rope_variance_weights(q_std, k_std, interleaved=interleaved)
-    expected = rope_decay(m, base=base, head_dim=d, weights=weights)
-    assert (scores - shuffled).mean() == pytest.approx(expected, abs=5 * (scores - shuffled).std() / math.sqrt(n))
 
 
 # --- eq. 17 ---
@@ -100,8 +73,6 @@ def test_context_bound_is_the_first_negative(base, head_dim):
     assert rope_context_bound(base=base, head_dim=head_dim, limit=bound + 1) == bound
     if bound:
         assert rope_context_bound(base=base, head_dim=head_dim, limit=bound) is None
-    weights = np.full(head_dim // 2, 7e-5)
-    assert rope_context_bound(inv_freq=rope_inv_freq(base, head_dim), weights=weights) == bound
 
 
 def test_half_the_dimensions_at_rest_are_never_negative():
@@ -158,13 +129,7 @@ def test_golden_context_bounds(data):
         (lambda: rope_decay(1, inv_freq=[1.0, float("nan")]), "inv_freq holds"),
         (lambda: rope_decay(1, inv_freq=[-1.0]), "inv_freq holds"),
         (lambda: rope_decay([1, float("inf")], base=10.0, head_dim=4), "m holds"),
-        (lambda: rope_decay(1, base=10.0, head_dim=4, weights=[1.0]), "one weight per frequency"),
-        (lambda: rope_decay(1, base=10.0, head_dim=4, weights=[1.0, -1.0]), "non-negative"),
-        (lambda: rope_decay(1, base=10.0, head_dim=4, weights=[0.0, 0.0]), "not all 0"),
         (lambda: rope_context_bound(base=10.0, head_dim=4, limit=0), "limit is 0"),
-        (lambda: rope_variance_weights([1.0, 2.0, 3.0], interleaved=True), "d even"),
-        (lambda: rope_variance_weights([1.0, -2.0], interleaved=True), "q_std holds"),
-        (lambda: rope_variance_weights([1.0, 2.0], [1.0, float("nan")], interleaved=True), "k_std holds"),
     ],
 )
 def test_bad_input_is_refused(call, message):

@@ -12,7 +12,7 @@ Taylor's theorem proves every step between two evaluations; the evaluations them
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from itertools import count
 
@@ -70,10 +70,6 @@ class RopeBaseBound:
     def window_width(self) -> float | None:
         """(window_end - base) / base."""
         return None if self.window_end is None else (self.window_end - self.base) / self.base
-
-    def to_dict(self) -> dict:
-        """All attributes and window_width as plain JSON types."""
-        return {**asdict(self), "window_width": self.window_width}
 
     def __str__(self):
         still = f" and {self.non_rotary_dims} dimensions that do not rotate" if self.non_rotary_dims else ""
@@ -188,8 +184,7 @@ class _DecayFamily:
         return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # above 0 at m = 0 too
 
     def rounding(self, m, u):
-        theta = np.exp(-u * self.x)
-        return rounding_error(m, theta, np.ones_like(theta))
+        return rounding_error(m, np.exp(-u * self.x))
 
     def negative_among(self, starts, u, length):
         """Distances m <= length in the given rows with B_m < 0 at u; a sample of them if there are many."""

@@ -33,15 +33,14 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
     return float(base) ** -exponents(head_dim)
 
 
-def rope_decay(m, *, base=None, head_dim=None, inv_freq=None, weights=None):
-    """B_m = sum_i w_i cos(m theta_i): eq. 16, or with weights eq. 19. How much a similar key beats a random one.
+def rope_decay(m, *, base=None, head_dim=None, inv_freq=None):
+    """B_m = sum_i cos(m theta_i), eq. 16: how much a similar key beats a random one.
 
     Args:
         m: relative distances in tokens: a number, an array of any shape, or a `range`. A range of n distances costs
             2 sqrt(n) sines per frequency and one matrix product instead of n cosines, see `_decay_range`.
         base, head_dim: plain RoPE, or instead
         inv_freq: the frequencies themselves, (n,), radians per token. Zeros are dimensions that do not rotate.
-        weights: (n,) non-negative, default 1 each; see `rope_variance_weights`.
 
     Returns:
         float64, of the shape of m; a float if m is a number. The error is about 2e-16 * m * sqrt(sum theta^2).
@@ -52,22 +51,22 @@ def rope_decay(m, *, base=None, head_dim=None, inv_freq=None, weights=None):
     >>> rope_decay([0, 58, 59], base=100, head_dim=128).round(3).tolist()
     [64.0, 0.072, -0.51]
     """
-    theta, w = _frequencies(base, head_dim, inv_freq, weights)
+    theta = _frequencies(base, head_dim, inv_freq)
     if isinstance(m, range):
-        return _decay_range(theta, w, m.start, m.step, len(m))
+        return _decay_range(theta, m.start, m.step, len(m))
     m = np.asarray(m, dtype=np.float64)
     if not np.isfinite(m).all():
         raise ValueError("m holds NaN or infinity; it must hold distances in tokens.")
     chunks = np.array_split(m.ravel(), m.size // 65536 + 1)  # bounds the (m, n) table of angles
-    decay = np.concatenate([np.cos(np.multiply.outer(chunk, theta)) @ w for chunk in chunks])
+    decay = np.concatenate([np.cos(np.multiply.outer(chunk, theta)).sum(-1) for chunk in chunks])
     return decay.reshape(m.shape)[()]
 
 
-def rope_context_bound(*, base=None, head_dim=None, inv_freq=None, weights=None, limit: int = 1 << 22) -> int | None:
+def rope_context_bound(*, base=None, head_dim=None, inv_freq=None, limit: int = 1 << 22) -> int | None:
     """L_theta of eq. 17: the largest distance up to which B_m never is negative.
 
     Args:
-        base, head_dim, inv_freq, weights: as for `rope_decay`.
+        base, head_dim, inv_freq: as for `rope_decay`.
         limit: the last distance looked at, in tokens.
 
     Returns:
@@ -80,61 +79,28 @@ def rope_context_bound(*, base=None, head_dim=None, inv_freq=None, weights=None,
     >>> rope_context_bound(base=10_000, head_dim=128)
     1706
     """
-    theta, w = _frequencies(base, head_dim, inv_freq, weights)
+    theta = _frequencies(base, head_dim, inv_freq)
     limit = positive_int("limit", limit)
     first, size = 0, 1024  # blocks that double: stop early, waste little
     while first <= limit:
         size = min(size, limit + 1 - first)
-        decay = _decay_range(theta, w, first, 1, size)
+        decay = _decay_range(theta, first, 1, size)
         at = np.flatnonzero(decay < 0)
-        at = at[decay[at] < -rounding_error(first + at, theta, w)]
+        at = at[decay[at] < -rounding_error(first + at, theta)]
         if len(at):
             return first + int(at[0]) - 1
         first, size = first + size, first + size
     return None
 
 
-def rope_variance_weights(q_std, k_std=None, *, interleaved: bool) -> np.ndarray:
-    """The weights of eq. 19: one per rotated pair, from the standard deviations of query and key components.
-
-    The paper lets queries and keys have one distribution and finds w_i = sigma_{2i}^2 + sigma_{2i+1}^2. For keys of
-    their own mean and spread, read "similar" as "as many standard deviations from the mean as the query, in every
-    component"; the same steps then give w_i = sum over the pair of sigma_q sigma_k, and the means cancel as before.
-
-    Args:
-        q_std: (..., d) standard deviations before rotation, over tokens.
-        k_std: the same for keys, broadcast against q_std; None for the paper's case k_std = q_std.
-        interleaved: True if components (2i, 2i+1) rotate together, as the paper writes it; False if (i, i + d/2) do,
-            as in Llama and most of transformers.
-
-    Returns:
-        (..., d/2) float64.
-
-    Raises:
-        ValueError: a standard deviation is negative or not finite, or d is odd.
-    """
-    q_std = np.asarray(q_std, dtype=np.float64)
-    k_std = q_std if k_std is None else np.asarray(k_std, dtype=np.float64)
-    for name, std in (("q_std", q_std), ("k_std", k_std)):
-        if std.ndim == 0 or std.shape[-1] == 0 or std.shape[-1] % 2:
-            raise ValueError(
-                f"{name} has shape {std.shape}; its last axis must hold d components, d even: they pair up."
-            )
-        if not (np.isfinite(std) & (std >= 0)).all():
-            raise ValueError(f"{name} holds a negative, NaN or infinite value; standard deviations are needed.")
-    product = q_std * k_std
-    pairs = (*product.shape[:-1], -1, 2) if interleaved else (*product.shape[:-1], 2, -1)
-    return product.reshape(pairs).sum(-1 if interleaved else -2)
-
-
-def _decay_range(theta, weights, first, step, size):
+def _decay_range(theta, first, step, size):
     """B at first, first + step, ...: write m = a + b with a on a coarse and b on a fine grid of about sqrt(size) each.
 
     cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t), summed over t, is one (A, 2n) @ (2n, B) product.
     """
     width = 1 << (size.bit_length() // 2)
     coarse = rotations(theta, first, step * width, -(-size // width))
-    fine = rotations(theta, 0, step, width) * weights[:, None]
+    fine = rotations(theta, 0, step, width)
     return real_product(coarse, fine).ravel()[:size]
 
 
@@ -161,9 +127,9 @@ def real_product(coarse, fine):
     return np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
 
 
-def rounding_error(m, theta, weights):
+def rounding_error(m, theta):
     """What float64 may add to B_m: every angle m theta_i is off by a rounding or two, every cosine too."""
-    return 4 * EPS * (m * (weights @ theta) + weights.sum())
+    return 4 * EPS * (m * theta.sum() + len(theta))
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
@@ -176,8 +142,8 @@ def exponents(head_dim):
     return np.arange(0, head_dim, 2) / head_dim
 
 
-def _frequencies(base, head_dim, inv_freq, weights):
-    """The frequencies and their weights as float64, (n,) each, from either way to give them."""
+def _frequencies(base, head_dim, inv_freq):
+    """The frequencies as float64, (n,), from either way to give them."""
     if (inv_freq is None) == (base is None and head_dim is None):
         raise ValueError("Give either base and head_dim (plain RoPE) or inv_freq, and not both.")
     theta = rope_inv_freq(base, head_dim) if inv_freq is None else np.asarray(inv_freq, dtype=np.float64)
@@ -187,12 +153,7 @@ def _frequencies(base, head_dim, inv_freq, weights):
         raise ValueError(
             "inv_freq holds a negative, NaN or infinite value; frequencies are >= 0, in radians per token."
         )
-    weights = np.ones_like(theta) if weights is None else np.asarray(weights, dtype=np.float64)
-    if weights.shape != theta.shape:
-        raise ValueError(f"weights has shape {weights.shape}; one weight per frequency is needed: {theta.shape}.")
-    if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
-        raise ValueError("weights must be finite and non-negative, and not all 0: they are variances.")
-    return theta, weights
+    return theta
 
 
 def positive_int(name, value):

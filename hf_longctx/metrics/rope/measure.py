@@ -11,7 +11,7 @@ from numbers import Integral
 import numpy as np
 
 from .base import rope_base_bound
-from .bounds import rope_context_bound, rope_decay, rope_variance_weights
+from .bounds import rope_context_bound, rope_decay
 from .config import (
     BASE_IN_CODE,
     NoRopeError,
@@ -25,7 +25,6 @@ from .config import (
     with_rope_parameters,
 )
 from .result import MINIMUM_BASE_UP_TO, RopeLayers, RopeReport
-from .spread import measure_qk_spread
 
 
 LOOKED_AT = 1 << 22  # distances in which the end of B_m >= 0 is sought, where a model needs fewer
@@ -33,9 +32,7 @@ LONGEST = 10**8  # tokens of context; more take minutes
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def rope_report(
-    model_or_config, *, context_length: int | None = None, input_ids=None, minimum_base: bool = True
-) -> RopeReport:
+def rope_report(model_or_config, *, context_length: int | None = None, minimum_base: bool = True) -> RopeReport:
     """Whether a model's rotary embedding satisfies B_m >= 0 over its context, and which base would.
 
     Reads `rope_parameters` of transformers 5, flat or per layer type, and the older rope_theta with rope_scaling; the
@@ -47,8 +44,6 @@ def rope_report(
         context_length: the claim to check, in tokens; default the config's max_position_embeddings, or what its
             yarn scaling claims (factor times original_max_position_embeddings) if that is more. Dynamic and longrope
             frequencies depend on it.
-        input_ids: (B, T) token ids on the model's device, to measure q and k on and weigh the cosines of every head by
-            their variances (eq. 19); needs a model, see `measure_qk_spread`.
         minimum_base: whether to compute eq. 18 too, which takes nearly all of the time (seconds for 128k tokens).
 
     Returns:
@@ -58,7 +53,7 @@ def rope_report(
         NoRopeError: the model has no RoPE; a ValueError.
         ValueError: its config lacks what would have to be guessed, or holds what no RoPE has (it is named); an
             argument is out of its range.
-        NotImplementedError: the rope type is unknown, or q and k of this model cannot be measured.
+        NotImplementedError: the rope type is unknown.
     """
     model = model_or_config if hasattr(model_or_config, "config") else None
     original_config = model_or_config if model is None else model.config
@@ -72,10 +67,6 @@ def rope_report(
         raise ValueError(
             f"The context to check is {claimed!r} ({claimed_by}); it must be an integer from 2 to {LONGEST}, in tokens."
         )
-    if input_ids is not None and model is None:
-        raise ValueError("input_ids came with a config; measuring queries and keys needs the model itself.")
-    spread = None if input_ids is None else measure_qk_spread(model, input_ids)
-
     groups = []
     if config.model_type in BASE_IN_CODE:
         notes.append("the base is fixed in this model's code; its config does not name it")
@@ -90,14 +81,14 @@ def rope_report(
             notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
         elif model is not None and not getattr(config, "layer_rope_theta", None):
             rope = as_held(rope, model, kind, notes)
-        groups.append(_bound(rope, kind, layers, reach, spread, minimum_base))
+        groups.append(_bound(rope, kind, layers, reach, minimum_base))
     if not any(group.rope_type for group in groups):
         raise NoRopeError(f"{no_rope(config)}: none of its layers is an attention layer with RoPE.")
     name = original_config.name_or_path or type(model_or_config).__name__
     return RopeReport(name, int(claimed), claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
 
-def _bound(rope, kind, layers, reach, spread, minimum_base):
+def _bound(rope, kind, layers, reach, minimum_base):
     """`RopeLayers` of one group."""
     rotating = rope.inv_freq[rope.inv_freq > 0]
     still = rope.head_dim // 2 - len(rotating)
@@ -126,7 +117,6 @@ def _bound(rope, kind, layers, reach, spread, minimum_base):
         lowest_decay=round(lowest, 3),
         inv_freq=rotating.tolist(),
         **minimum,
-        **({} if spread is None else _weighted_bound(rope, layers, reach, spread)),
     )
 
 
@@ -139,26 +129,3 @@ def _negative_distances(theta, reach):
         negative, lowest = negative + len(below), min(lowest, float(decay.min()))
         last = first + int(below[-1]) if len(below) else last
     return negative, last, lowest
-
-
-def _weighted_bound(rope, layers, reach, spread):
-    """Eq. 19 for every head of the layers, and for the average of them."""
-    if not layers or not spread.keys() >= set(layers):
-        raise NotImplementedError(
-            f"Queries and keys were measured in layers {sorted(spread)}, not in all of {layers}."
-        )
-    rotated = 2 * len(rope.inv_freq)
-    weights = []
-    for i in layers:
-        q, k, interleaved = spread[i]
-        moving = rope_variance_weights(q[:, :rotated], k[:, :rotated], interleaved=interleaved)
-        weights.append(np.append(moving, (q * k)[:, rotated:].sum(1, keepdims=True), axis=1))
-    weights = np.concatenate(weights)
-    theta = np.append(rope.inv_freq, 0.0)  # all that does not rotate adds one constant
-    bounds = [rope_context_bound(inv_freq=theta, weights=w, limit=reach) for w in weights]
-    average = (weights / weights.sum(1, keepdims=True)).mean(0)
-    return {
-        "heads": len(weights),
-        "heads_holding": bounds.count(None),
-        "weighted_bound": rope_context_bound(inv_freq=theta, weights=average, limit=reach),
-    }

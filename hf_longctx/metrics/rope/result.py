@@ -48,9 +48,6 @@ class RopeLayers:
         settled_base: every base from here to search_limit would do; None as for minimum_base, or if search_limit
             itself would not.
         search_limit: the largest base looked at, 16 times minimum_base.
-        heads, heads_holding: query heads measured (eq. 19), and those of them without violation up to max_distance.
-        weighted_bound: L_theta of the average measured head, every head's weights scaled to one sum; None if there is
-            no violation up to max_distance, or nothing was measured.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
 
@@ -70,9 +67,6 @@ class RopeLayers:
     two_digit_base: float | None = None
     settled_base: float | None = None
     search_limit: float | None = None
-    heads: int | None = None
-    heads_holding: int | None = None
-    weighted_bound: int | None = None
     inv_freq: list[float] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -114,11 +108,6 @@ class RopeLayers:
         if self.rotary_dim < self.head_dim:
             lines.append(f"                    {_up_to(self.rotary_only_bound)} over the rotating dimensions alone")
         lines += [f"  {line}" for line in self._bases()]
-        if self.heads:
-            average = "as far as needed" if self.weighted_bound is None else _up_to(self.weighted_bound)
-            lines.append(
-                f"  by q, k variance  {self.heads_holding} of {self.heads} heads hold; their average {average}"
-            )
         return "\n".join(lines)
 
     def _bases(self):
