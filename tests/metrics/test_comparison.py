@@ -170,12 +170,6 @@ def test_markdown_goes_to_a_file(tmp_path):
     assert (tmp_path / "loss.md").read_text().startswith("# Per-token loss\n\n| model |")
 
 
-@pytest.mark.parametrize("curves, message", [({}, "there is no curve"), ({"a": ForgettingCurve([])}, "measured: a")])
-def test_nothing_to_draw(tmp_path, curves, message):
-    with pytest.raises(ValueError, match=message):
-        plot_comparison(curves, tmp_path / "picture.png")
-
-
 def test_curves_are_named_by_model_then_file():
     def curve(model):
         return ForgettingCurve([], {"model": model} if model else {})

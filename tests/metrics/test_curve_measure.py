@@ -326,12 +326,6 @@ def test_settings_and_seed():
     assert [p.begin_locs for p in other.points] != [p.begin_locs for p in curve.points]
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_few_repeats(repeats):
-    (point,) = forgetting_curve(tiny_llama(), CORPUS, lengths=[8], repeats=repeats).points
-    assert (point.repeats, 0 <= point.p_value <= 1) == (repeats, True)
-
-
 def test_random_data():
     model = whole_inputs(tiny_llama())
     calls = record_calls(model)
@@ -364,13 +358,6 @@ def test_random_data_are_tokens_of_text():
         forgetting_curve(model, None, tokenizer=Vocabulary(), id_range=(28, 31), **options)
 
 
-def test_progress_bar(capsys):
-    forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2, progress=True)
-    assert "100%" in capsys.readouterr().err
-    forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2)
-    assert capsys.readouterr().err == ""
-
-
 # -- protocols
 
 
@@ -397,16 +384,6 @@ def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per
         del counting._is_stateful
     assert curve.points == plain.points
     assert sum(sum(p.copy_correct) + sum(p.lm_correct) for p in curve.points) > 10
-
-
-@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-@pytest.mark.parametrize("protocol, data", [("reference", "random"), ("nested", "order")])
-def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, tokens, protocol, data):
-    """Token for token, on runs that are not recorded."""
-    options = {"lengths": [60, 270], "repeats": 3, "seed": 77, "protocol": protocol, "data_type": data}
-    curve = forgetting_curve(trained, tokens, **options)
-    assert curve.points == forgetting_curve(RemoteCode(trained), tokens, **options).points
-    assert curve.points[0].copy_mean > curve.points[0].lm_mean + 0.1
 
 
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")
@@ -633,12 +610,6 @@ def test_special_tokens_of_a_multimodal_model():
     model.config = SimpleNamespace(get_text_config=lambda: model.inner.config)
     curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1)
     assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (1, 2)
-
-
-def test_no_special_tokens():
-    model = tiny_llama(bos_token_id=None, eos_token_id=None)
-    with pytest.raises(ValueError, match=r"neither a BOS nor an EOS token.*bos_token_id=\.\.\."):
-        forgetting_curve(model, CORPUS, lengths=[8])
 
 
 # -- position limits

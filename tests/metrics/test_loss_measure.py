@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiny_models import RemoteCode
+from tiny_models import LLAMA, RemoteCode, build
 
 from hf_longctx.metrics import Run, position_loss
 from hf_longctx.metrics.run import engine as engine_module
@@ -15,15 +15,7 @@ from hf_longctx.metrics.run.engine import Engine, evaluating
 
 
 CORPUS = np.random.default_rng(0).integers(3, 32, size=400)
-LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-
 slow = pytest.mark.slow
-
-
-def build(name, **config):
-    torch.manual_seed(0)
-    config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
 
 
 MODELS = {
@@ -129,11 +121,6 @@ def test_a_table_of_positions_is_a_limit():
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ValueError, match="needs 25 positions, and the model's position table ends at 24"):
         position_loss(model, CORPUS, context_length=25)
-
-
-def test_a_claim_is_no_limit():
-    with pytest.warns(UserWarning, match=r"context_length needs 20 positions, more than the 16"):
-        position_loss(build("llama", **LLAMA, max_position_embeddings=16), CORPUS, context_length=20, sequences=1)
 
 
 def test_smaller_passes_when_memory_runs_out():

@@ -47,13 +47,3 @@ def test_the_ribbon_is_the_standard_error(figures):
     heights = {tuple(corner) for corner in ribbon.get_paths()[0].vertices.round(6).tolist()}
     assert {(2.0, round(2 + 1 / 3**0.5, 6)), (2.0, round(2 - 1 / 3**0.5, 6)), (1.0, 3.0)} <= heights
     assert not figures[1].axes[0].collections, "an error that is not known is drawn"
-
-
-def test_a_result_draws_itself(tmp_path):
-    LOSS.plot(tmp_path / "picture.png", train_length=256)
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="no per-token loss"):
-        plot_losses([], tmp_path / "picture.svg")
