@@ -76,7 +76,8 @@ class Result:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        Result.kinds[cls.kind] = cls
+        if "kind" in vars(cls):
+            Result.kinds[cls.kind] = cls
 
     # What a subclass tells ------------------------------------------------------------------------------------------
 
