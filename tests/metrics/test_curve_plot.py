@@ -19,12 +19,6 @@ CURVE = ForgettingCurve(
 )
 
 
-@pytest.mark.parametrize("name, magic", [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
-def test_the_ending_decides_the_kind_of_file(tmp_path, name, magic):
-    CURVE.plot(tmp_path / name, train_length=64)
-    assert (tmp_path / name).read_bytes().startswith(magic)
-
-
 def test_the_picture_says_how_many_repeats_adaptive_points_have(words):
     curve = ForgettingCurve([CurvePoint(8, [4] * 3, [1] * 3), CurvePoint(9, [5] * 10, [1] * 10)])
     assert "deviation of 3 to 10 repeats" in words(curve.plot)

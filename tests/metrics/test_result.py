@@ -95,15 +95,6 @@ def test_the_overview_of_a_report(result, rows):
         assert dataclasses.replace(result, **{empty[type(result)]: []}).overview() == []
 
 
-@pytest.mark.parametrize(
-    "n, right, interval", [(10, 0, "0.0% to 27.8%"), (10, 5, "23.7% to 76.3%"), (1, 1, "20.7% to 100.0%")]
-)
-def test_the_interval_of_a_rate_is_that_of_wilson(n, right, interval):
-    answers = [Answer(log_prob=-1.0, tokens=1, exact=i < right, reply=None, matched=i < right) for i in range(n)]
-    (row,) = LineRetrieval([LinesPoint(answers, 10, [200] * n, [3] * n)]).overview()
-    assert (row.value, row.interval) == (f"{right / n:.1%}", interval)
-
-
 def test_luck_is_no_memory_in_an_overview():
     curve = ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
     fine, coarse = curve.overview()

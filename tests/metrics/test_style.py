@@ -38,7 +38,8 @@ def test_an_interrupted_run_is_called_so(result):
     pytest.importorskip("matplotlib")
     from hf_longctx.metrics import style
 
-    assert "interrupted" not in style.heading(result) + result.summary()
+    assert style.heading(result) == result.title and "interrupted" not in result.summary()
+    assert style.heading(result.with_settings(model="/data/models/fox/")) == f"{result.title} of fox"
     result = result.with_settings(interrupted="Ctrl-C")
     assert style.heading(result).endswith(" (interrupted)") and result.summary().endswith("; interrupted: Ctrl-C")
 
@@ -51,18 +52,3 @@ def test_pictures_leave_the_display_alone(tmp_path):
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"model": "someone/fox"}, "Forgetting curve of someone/fox"),
-        ({"model": "/data/models/fox/"}, "Forgetting curve of fox"),
-        ({}, "Forgetting curve"),
-    ],
-)
-def test_the_heading_names_the_model(settings, words):
-    pytest.importorskip("matplotlib")
-    from hf_longctx.metrics.style import heading
-
-    assert heading(ForgettingCurve([], settings)) == words
