@@ -1,10 +1,32 @@
-"""Pictures as figures and as words; evaluate, which keeps the modules that it loads in a folder of the user's."""
+"""What is recorded; pictures as figures and as words; evaluate, which keeps modules in the user's cache."""
 
 import html
+import json
 import re
 import sys
 
+import numpy as np
 import pytest
+
+
+@pytest.fixture(scope="session")
+def recorded(golden):
+    """All recorded forgetting curves, by name."""
+    files = [golden / "forgetting_curve" / "results.json", golden / "forgetting_curve" / "edge_cases.json"]
+    runs, edge_cases = (json.loads(file.read_text()) for file in files)
+    return {run["name"]: run for run in runs + edge_cases["runs"]}
+
+
+@pytest.fixture(scope="session")
+def reference(recorded):
+    """Those with points."""
+    return {name: run for name, run in recorded.items() if run.get("rows")}
+
+
+@pytest.fixture(scope="session")
+def tokens(golden):
+    """The corpus of the recorded curves and losses."""
+    return np.load(golden / "forgetting_curve" / "tokens.npy")
 
 
 def forget_modules():

@@ -32,26 +32,9 @@ def forgetting_curve(model, tokens, *, journal=None, tokens_per_pass=None, progr
 
 
 @pytest.fixture(scope="module")
-def folder(golden):
-    return golden / "forgetting_curve"
-
-
-@pytest.fixture(scope="module")
-def trained(folder):
+def trained(golden):
     """The small trained Llama of the recorded curves."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-
-
-@pytest.fixture(scope="module")
-def tokens(folder):
-    return np.load(folder / "tokens.npy")
-
-
-@pytest.fixture(scope="module")
-def recorded(folder):
-    runs = json.loads((folder / "results.json").read_text())
-    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
-    return {run["name"]: run for run in runs}
+    return transformers.AutoModelForCausalLM.from_pretrained(golden / "forgetting_curve" / "model")
 
 
 def settings_of(run):

@@ -1,7 +1,5 @@
 """Lengths, samples and inputs of the forgetting curve, against the recorded ones."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -10,20 +8,6 @@ from hf_longctx.metrics.curve import protocol as core
 
 CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
-
-
-@pytest.fixture(scope="module")
-def reference(golden):
-    """All recorded curves, by name; those with points only."""
-    folder = golden / "forgetting_curve"
-    runs = json.loads((folder / "results.json").read_text())
-    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
-    return {run["name"]: run for run in runs if run.get("rows")}
-
-
-@pytest.fixture(scope="module")
-def corpus(golden):
-    return np.load(golden / "forgetting_curve" / "tokens.npy").astype(np.int64)
 
 
 def test_grids_match_reference(reference):
@@ -48,19 +32,19 @@ def test_default_lengths_need_an_end():
         core.default_lengths(None, None)
 
 
-def test_begins_match_reference(reference, corpus):
+def test_begins_match_reference(reference, tokens):
     checked = 0
     for run in reference.values():
         if run["data_type"] != "order":
             continue
-        tokens = corpus[: run["n_corpus_tokens"]]
+        corpus = tokens[: run["n_corpus_tokens"]].astype(np.int64)
         lengths = [row["length"] for row in run["rows"]]
-        for row, samples in zip(run["rows"], core.order_samples(tokens, lengths, run["repeats"], run["seed"])):
+        for row, samples in zip(run["rows"], core.order_samples(corpus, lengths, run["repeats"], run["seed"])):
             assert [sample.begin for sample in samples] == row["begin_locs"]
             n = row["length"]
             for sample in samples:
-                assert np.array_equal(sample.target, tokens[sample.begin : sample.begin + n])
-                assert np.array_equal(sample.irrelevant, tokens[-n:])
+                assert np.array_equal(sample.target, corpus[sample.begin : sample.begin + n])
+                assert np.array_equal(sample.irrelevant, corpus[-n:])
             checked += 1
     assert checked > 100
 
@@ -82,9 +66,9 @@ def test_random_ids_avoid_special_ids():
         core.random_samples((4, 5), [8], 1, seed=0, skip=frozenset({4, 5}))
 
 
-def test_samples_of_a_shorter_grid_are_the_same(corpus):
-    long = list(core.order_samples(corpus, [5, 6, 7], 3, seed=1))
-    short = list(core.order_samples(corpus, [5, 6], 3, seed=1))
+def test_samples_of_a_shorter_grid_are_the_same():
+    long = list(core.order_samples(CORPUS, [5, 6, 7], 3, seed=1))
+    short = list(core.order_samples(CORPUS, [5, 6], 3, seed=1))
     assert [[s.begin for s in samples] for samples in long[:2]] == [[s.begin for s in samples] for samples in short]
 
 

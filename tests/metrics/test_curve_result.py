@@ -8,15 +8,6 @@ import pytest
 from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
-@pytest.fixture(scope="module")
-def reference(golden):
-    """All recorded curves, by name; those with points only."""
-    folder = golden / "forgetting_curve"
-    runs = json.loads((folder / "results.json").read_text())
-    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
-    return {run["name"]: run for run in runs if run.get("rows")}
-
-
 def curve_of(run):
     names = ("length", "copy_correct", "lm_correct", "begin_locs")
     return ForgettingCurve(

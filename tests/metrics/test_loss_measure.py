@@ -55,11 +55,10 @@ def test_logits_in_parts_are_those_of_one_pass(model, monkeypatch, tokens_per_pa
 
 @pytest.mark.parametrize("length", [60, pytest.param(640, marks=slow)])
 @pytest.mark.filterwarnings("ignore:context_length needs 640 positions")
-def test_recorded_loss(golden, length):
+def test_recorded_loss(golden, tokens, length):
     folder = golden / "forgetting_curve"
     recorded = json.loads((folder / "per_token_loss.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokens = np.load(folder / "tokens.npy")
     result = position_loss(model, tokens, context_length=length, starts=recorded["sequence_starts"])
     assert np.allclose(result.loss, recorded["loss"][:length], atol=2e-4)
     assert np.allclose(result.perplexity, recorded["perplexity"][:length], rtol=2e-4)
