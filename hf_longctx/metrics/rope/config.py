@@ -21,11 +21,8 @@ BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1"),
 )
-PARTIAL_IN_REMOTE_CODE = (
-    "rotary_pct",
-    "rope_pct",
-    "rotary_emb_fraction",
-)  # what partial_rotary_factor is called there
+# What partial_rotary_factor is called in code on the Hub.
+PARTIAL_IN_REMOTE_CODE = ("rotary_pct", "rope_pct", "rotary_emb_fraction")
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
 
 
