@@ -4,8 +4,9 @@
 
 Trains in the two stages of `hf-longctx finetune --recipe hmt`, by commands that are printed and kept in the card's
 `training.txt`. A row of the first stage is a segment of text, twice; one of the second is `PASSAGES` segments and the
-same in another order, so that a segment has to be found among the memories. The first half of a segment is its query,
-and only the second half can be predicted from a memory. After an interruption, the same command goes on.
+same in another order, so that a segment has to be found among the memories. A recall is made of the first half of a
+segment, so that what follows the next token is predicted with a memory. After an interruption, the same command goes
+on.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from scripts.train_demo import CARDS, HELD_OUT, ROOT, measure, run, save
 
 BACKBONE, CARD = CARDS / "llama-demo", CARDS / "hmt-demo"
 SEGMENT, SENSORY, PASSAGES = 16, 4, 4
+QUARTER = SEGMENT // 4
 STAGES = (  # passages of a row, and what differs between the stages
     (1, "finetune llama-demo --steps 240"),
     (PASSAGES, "finetune {before}/model --steps 280"),
@@ -37,6 +39,7 @@ TRAINING = (
     "--learning-rate 1e-3 --schedule cosine --warmup-steps 10 --dtype bfloat16 --save-steps 40 --keep-checkpoints 1"
 )
 ROWS = 8192  # of the data of a stage
+SCORED = SEGMENT // 2 - 1  # tokens of a segment that are predicted with what was recalled
 DISTANCES, TEXTS = (1, 4, 16, 64), 64  # segments from one reading to the next
 CURVE = (63, 127, 255, 511, 1023)  # lengths after which the second reading begins with a segment
 
@@ -70,13 +73,12 @@ def train(work):
 
 @torch.no_grad()
 def recall(model, backbone, tokens):
-    """Rows of figures: how well the second half of a segment is predicted when the segment comes again.
+    """Rows of figures: how well the last `SCORED` tokens of a segment are predicted when it comes again.
 
     The text between its two readings is new, so that a reader who remembers only some tokens predicts it as if it were
     new, too. The last column is the loss on plain text, all tokens of segments.
     """
-    half, readers = SEGMENT // 2, {}
-    window = SENSORY + SEGMENT
+    readers, window = {}, SENSORY + SEGMENT
     for distance in DISTANCES:
         rng = random.Random(distance)
 
@@ -84,14 +86,13 @@ def recall(model, backbone, tokens):
             start = rng.randrange(len(tokens) - length)
             return tokens[start : start + length]
 
-        texts = [(piece(SEGMENT), piece((distance - 1) * SEGMENT), piece(half)) for _ in range(TEXTS)]
+        texts = [(piece(SEGMENT), piece((distance - 1) * SEGMENT), piece(QUARTER)) for _ in range(TEXTS)]
         ids = torch.tensor(np.array([np.concatenate([first, new, first]) for first, new, _ in texts]))
-        shifted = torch.tensor(np.array([np.concatenate([first, new, more, first]) for first, new, more in texts]))
-        several = ids.split(16)
+        several, shifted = (x.split(16) for x in (ids, torch.tensor(np.array([shift(*text) for text in texts]))))
         scores = {
             "HMT": [score(model, x) for x in several],
             "HMT, memories of another text": [score(model, x, shuffled_memories) for x in several],
-            "HMT, segment borders elsewhere": [score(model, x) for x in shifted.split(16)],
+            "HMT, a quarter of a segment later": [score(model, x) for x in shifted],
             "llama-demo, a window of HMT's size": [score(backbone, x[:, -window:]) for x in several],
         }
         if ids.shape[1] <= backbone.config.max_position_embeddings:
@@ -112,12 +113,16 @@ def recall(model, backbone, tokens):
     return list(readers.values())
 
 
+def shift(first, new, more):
+    """A text in which the segment comes again a quarter later, as far as the end of a segment."""
+    return np.concatenate([first, new, more, first[:-QUARTER]])
+
+
 def score(model, ids, control=None):
-    """Loss, and whether the arg-max is right, of the last half of a segment of a text, both (B, SEGMENT // 2)."""
-    half = SEGMENT // 2
+    """Loss, and whether the arg-max is right, of the last tokens of a text, both (B, SCORED)."""
     with contextlib.nullcontext() if control is None else changed_recall(model, control, None, None):
-        logits = model(input_ids=ids, logits_to_keep=half + 1).logits
-    return nats(logits, ids[:, -half - 1 :]), (logits[:, :-1].argmax(-1) == ids[:, -half:]).float()
+        logits = model(input_ids=ids, logits_to_keep=SCORED + 1).logits
+    return nats(logits, ids[:, -SCORED - 1 :]), (logits[:, :-1].argmax(-1) == ids[:, -SCORED:]).float()
 
 
 def nats(logits, ids):
