@@ -30,8 +30,8 @@ BACKBONE, CARD = CARDS / "llama-demo", CARDS / "hmt-demo"
 SEGMENT, SENSORY, PASSAGES = 16, 4, 4
 QUARTER = SEGMENT // 4
 STAGES = (  # passages of a row, and what differs between the stages
-    (1, "finetune llama-demo --steps 240"),
-    (PASSAGES, "finetune {before}/model --steps 280"),
+    (1, "finetune llama-demo --steps 200"),
+    (PASSAGES, "finetune {before}/model --steps 240"),
 )
 BATCH = 1024  # tokens
 RECIPE = f"--recipe hmt --recall-mode single --segment-length {SEGMENT} --sensory-tokens {SENSORY} --full"

@@ -279,6 +279,11 @@ MISTAKES = [
         "a value of no key", filling("<!-- card: value config.json a.b --><!-- end -->"), "config.json has no a.b"
     ),
     refused("an unknown licence", replacing("license: apache-2.0", "license: apache2"), "license 'apache2' is none"),
+    refused(
+        "a task of nobody",
+        writing("---\nlicense: mit\npipeline_tag: text-gen\n---\n", "README.md"),
+        "pipeline_tag 'text-gen' is no task",
+    ),
     refused("a licence of one's own", replacing("license: apache-2.0", "license: other"), "license_name does not say"),
     refused(
         "a head that is no YAML", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"
