@@ -110,7 +110,7 @@ def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
 
     A model without one gets a memory that recalls nothing; one that such a stage has trained recalls.
     """
-    sizes = dict(segment_length=settings.segment_length, sensory_tokens=settings.sensory_tokens)
+    sizes = {name: getattr(settings, name) for name in ("segment_length", "sensory_tokens", "recall_mode")}
     if config.model_type != "hmt":
         return HMTWrapper.from_backbone(settings.model, HMTConfig(**sizes, recall=False), dtype=torch.float32)
     if config.recall:
