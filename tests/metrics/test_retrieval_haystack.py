@@ -123,9 +123,9 @@ def test_no_pieces(encode, mode, message):
         needle_pieces(encode, 1, mode)
 
 
-def cell(length, depth, *matches):
-    answers = [Answer(math.log(0.5) * 12, 12, exact=x, reply=None, matched=x) for x in matches]
-    return NeedleCell(answers, length, depth, [7] * len(matches))
+def cell(length, depth, *found):
+    answers = [Answer(math.log(0.5) * 12, 12, exact=x, reply=None, matched=x) for x in found]
+    return NeedleCell(answers, length, depth, [7] * len(found))
 
 
 GRID = NeedleGrid([cell(100, 0.0, True, False), cell(100, 0.5, True, True), cell(200, 0.0, False, False)], {"seed": 3})
