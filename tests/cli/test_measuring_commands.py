@@ -65,11 +65,11 @@ def test_random_data_need_no_text(folder, tmp_path):
 def test_lengths_themselves_and_the_source_of_irrelevant_text(folder, tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 90}))
     options = "--lengths 8,16 20 --repeats 2 --text stdlib"
-    _, own = measure(folder, tmp_path / "own", "curve", options)
+    _, same = measure(folder, tmp_path / "own", "curve", options)
     _, other = measure(folder, tmp_path / "other", "curve", f"{options} --irrelevant-text {tmp_path}/other.jsonl")
-    assert [p.length for p in own.points] == [p.length for p in other.points] == [8, 16, 20]
-    assert other.settings["irrelevant_text"] == f"{tmp_path}/other.jsonl" and "irrelevant_text" not in own.settings
-    assert [p.copy_correct for p in own.points] == [p.copy_correct for p in other.points]
+    assert [p.length for p in same.points] == [p.length for p in other.points] == [8, 16, 20]
+    assert other.settings["irrelevant_text"] == f"{tmp_path}/other.jsonl" and "irrelevant_text" not in same.settings
+    assert [p.copy_correct for p in same.points] == [p.copy_correct for p in other.points]
     files = [str(tmp_path / f"{name}.json") for name in ("own", "other")]
     compare = ["compare", *files, "--names", "own", "other", "--output", str(tmp_path / "both"), "--test-sources"]
     capsys.readouterr()

@@ -93,7 +93,7 @@ def all_logits(model, ids):
 def test_curve(model):
     lengths, repeats = [1, 6, 25], 3
     curve = forgetting_curve(model, CORPUS, lengths=lengths, repeats=repeats, seed=2)
-    found, expected, close = [], [], 0
+    counted, expected, close = [], [], 0
     for point, samples in zip(curve.points, order_samples(CORPUS, lengths, repeats, 2)):
         for kind, counts in (("target", point.copy_correct), ("irrelevant", point.lm_correct)):
             for sample, count in zip(samples, counts):
@@ -103,8 +103,8 @@ def test_curve(model):
                 if model.dtype is torch.bfloat16:  # whose rounding differs with the shape of a pass
                     close += int((best[:, 0] - best[:, 1] < 0.1).sum())
                 expected.append(int((logits.argmax(-1).numpy() == ids[scored.start + 1 : scored.stop + 1]).sum()))
-                found.append(count)
-    assert sum(abs(a - b) for a, b in zip(found, expected)) <= close
+                counted.append(count)
+    assert sum(abs(a - b) for a, b in zip(counted, expected)) <= close
     assert 0 < sum(expected) < repeats * 2 * (1 + 3 + 13)
 
 

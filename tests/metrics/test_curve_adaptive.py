@@ -88,8 +88,8 @@ def test_recorded_curves(recorded, name):
     assert cost < 0.6 * sum(20 * input_tokens(r["length"]) for r in rows)
     for reading in ("fine", "coarse"):
         interval = curve.interval(reading)
-        for found in (full, curve):
-            length = getattr(found, f"{reading}_length")
+        for measured in (full, curve):
+            length = getattr(measured, f"{reading}_length")
             assert interval.low <= length
             assert interval.high is None or length < interval.high or length < interval.low
 

@@ -51,8 +51,8 @@ def assert_reproduces(curve, run, tolerance):
         difference += np.abs(np.subtract(point.copy_correct, row["copy_correct"])).sum()
         difference += np.abs(np.subtract(point.lm_correct, row["lm_correct"])).sum()
     assert difference <= tolerance
-    found = {name: {"length": int(x), "open_ended": x.open_ended} for name, x in curve.memory_lengths.items()}
-    assert found == run["derived"]
+    memory_lengths = {name: {"length": int(x), "open_ended": x.open_ended} for name, x in curve.memory_lengths.items()}
+    assert memory_lengths == run["derived"]
 
 
 # -- recorded curves. README_metrics.md of the golden data allows 5 tokens a run in float32
@@ -354,7 +354,7 @@ def test_nested_estimates_the_same_curve(trained, tokens):
 
 
 @pytest.mark.parametrize(
-    "config, generation, given, expected",
+    "config, generation, arguments, expected",
     [
         ({"bos_token_id": 3, "eos_token_id": 4}, {}, {}, (3, 4)),
         ({"bos_token_id": 3, "eos_token_id": 4}, {}, {"bos_token_id": 0, "eos_token_id": 5}, (0, 5)),
@@ -363,13 +363,13 @@ def test_nested_estimates_the_same_curve(trained, tokens):
         ({"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, {}, (7, 8)),
         ({"bos_token_id": None, "eos_token_id": None}, {}, {"bos_token_id": 7}, (7, 7)),
     ],
-    ids=["config", "given", "no-bos", "no-eos", "generation-config", "given-alone"],
+    ids=["config", "arguments", "no-bos", "no-eos", "generation-config", "arguments-alone"],
 )
-def test_special_tokens(config, generation, given, expected):
+def test_special_tokens(config, generation, arguments, expected):
     model = tiny_llama(**config)
     model.generation_config = transformers.GenerationConfig(**generation)
     calls = record_calls(whole_inputs(model))
-    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1, **given)
+    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1, **arguments)
     assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == expected
     assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls[2:]} == {(expected[0], *expected)}
 

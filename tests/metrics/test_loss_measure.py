@@ -132,6 +132,6 @@ def test_smaller_passes_when_memory_runs_out():
             raise torch.OutOfMemoryError("no memory")
 
     model.model.embed_tokens.register_forward_pre_hook(refuse)
-    found = position_loss(model, CORPUS, context_length=90, sequences=1, run=Run(tokens_per_pass=80))
-    assert np.allclose(found.loss, expected.loss, atol=1e-5)
+    result = position_loss(model, CORPUS, context_length=90, sequences=1, run=Run(tokens_per_pass=80))
+    assert np.allclose(result.loss, expected.loss, atol=1e-5)
     assert passes[-6:] == [80, 20, 20, 20, 20, 10]

@@ -232,9 +232,9 @@ def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose
     monkeypatch.setattr(parts_module, "exchange", exchange)
     for rank in (0, 1):
         monkeypatch.setattr(parts_module, "process_place", lambda reader, rank=rank: (rank, 2))
-        found = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
+        result = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
         assert len(shared) == 2 * (rank + 1)
-    assert found == expected
+    assert result == expected
     assert len((tmp_path / "journal").read_bytes().splitlines()) == 3
     assert len((tmp_path / "journal.1").read_bytes().splitlines()) == 3
 

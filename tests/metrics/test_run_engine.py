@@ -81,8 +81,8 @@ def test_predictions_are_those_of_the_definition(name, tokens_per_pass):
         engine = Engine(model, inputs[0], tokens_per_pass)
         assert (engine.head is not None, engine.reuses_prefixes) == (plain_head, reuses)
         expected = np.stack([predict_plainly(model, row, positions) for row in inputs])
-        found = engine.predict(inputs, 20, positions)
-    assert np.array_equal(found, expected)
+        predictions = engine.predict(inputs, 20, positions)
+    assert np.array_equal(predictions, expected)
     assert len(np.unique(expected)) > 5
 
 
@@ -130,8 +130,8 @@ def test_hooks_are_not_bypassed():
     model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
     model.lm_head.register_forward_hook(lambda _, args, logits: logits.roll(1, -1))
     with evaluating(model):
-        found = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
-        assert np.array_equal(found[0], predict_plainly(model, inputs[0], range(27, 39)))
+        predictions = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
+        assert np.array_equal(predictions[0], predict_plainly(model, inputs[0], range(27, 39)))
 
 
 def test_a_cache_that_does_not_do_what_it_says_is_not_used():
