@@ -19,7 +19,8 @@ import numpy as np
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
 STDLIB = "stdlib"
-SPLITS = {"held_out": "test", "train": "train"}  # of a dataset, by what is done with the text
+# The split of a dataset is the first of these that it has, else its first.
+SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
 PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
@@ -69,8 +70,9 @@ def load_text(source: str | None = None) -> str:
         source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json or .parquet;
             each of them also with .gz after it. Or path of a folder, of whose files, nested ones included, one kind is
             read in the order of their names: *.txt if there are any, else *.md, *.jsonl, *.json, *.parquet.
-            Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test" if there is one, else
-            the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of `stdlib_text`.
+            Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test", else "validation",
+            else the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of
+            `stdlib_text`.
 
     Returns:
         The documents with an empty line between them.
@@ -184,7 +186,7 @@ def _dataset(name, part="held_out"):
         splits = datasets.load_dataset(name, streaming=not is_offline_mode())
     except Exception as error:  # offline, unknown name, gated: `datasets` raises many types
         raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
-    split = splits[SPLITS[part] if SPLITS[part] in splits else next(iter(splits))]
+    split = splits[next(name for name in (*SPLITS[part], *splits) if name in splits)]
     columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
     return _texts(split, columns, f"dataset {name}")
 

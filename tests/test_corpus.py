@@ -140,9 +140,10 @@ def test_nothing_to_read(tmp_path, make, message):
 def test_dataset(hub, offline, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     hub["me/books"] = {"train": [{"text": "word"}], "test": [{"text": "first"}, {"text": " "}, {"text": "second"}]}
+    hub["me/validated"] = {"train": [{"text": "word"}], "validation": [{"text": "first"}]}
     hub["me/one-split"] = {"all": [{"text": "third"}]}
     assert load_text("me/books") == "first\n\nsecond"
-    assert load_text("me/one-split") == "third"
+    assert (load_text("me/validated"), load_text("me/one-split")) == ("first", "third")
     for name, text in {"me/books": ["word"], "me/one-split": ["third"], "stdlib": [stdlib_text("train")]}.items():
         assert list(open_source(name, "train")[1]) == text, "a training leaves out what is measured"
     hub["me/pictures"] = {"test": [{"image": "first"}]}
