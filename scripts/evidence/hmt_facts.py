@@ -9,7 +9,8 @@ teal." After them stand questions, each one a segment of its own that the others
 and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
 recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
 arg-max over the vocabulary. Every model is trained on the answers alone, first on texts of one fact (HMT without
-recall), then on texts of up to 8, and asked on texts of up to 64. All parameters are trained, under bfloat16 autocast.
+recall), then on texts of up to 8, and asked on texts of up to 64. All parameters but the token embeddings (which are
+also the head) are trained, under bfloat16 autocast.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
 sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
@@ -19,7 +20,6 @@ sensory tokens before it, and what a user would do instead: the segment that BM2
 import itertools
 import math
 import statistics
-import tempfile
 import time
 from collections import Counter
 from typing import NamedTuple
@@ -185,25 +185,38 @@ def answer(model, questions):
     return out.logits[:, -1].float(), out.recall_scores[-1] if options.get("output_recall") else None
 
 
-def train(model, facts, method, counts, steps, args, generator):
+def train(model, facts, method, counts, steps, file, args, generator):
     """Train on the answers, with each number of facts in `counts` in turn; the losses.
 
-    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1.
+    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
+    `args.save_steps` steps everything goes to `file`, from which an interrupted training continues.
     """
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=args.learning_rate), []
+    parameters, losses = [x for x in model.parameters() if x.requires_grad], []
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - 0.9 * step / steps)
     )
+    if file.exists():
+        saved = torch.load(file, map_location=args.device, mmap=True)
+        losses = saved["losses"]
+        generator.set_state(saved["generator"].cpu())
+        for x, part in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            x.load_state_dict(saved[part])
     model.train()
-    for step in range(steps):
+    for step in range(len(losses), steps):
         questions = facts.sample(method, counts[step % len(counts)], args.questions, args.rows, args, generator)
         loss = F.cross_entropy(answer(model, questions)[0], questions.colours)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         losses.append(round(loss.item(), 3))
+        if (step + 1) % args.save_steps == 0 or step + 1 == steps:
+            parts = {name: x.state_dict() for name, x in (("model", model), ("optimizer", optimizer))}
+            parts |= {"schedule": schedule.state_dict(), "losses": losses, "generator": generator.get_state()}
+            torch.save(parts, file.with_suffix(".unfinished"))
+            file.with_suffix(".unfinished").rename(file)
     model.eval()
     return losses
 
@@ -213,22 +226,24 @@ def trained(method, seed, facts, args):
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(args.device).eval()
+    model.get_input_embeddings().requires_grad_(False)  # and the head, which is tied to them
     name = method.removesuffix(AS_IT_IS)
-    config = HMTConfig(
-        segment_length=args.segment_length, sensory_tokens=args.sensory_tokens, summary_batch=64, **HMT.get(name, {})
-    )
-    if name != method:
-        return (HMTWrapper.from_backbone(model, config).eval() if name in HMT else model), []
     if name in HMT:
-        recall, config.recall = config.recall, False
-        model = HMTWrapper.from_backbone(model, config)
-    losses = [train(model, facts, method, (1,), args.first_steps, args, generator)]
-    if name in HMT and recall:
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            model = HMTWrapper.from_pretrained(folder, recall=True).to(args.device)
+        config = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens} | HMT[name]
+        first = config if name != method else config | {"recall": False}
+        model = HMTWrapper.from_backbone(model, HMTConfig(**first, summary_batch=64)).eval()
+    if name != method:
+        return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
-    losses.append(train(model, facts, method, counts, args.steps, args, generator))
+    files = [args.work / f"{common.result_name(args)}_{METHODS.index(method)}_{seed}_{stage}.pt" for stage in (1, 2)]
+    losses = [train(model, facts, method, (1,), args.first_steps, files[0], args, generator)]
+    if name in HMT and config.get("recall", True):
+        stage_1 = model.state_dict()
+        model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
+        model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
+    losses.append(train(model, facts, method, counts, args.steps, files[1], args, generator))
+    for file in files:
+        file.unlink()
     return model, losses
 
 
@@ -342,7 +357,7 @@ def plot(result, path):
 def main(arguments=None):
     sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 4, "questions": 4, "most_facts": 8}
     sizes |= {"asked": 64, "most_asked": 64}
-    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4}
+    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
     options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
     run(
         make_parser(__spec__.name, __doc__, "hmt_facts", **sizes, **training, **options),
