@@ -30,7 +30,8 @@ class HMTConfig(PreTrainedConfig):
             a recall also attends to the best r pages (`pages_hmt.py`). None: no pages.
         page_size: memory embeddings per page at first; pages grow with the square root of the text.
         sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
-            which rounds ties to the even number, as the official code does.
+            which rounds ties to the even number, as the official code does. The single mode needs j < L', because only
+            the tokens behind a recall see a memory.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
@@ -178,6 +179,11 @@ class HMTConfig(PreTrainedConfig):
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
                 f"{self.segment_length} tokens; it needs at least one and at most all. Set it above 0 and up to 1."
+            )
+        if self.recall_mode == "single" and self.summary_length == self.segment_length:
+            raise ValueError(
+                f"sum_fraction is {self.sum_fraction}: the query would read all {self.segment_length} tokens, and with "
+                "recall_mode='single' only the tokens behind it see a memory. Lower sum_fraction."
             )
         choices = {
             "recall_mode": ("single", "causal", "paper"),

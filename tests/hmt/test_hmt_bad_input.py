@@ -100,6 +100,11 @@ CONFIG = [
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 0.0}, "would read 0 of 512"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "would read 768 of 512"),
+        (
+            "no token behind the recall",
+            {"sum_fraction": 1.0, "recall_mode": "single"},
+            "would read all 512 tokens.*Lower sum_fraction",
+        ),
         ("an unknown recall_mode", {"recall_mode": "fast"}, "recall_mode is 'fast'"),
         ("a misspelt recall_mode", {"recall_mode": "casual"}, "recall_mode is 'casual'"),
         ("an unknown recall_init", {"recall_init": "zero"}, "recall_init is 'zero'"),
