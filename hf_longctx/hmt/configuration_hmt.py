@@ -50,8 +50,8 @@ class HMTConfig(PreTrainedConfig):
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
             evaluate with "last").
         bptt_segments: U. Backpropagation is truncated at every U-th segment border. None: not truncated.
-        summary_batch: how many summary passes (or passes over first halves) go through the backbone together, counted
-            as segments times rows. Fewer need less memory.
+        summary_batch: how many summary passes, first halves or first parts (without recurrence, whole segments) go
+            through the backbone together, counted as segments times rows. Fewer need less memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
         backbone_name_or_path, backbone_revision: where the backbone was loaded from.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
