@@ -282,6 +282,7 @@ READ += [
     refused(
         "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
     ),
+    refused("DataParallel", lambda it: it.model._replicate_for_data_parallel()(it.tokens), "torchrun"),
     refused("recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "recall=True"),
     refused(
         "a mask that a backbone cannot follow",
