@@ -163,7 +163,7 @@ class HMTConfig(PreTrainedConfig):
         if self.recall and self.memory_tokens != 1:
             raise ValueError(
                 f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
-                "per segment. Use memory_tokens=1, or recall=False."
+                "per segment. Use memory_tokens=1, or recall=False with recall_mode='causal'."
             )
         if self.recall_mode == "single" and self.memory_tokens != 1:
             raise ValueError(
