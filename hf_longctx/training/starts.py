@@ -13,7 +13,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
 from ..hmt import HMTConfig, HMTWrapper
-from ..metrics.rope.bounds import rope_base_bound, rope_context_bound
+from ..metrics.rope.base import rope_base_bound
+from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .recipes import FinetuneSettings, TrainSettings

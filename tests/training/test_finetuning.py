@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.recipes import FinetuneSettings
-from hf_longctx.training.run import train
+from hf_longctx.training.run import dry_run, train
 from hf_longctx.training.starts import changed_model, extend_rope
 from hf_longctx.training.trainer import ResumableTrainer
 
@@ -124,8 +124,12 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
 
 
-def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path):
+def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path, capsys):
     run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=512, batch_tokens=512, steps=1)
+    dry_run(run)
+    said = capsys.readouterr().err
+    assert "step 3/3" in said and "peak memory" in said and "before:" not in said
+    assert not list(tmp_path.iterdir())
     assert train(run) == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
     assert config.max_position_embeddings == 512
