@@ -110,7 +110,8 @@ def main():
     settings = {
         "recipe": "hmt",
         "sequence_length": (max(RECIPE.stage_2_writes) + READS) * task.segment_length,
-        "steps": steps,
+        "first_stage_steps": steps[0],
+        "steps": steps[1],
         "learning_rate": RECIPE.learning_rate,
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
