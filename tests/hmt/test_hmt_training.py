@@ -69,7 +69,19 @@ def test_recall_report(make_wrapper, tokens):
             torch.testing.assert_close(scores.sum(1), torch.ones(2).double())
     assert [tuple(m.shape) for m in out.memories] == [(2, 1, 16)] * 6
     assert isinstance(out, HMTOutput)
-    assert make_wrapper()(tokens).recall_scores is None
+    model, scores = make_wrapper(memory_size=None), []
+    recall = model.memory.recall
+
+    def recorded(*arguments):
+        assert sum(x() is not None for x in scores) <= 1  # those of a long text are too many to be kept
+        prompt, weights = recall(*arguments)
+        scores.append(weakref.ref(weights))
+        return prompt, weights
+
+    model.memory.recall = recorded
+    with torch.no_grad():
+        assert model(tokens).recall_scores is None
+    assert len(scores) == 5
 
 
 @pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "single"}], ids=str)
