@@ -1,6 +1,5 @@
 """The commands curve, loss, needle and lines: options in, JSON and picture out."""
 
-import doctest
 import json
 import re
 from pathlib import Path
@@ -10,8 +9,6 @@ from demo_model import VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
-from hf_longctx.cli import curve as curve_command
-from hf_longctx.cli import shared
 from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, NeedleGrid, PositionLoss, read_result
 
 
@@ -135,12 +132,6 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["interrupted"] == "Ctrl-C"
     assert curve.not_measured == {19: "interrupted", 30: "interrupted"}
     assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("module", [curve_command, shared])
-def test_examples_in_docstrings(module):
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed
 
 
 def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Every metric on every kind of model, against the logits of one plain forward pass."""
+"""Curve and loss of models that test_run_engine.py does not have, against the logits of one plain forward pass."""
 
 import math
 
@@ -66,14 +66,9 @@ def quantized(model):
 
 
 MODELS = {
-    "llama": lambda: build("llama", **SMALL),
-    "gpt2": lambda: build("gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=64),
-    "mamba": lambda: build("mamba", hidden_size=16, num_hidden_layers=2, state_size=2),
     "mamba2": lambda: build(
         "mamba2", hidden_size=16, num_hidden_layers=2, state_size=4, num_heads=4, head_dim=8, n_groups=1, chunk_size=8
     ),
-    "rwkv": lambda: build("rwkv", hidden_size=16, num_hidden_layers=2, attention_hidden_size=16),
-    "sliding window": lambda: build("mistral", **SMALL, sliding_window=9, num_key_value_heads=1),
     "fox": lambda: build("fox", **SMALL),
     "hmt": lambda: with_memory(build("llama", **SMALL, max_position_embeddings=64)),
     "hmt around fox": lambda: with_memory(build("fox", **SMALL)),

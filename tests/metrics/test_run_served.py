@@ -8,6 +8,7 @@ import tokenizers
 import torch
 import transformers
 from endpoint_server import serving
+from tiny_models import tiny_llama
 
 from hf_longctx.metrics import PositionLimitError, Run, forgetting_curve
 from hf_longctx.metrics.run.served import ANOTHER, ServedModel
@@ -20,10 +21,7 @@ FORMS = {"vllm": "prompt_logprobs", "openai": "echo", "strict": "echo"}
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.5)).eval()
+    return tiny_llama(vocab_size=12, initializer_range=0.5).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -134,10 +132,9 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
 
 @slow
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-def test_recorded_curve(golden):
-    folder = golden / "forgetting_curve"
-    trained = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    tokens, options = np.load(folder / "tokens.npy"), {"lengths": [8, 134, 261], "repeats": 3}
+def test_recorded_curve(golden, tokens):
+    trained = transformers.AutoModelForCausalLM.from_pretrained(golden / "forgetting_curve" / "model").eval()
+    options = {"lengths": [8, 134, 261], "repeats": 3}
     expected = forgetting_curve(trained, tokens, **options)
     with serving(trained) as server:
         curve = forgetting_curve(connect(server), tokens, **options, bos_token_id=1, eos_token_id=2)
