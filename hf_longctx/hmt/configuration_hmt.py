@@ -82,7 +82,7 @@ class HMTConfig(PreTrainedConfig):
     recall: bool = True
     memory_tokens: int = 1
     recall_dim: int | None = None
-    recall_mode: str = "causal"
+    recall_mode: str = "single"
     recurrence: bool = True
     recall_mask: bool | None = None
     recall_init: str = "similarity"

@@ -38,7 +38,7 @@ class HMTMemory(nn.Module):
             scores are free of scale.
 
     Parameters: `initial` (m, d), the prompt of a first segment; `summary_prompt` (1, d), the paper's H^T, and what
-    closes both parts of a segment in the single mode; `wq`, `wk` (h, d); `log_temperature` (), of scale-free scores.
+    closes both parts of a segment in the single mode; `wq`, `wk` (h, d); `log_temperature` (1,), of scale-free scores.
     All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
     """
 
@@ -52,7 +52,7 @@ class HMTMemory(nn.Module):
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
             if single:
-                self.log_temperature = nn.Parameter(torch.empty(()))
+                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
 
     def direction(self, query, bank=None, valid=None):
         """What memory embeddings are multiplied with for their scores, (B, 1, d) in at least fp32.

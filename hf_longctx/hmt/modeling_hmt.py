@@ -16,7 +16,7 @@ Three ways to use the recall
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
 
-`recall_mode="causal"` (default) uses each prompt only once its query is known. From token j on, a segment is read as
+`recall_mode="causal"` uses each prompt only once its query is known. From token j on, a segment is read as
 above: these logits, and all memories, are exactly the paper's. The first j tokens get their logits from a shorter pass
 
     [opening prompt, k sensory tokens, tokens 0..j-1]
@@ -29,7 +29,7 @@ pass, so those of several segments go through the backbone together, and a call 
 is made, and the segment is read again under its recalled prompt. Segments 0 and 1 have at most one memory and nothing
 to choose from, so one pass serves all their tokens.
 
-`recall_mode="single"` reads every position once: the query is taken and the recall stands in the middle of one pass
+`recall_mode="single"` (default) reads every position once: the query is taken and the recall stands in the middle of one pass
 (`single_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
 (`parallel_hmt.py`).
 

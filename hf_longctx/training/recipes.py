@@ -276,7 +276,7 @@ class FinetuneSettings(RunSettings):
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
     segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
-    recall_mode: str | None = setting(None, "hmt: how a segment is read (default: causal)", RECALL_MODES)
+    recall_mode: str | None = setting(None, "hmt: how a segment is read (default: single)", RECALL_MODES)
     carry_state: bool = setting(
         False, "hmt: rows are chunks of one document each, and the memory goes from each chunk to the next"
     )
@@ -286,7 +286,7 @@ class FinetuneSettings(RunSettings):
             raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
         recipe = RECIPES[self.recipe]
         if self.recipe == "hmt":
-            self.fill(segment_length=512, sensory_tokens=32, recall_mode="causal")
+            self.fill(segment_length=512, sensory_tokens=32, recall_mode="single")
         if self.sequence_length is None:
             raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
         self.fill(

@@ -166,7 +166,7 @@ def official(it, rename=None, **changes):
 
 
 BUILD = [
-    refused("too few positions", lambda it: build(segment_length=64, sensory_tokens=0), "64 positions.*at most 62"),
+    refused("too few positions", lambda it: build(segment_length=64, sensory_tokens=0), "64 positions.*at most 60"),
     refused(
         "too few positions for k", lambda it: build(segment_length=100, sensory_tokens=50), "Lower sensory_tokens"
     ),
@@ -289,7 +289,7 @@ READ += [
     refused("memory_tokens set to 3", lambda it: changed(it.model, memory_tokens=3)(it.tokens), "memory_tokens is 3"),
     refused(
         "memory_tokens set to 3 without recall",
-        lambda it: changed(build(recall=False), memory_tokens=3)(it.tokens),
+        lambda it: changed(build(recall=False, recall_mode="causal"), memory_tokens=3)(it.tokens),
         "was built with 1",
     ),
     refused("what no call recalled", lambda it: it.model(it.tokens).recalled(), "output_recall=True"),
@@ -429,7 +429,7 @@ def test_a_tie_goes_to_the_even_number():
 
 
 def test_the_longest_segment_that_fits():
-    assert build(segment_length=62, sensory_tokens=0).config.positions_per_segment == 64
+    assert build(segment_length=60, sensory_tokens=0).config.positions_per_segment == 64
 
 
 def test_official_parameters(llama, make_wrapper):

@@ -168,7 +168,7 @@ def test_a_fact_ten_thousand_segments_back():
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     backbone = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, recalled_pages=8)
+    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, recalled_pages=8, recall_mode="causal")
     model = HMTWrapper.from_backbone(backbone, config)
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():

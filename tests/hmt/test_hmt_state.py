@@ -24,7 +24,7 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
 
 
 def test_without_recall_too(make_wrapper, tokens):
-    model = make_wrapper(recall=False, memory_tokens=2)
+    model = make_wrapper(recall=False, memory_tokens=2, recall_mode="causal")
     logits, _ = stream(model, tokens, CHUNKS["ragged"])
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
@@ -92,7 +92,7 @@ def test_memory_does_not_grow(make_wrapper, tokens):
 
 def test_detach_cuts_the_gradient(make_wrapper, tokens):
     for detach in (False, True):
-        model = make_wrapper()
+        model = make_wrapper(recall_mode="causal")
         state = model(tokens[:, :16], use_cache=True).state
         if detach:
             state = state.detach()
