@@ -2,26 +2,30 @@
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_facts --device cuda
-    python -m scripts.evidence.hmt_facts --segment-length 64 --sensory-tokens 8 --first-steps 20 --steps 40 --rows 2
+    python -m scripts.evidence.hmt_facts --segment-length 32 --sensory-tokens 4 --first-steps 100 --steps 100
 
 Each of the first W segments of a text is a piece of a novel with one sentence in it: "The colour of Ada's house is
-teal." In the last segment, the piece of a novel is interrupted for such a sentence about one of the same people. Token
-j of the segment comes before the colour (a recall is made of the first j tokens). An answer is right if each token of
-the colour is the arg-max. Every model is trained on the answers alone, on texts of up to 8 facts, and asked on texts
-of up to 64. HMT learns in two stages, the first one without recall on one fact. All parameters are trained.
+teal." After them stand questions, each one a segment of its own that the others do not see: a piece of a novel,
+and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
+recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
+arg-max over the vocabulary. Every model is trained on the answers alone, first on texts of one fact (HMT without
+recall), then on texts of up to 8, and asked on texts of up to 64. All parameters but the token embeddings (which are
+also the head) are trained, under bfloat16 autocast.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
 sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
-(without stop words), before the last one, with the model as it is, or trained on such texts.
+(without stop words), before the last one. Some are asked as they are, too, without training.
 """
 
 import itertools
 import math
-import tempfile
+import statistics
 import time
 from collections import Counter
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
@@ -42,10 +46,9 @@ NAMES = [
     "Nadia", "Nina", "Nora", "Olga", "Oscar", "Otto", "Paula", "Pavel", "Petra", "Rosa", "Ruben", "Sonja",
     "Tessa", "Vera", "Victor",
 ]  # fmt: skip
-COLOURS = [
-    "amber", "beige", "black", "blue", "bronze", "brown", "copper", "coral", "cream", "crimson", "cyan",
-    "emerald", "gold", "gray", "green", "indigo", "ivory", "jade", "lavender", "lilac", "magenta", "maroon",
-    "navy", "olive", "orange", "pink", "purple", "red", "silver", "teal", "white", "yellow",
+COLOURS = [  # one token each
+    "amber", "black", "blue", "brown", "copper", "cream", "gold", "gray", "green", "ivory", "orange", "pink", "purple",
+    "red", "silver", "white",
 ]  # fmt: skip
 STOP_WORDS = {"the", "of", "is", "s"}
 HMT = {  # arguments of HMTConfig in the second stage
@@ -54,23 +57,47 @@ HMT = {  # arguments of HMTConfig in the second stage
     "HMT, causal": {"recall_mode": "causal"},
     "RMT": {"recall": False, "recall_mode": "causal"},
 }
-PLAIN = ("full attention", "window", "BM25 and window", "BM25 and window, as it is")
-METHODS = (*HMT, *PLAIN)
+AS_IT_IS = ", as it is"
+PLAIN = ("full attention", "window", "BM25 and window")
+FOUND = {"hits": "segments found", "largest": "largest weight of a recall"}
+METHODS = (*HMT, *PLAIN, *(f"{method}{AS_IT_IS}" for method in ("HMT, single", "full attention", "BM25 and window")))
+
+
+class Questions(NamedTuple):
+    """Rows of Q questions, q of text t in row q * texts + t.
+
+    texts: what is read before, (texts, n), long; None if that stands in the questions.
+    ids: the questions, up to the colour, (rows, m), long.
+    colours: tokens (the first, where a tokenizer makes several), (rows,), long.
+    facts: numbers of the segments that tell, (rows,), long.
+    found: numbers of those that BM25 finds, (rows,), long, or None.
+    """
+
+    texts: torch.Tensor | None
+    ids: torch.Tensor
+    colours: torch.Tensor
+    facts: torch.Tensor
+    found: torch.Tensor | None
 
 
 class Facts:
-    """Texts of facts.
+    """Texts of facts, and questions about them.
 
     Args:
         tokenizer: of the model.
         source: a file or folder with the filler.
         length: tokens of a segment, L'.
-        border: j; the question ends there.
+        border: j; the last token of a question is number j of its segment.
     """
 
     def __init__(self, tokenizer, source, length, border):
         self.tokenizer, self.length, self.border = tokenizer, length, border
         self.filler = load_tokens(tokenizer, str(source)).tokens.tolist()
+        longest = max(len(self.tokens(" " + QUESTION.format(name=name))) for name in NAMES)
+        if longest > border + 1:
+            raise ValueError(
+                f"A question has up to {longest} tokens, and half a segment {border}. Lengthen the segments."
+            )
 
     def tokens(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -79,43 +106,40 @@ class Facts:
         start = draw(len(self.filler) - count + 1, generator)
         return self.filler[start : start + count]
 
-    def text(self, facts, generator):
-        """One text of (facts + 1) segments: ids, labels (-100 but for the answer), number of the fact, question."""
+    def text(self, facts, questions, generator):
+        """`facts` segments, and (segment, words, token of the colour, number of the fact) of each question."""
         names = [NAMES[i] for i in torch.randperm(len(NAMES), generator=generator)[:facts]]
         colours = [COLOURS[draw(len(COLOURS), generator)] for _ in names]
-        ids = []
+        segments, asked = [], []
         for name, colour in zip(names, colours):
             fact = self.tokens(" " + FACT.format(name=name, colour=colour))
             piece, place = self.piece(self.length, generator), draw(self.length - len(fact) + 1, generator)
-            ids += [*piece[:place], *fact, *piece[place + len(fact) :]]
-        number = draw(facts, generator)
-        question = QUESTION.format(name=names[number])
-        question_ids, answer = self.tokens(" " + question), self.tokens(" " + colours[number])
-        before = self.piece(max(0, self.border - len(question_ids)), generator)
-        after = self.piece(self.length - len(before) - len(question_ids) - len(answer), generator)
-        start = len(ids) + len(before) + len(question_ids)
-        ids += [*before, *question_ids, *answer, *after]
-        labels = [-100] * len(ids)
-        labels[start : start + len(answer)] = answer
-        return ids, labels, number, question
+            segments.append([*piece[:place], *fact, *piece[place + len(fact) :]])
+        for number in torch.randperm(facts, generator=generator)[:questions].tolist():
+            words = self.tokens(" " + QUESTION.format(name=names[number]))
+            before = self.piece(self.border + 1 - len(words), generator)
+            asked.append(([*before, *words], words, self.tokens(" " + colours[number])[0], number))
+        return segments, asked
 
-    def sample(self, method, facts, rows, args, generator):
-        """Ids and labels (rows, n) as a method reads them, the number of each row's fact, and that of BM25 or None."""
-        length, ids, labels, numbers, best = self.length, [], [], [], []
-        for _ in range(rows):
-            text, answers, number, question = self.text(facts, generator)
-            if method == "window":
-                first = max(0, facts * length - args.sensory_tokens)
-                text, answers = text[first:], answers[first:]
-            elif method.startswith("BM25"):
-                segments = [text[i : i + length] for i in range(0, facts * length, length)]
-                scores = bm25(self.bag(self.tokens(question)), [self.bag(x) for x in segments])
-                best.append(max(range(facts), key=scores.__getitem__))
-                text, answers = segments[best[-1]] + text[-length:], [-100] * length + answers[-length:]
-            ids.append(text)
-            labels.append(answers)
-            numbers.append(number)
-        return *(torch.tensor(x, device=args.device) for x in (ids, labels, numbers)), best or None
+    def sample(self, method, facts, questions, rows, args, generator):
+        """`Questions` as a method reads them."""
+        samples = [self.text(facts, questions, generator) for _ in range(rows)]
+        in_turn = [(segments, asked[i]) for i in range(min(facts, questions)) for segments, asked in samples]
+        texts, found = None, None
+        ids, colours, numbers = [asked[0] for _, asked in in_turn], *zip(*(asked[2:] for _, asked in in_turn))
+        if method.startswith("window"):
+            ids = [[*segments[-1][-args.sensory_tokens :], *x] for x, (segments, _) in zip(ids, in_turn)]
+        elif method.startswith("BM25"):
+            found = [self.best(asked[1], segments) for segments, asked in in_turn]
+            ids = [[*segments[i], *x] for i, x, (segments, _) in zip(found, ids, in_turn)]
+        else:
+            texts = [list(itertools.chain(*segments)) for segments, _ in samples]
+        return Questions(*(x and torch.tensor(x, device=args.device) for x in (texts, ids, colours, numbers, found)))
+
+    def best(self, words, segments):
+        """The number of the segment that BM25 finds."""
+        scores = bm25(self.bag(words), [self.bag(x) for x in segments])
+        return max(range(len(segments)), key=scores.__getitem__)
 
     def bag(self, ids):
         """The words of some tokens, in lower case and without stop words, with their counts."""
@@ -145,90 +169,125 @@ def draw(count, generator):
     return torch.randint(count, (), generator=generator).item()
 
 
-def autocast(args):
-    return torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda")
+def answer(model, questions):
+    """Logits of the token after each question, (rows, V), and the weights of its recall, (rows, facts), or None."""
+    options = {"logits_to_keep": 1}
+    with torch.autocast(model.device.type, torch.bfloat16):
+        if questions.texts is not None:
+            out = model(input_ids=questions.texts, use_cache=True, **options)
+            rows = torch.arange(len(questions.ids), device=model.device) % len(questions.texts)
+            if isinstance(model, HMTWrapper):
+                options |= {"state": out.state.select_rows(rows), "output_recall": model.config.recall}
+            else:
+                out.past_key_values.batch_select_indices(rows)
+                options["past_key_values"] = out.past_key_values
+        out = model(input_ids=questions.ids, **options)
+    return out.logits[:, -1].float(), out.recall_scores[-1] if options.get("output_recall") else None
 
 
-def train(model, facts, method, writes, steps, args, generator):
-    """Train on the answers, with each number of facts in `writes` in turn.
+def train(model, facts, method, counts, steps, file, args, generator):
+    """Train on the answers, with each number of facts in `counts` in turn; the losses.
 
-    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1.
+    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
+    `args.save_steps` steps everything goes to `file`, from which an interrupted training continues.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    parameters, losses = [x for x in model.parameters() if x.requires_grad], []
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - 0.9 * step / steps)
     )
+    if file.exists():
+        saved = torch.load(file, map_location=args.device, mmap=True)
+        losses = saved["losses"]
+        generator.set_state(saved["generator"].cpu())
+        for x, part in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            x.load_state_dict(saved[part])
     model.train()
-    for step in range(steps):
-        ids, labels, *_ = facts.sample(method, writes[step % len(writes)], args.rows, args, generator)
-        with autocast(args):
-            loss = model(input_ids=ids, labels=labels).loss
+    for step in range(len(losses), steps):
+        questions = facts.sample(method, counts[step % len(counts)], args.questions, args.rows, args, generator)
+        loss = F.cross_entropy(answer(model, questions)[0], questions.colours)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return model.eval()
+        losses.append(round(loss.item(), 3))
+        if (step + 1) % args.save_steps == 0 or step + 1 == steps:
+            parts = {name: x.state_dict() for name, x in (("model", model), ("optimizer", optimizer))}
+            parts |= {"schedule": schedule.state_dict(), "losses": losses, "generator": generator.get_state()}
+            torch.save(parts, file.with_suffix(".unfinished"))
+            file.with_suffix(".unfinished").rename(file)
+    model.eval()
+    return losses
 
 
 def trained(method, seed, facts, args):
-    """The model of a method."""
+    """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(args.device)
-    writes = [w for w in (2, 4, 8) if w <= args.most_facts]
-    if method in HMT:
-        sizes = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens}
-        model = HMTWrapper.from_backbone(model, HMTConfig(**sizes, **HMT[method] | {"recall": False}))
-        train(model, facts, method, (1,), args.first_steps, args, generator)
-        if method != "RMT":
-            with tempfile.TemporaryDirectory() as folder:
-                model.save_pretrained(folder)
-                model = HMTWrapper.from_pretrained(folder, recall=True).to(args.device)
-    elif method.endswith("as it is"):
-        return model.eval()
-    return train(model, facts, method, writes, args.steps, args, generator)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(args.device).eval()
+    model.get_input_embeddings().requires_grad_(False)  # and the head, which is tied to them
+    name = method.removesuffix(AS_IT_IS)
+    if name in HMT:
+        config = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens} | HMT[name]
+        first = config if name != method else config | {"recall": False}
+        model = HMTWrapper.from_backbone(model, HMTConfig(**first, summary_batch=64)).eval()
+    if name != method:
+        return model, []
+    counts = [count for count in (2, 4, 8) if count <= args.most_facts]
+    files = [args.work / f"{common.result_name(args)}_{METHODS.index(method)}_{seed}_{stage}.pt" for stage in (1, 2)]
+    losses = [train(model, facts, method, (1,), args.first_steps, files[0], args, generator)]
+    if name in HMT and config.get("recall", True):
+        stage_1 = model.state_dict()
+        model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
+        model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
+    losses.append(train(model, facts, method, counts, args.steps, files[1], args, generator))
+    for file in files:
+        file.unlink()
+    return model, losses
 
 
 @torch.no_grad()
 def ask(model, method, count, seed, facts, args, control=None):
-    """Share of right answers on texts of `count` facts, and of texts in which BM25 finds the segment, or None."""
-    generator, right, hits = torch.Generator().manual_seed(1000 + seed), [], []
-    for _ in range(args.texts // 2):
-        ids, labels, numbers, best = facts.sample(method, count, 2, args, generator)
-        with autocast(args):
-            if control is None:
-                logits = model(input_ids=ids).logits
-            else:
-                with changed_recall(model, control, numbers[:, None], count):
-                    logits = model(input_ids=ids).logits
-        wrong = (logits[:, :-1].argmax(-1) != labels[:, 1:]) & (labels[:, 1:] != -100)
-        right += (~wrong.any(1)).tolist()
-        hits += [] if best is None else [a == b for a, b in zip(best, numbers.tolist())]
-    return sum(right) / len(right), sum(hits) / len(hits) if hits else None
+    """Shares of right answers, and of segments found by the largest weight or by BM25; the mean of that weight.
+
+    Where nothing searches, or a control does, the latter are None.
+    """
+    generator, right, hits, largest = torch.Generator().manual_seed(1000 + seed), [], [], []
+    while len(right) < args.asked:
+        questions = facts.sample(method, count, 8, 2, args, generator)
+        if control is None:
+            logits, weights = answer(model, questions)
+        else:
+            with changed_recall(model, control, questions.facts[:, None], count):
+                logits, weights = answer(model, questions)[0], None
+        right += (logits.argmax(-1) == questions.colours).tolist()
+        found = questions.found if weights is None else weights.argmax(-1)
+        hits += [] if found is None else (found == questions.facts).tolist()
+        largest += [] if weights is None else weights.amax(-1).tolist()
+    return [sum(x) / len(x) if x else None for x in (right, hits, largest)]
 
 
 def one_model(method, seed, args):
     clock = time.process_time if args.device == "cpu" else time.perf_counter
     tokenizer, begin = AutoTokenizer.from_pretrained(FOLDER), clock()
-    config = HMTConfig(segment_length=args.segment_length, sensory_tokens=args.sensory_tokens)
-    sizes = (args.segment_length, config.summary_length)
-    model = trained(method, seed, Facts(tokenizer, TEXT / "train", *sizes), args)
-    row = {"model": method, "seed": seed, "training_seconds": round(clock() - begin, 1)}
+    sizes = (args.segment_length, HMTConfig(segment_length=args.segment_length).summary_length)
+    model, losses = trained(method, seed, Facts(tokenizer, TEXT / "train", *sizes), args)
+    row = {"model": method, "seed": seed, "losses": losses, "training_seconds": round(clock() - begin, 1)}
     held_out = Facts(tokenizer, TEXT / "held_out.txt", *sizes)
     counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
-    if method == "full attention":
+    if method.startswith("full attention"):
         limit = model.config.max_position_embeddings
         counts = [count for count in counts if (count + 1) * args.segment_length <= limit]
-    shares = {count: ask(model, method, count, seed, held_out, args) for count in counts}
-    row["accuracy"] = {str(count): share for count, (share, _) in shares.items()}
-    if method.startswith("BM25"):
-        row["hits"] = {str(count): share for count, (_, share) in shares.items()}
-    if isinstance(model, HMTWrapper) and model.config.recall:
-        row["controls"] = {
-            name: {str(count): ask(model, method, count, seed, held_out, args, control)[0] for count in counts}
-            for name, control in CONTROLS.items()
-        }
+
+    def ask_all(control=None):
+        shares = {str(count): ask(model, method, count, seed, held_out, args, control) for count in counts}
+        measured = {name: {count: x[i] for count, x in shares.items()} for i, name in enumerate(("accuracy", *FOUND))}
+        return {name: x for name, x in measured.items() if None not in x.values()}
+
+    row |= ask_all()
+    if method in HMT and model.config.recall:
+        row["controls"] = {name: ask_all(control)["accuracy"] for name, control in CONTROLS.items()}
     return row
 
 
@@ -245,17 +304,19 @@ def table(result):
             lines.append(line_of(method, [row["accuracy"] for row in rows], rows))
             for control in rows[0].get("controls", ()):
                 lines.append(line_of(f"{method}: {control}", [row["controls"][control] for row in rows]))
-            if "hits" in rows[0]:
-                lines.append(line_of(f"{method}: segments found", [row["hits"] for row in rows]))
+            for name, title in FOUND.items():
+                if name in rows[0]:
+                    lines.append(line_of(f"{method}: {title}", [row[name] for row in rows]))
     form = f"""
-    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} | s to train |
-    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{seconds}} |
+    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} | loss at the start and end of each stage | s to train |
+    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} | {{seconds}} |
     """
     text = (
         f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} and "
-        f"{s['steps']} steps on {s['rows']} texts of up to {s['most_facts']} facts, learning rate {s['learning_rate']:g}; asked "
-        f"on {s['texts']} texts of a held-out novel. Share of right answers, mean (and range) over seeds, by the number of "
-        f"facts; one of {len(COLOURS)} colours is right by chance."
+        f"{s['steps']} steps on {s['rows']} texts of up to {s['most_facts']} facts and {s['questions']} questions, learning rate "
+        f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
+        f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses (of the first "
+        "seed) are means over tenths of a stage."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 
@@ -263,7 +324,15 @@ def table(result):
 def line_of(name, shares, rows=()):
     line = {"name": name, "seeds": len(shares)}
     line |= {f"of{count}": mean_and_range([x[count] for x in shares]) for count in shares[0]}
-    return line | ({"seconds": round(sum(row["training_seconds"] for row in rows) / len(rows))} if rows else {})
+    if rows and rows[0]["losses"]:
+        line["losses"] = "; ".join(f"{tenth(stage):.2f}, {tenth(stage[::-1]):.2f}" for stage in rows[0]["losses"])
+        line["seconds"] = round(sum(row["training_seconds"] for row in rows) / len(rows))
+    return line
+
+
+def tenth(losses):
+    """The mean of the first tenth."""
+    return statistics.mean(losses[: max(1, len(losses) // 10)])
 
 
 def plot(result, path):
@@ -286,8 +355,9 @@ def plot(result, path):
 
 
 def main(arguments=None):
-    sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 4, "texts": 64, "most_facts": 8, "most_asked": 64}
-    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4}
+    sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 4, "questions": 4, "most_facts": 8}
+    sizes |= {"asked": 64, "most_asked": 64}
+    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
     options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
     run(
         make_parser(__spec__.name, __doc__, "hmt_facts", **sizes, **training, **options),

@@ -43,7 +43,7 @@ def plain_causal(model, row):
     "settings", [{}, {"sum_fraction": 1.0}, {"sum_fraction": 0.2}, {"sensory_tokens": 0}, {"recall_dim": 5}], ids=str
 )
 def test_equals_its_definition(make_wrapper, tokens, settings):
-    model = make_wrapper(**settings)
+    model = make_wrapper(recall_mode="causal", **settings)
     for length in (8, 21, 36, 43):
         logits = model(tokens[:, :length]).logits
         for row, expected in zip(logits, tokens[:, :length]):
@@ -52,7 +52,7 @@ def test_equals_its_definition(make_wrapper, tokens, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"sum_fraction": 1.0}, {"recall": False}, {"memory_size": None}], ids=str)
 def test_no_position_sees_a_later_token(make_wrapper, tokens, settings):
-    early, here = changed_by(make_wrapper(**settings), tokens[0, :29], range(29))
+    early, here = changed_by(make_wrapper(recall_mode="causal", **settings), tokens[0, :29], range(29))
     assert max(early) <= ROUNDING
     assert min(here) > 1e-3  # and its own logits notice it
 
@@ -68,7 +68,7 @@ def test_paper_mode_sees_the_tokens_of_its_query(make_wrapper, tokens):
 
 
 def test_from_token_j_on_it_is_the_papers(make_wrapper, tokens):
-    causal, paper = make_wrapper(), make_wrapper(recall_mode="paper")
+    causal, paper = (make_wrapper(recall_mode=mode) for mode in ("causal", "paper"))
     a, b = (model(tokens[:, :40], output_recall=True) for model in (causal, paper))
     late = torch.arange(40) % 8 >= 4
     torch.testing.assert_close(a.logits[:, late], b.logits[:, late], atol=ROUNDING, rtol=0)

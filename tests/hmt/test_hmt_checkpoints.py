@@ -25,9 +25,11 @@ SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 @pytest.mark.parametrize("mode", ["single", "causal"])
 def test_whole_checkpoint(make_wrapper, tokens, tmp_path, mode):
     model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None, recall_mode=mode)
+    logits = model(tokens).logits
     model.save_pretrained(tmp_path)
     again = HMTWrapper.from_pretrained(tmp_path)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert torch.equal(again(tokens).logits, logits)
+    assert again.config.recall_mask == (True if mode == "single" else None)  # as the first call found it
     ours = model.config.to_dict()
     assert {k: v for k, v in again.config.to_dict().items() if k in SETTINGS} == {k: ours[k] for k in SETTINGS}
     assert again.generation_config.eos_token_id == 2
@@ -37,7 +39,7 @@ def test_whole_checkpoint(make_wrapper, tokens, tmp_path, mode):
 def test_from_config_starts_anew(make_wrapper, tokens):
     model = AutoModelForCausalLM.from_config(make_wrapper().config)
     assert isinstance(model, HMTWrapper)
-    assert torch.equal(model.memory.wq, 1.5 * torch.eye(16))
+    assert torch.equal(model.memory.wq, torch.eye(16))
     assert model(tokens, labels=tokens).loss.isfinite()
 
 
@@ -225,7 +227,7 @@ def test_settings_of_a_checkpoint(llama, tmp_path, pointer):
 
 
 def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):
-    first = make_wrapper(recall=False)
+    first = make_wrapper(recall=False, recall_mode="causal")
     first.save_pretrained(tmp_path)
     assert not any("wq" in name for name, _ in first.named_parameters())
     torch.manual_seed(5)
@@ -238,7 +240,7 @@ def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):
 
 
 def test_stage_two_of_the_single_mode_keeps_what_closes_its_parts(make_wrapper, tmp_path):
-    first = make_wrapper(recall=False, recall_mode="single")
+    first = make_wrapper(recall=False)
     torch.nn.init.normal_(first.memory.summary_prompt)
     first.save_pretrained(tmp_path)
     second, info = HMTWrapper.from_pretrained(tmp_path, recall=True, output_loading_info=True)
@@ -312,7 +314,7 @@ def test_lora_around_the_wrapper(make_wrapper, tokens, tmp_path):
     )
     model = peft.get_peft_model(make_wrapper(), config)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert sum("memory.modules_to_save" in n for n in trained) == 4
+    assert sum("memory.modules_to_save" in n for n in trained) == 5
     assert {n.split(".")[-3] for n in trained if "memory" not in n} == {"lora_A", "lora_B"}
     before = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
     train_a_little(model, tokens)

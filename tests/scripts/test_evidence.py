@@ -20,10 +20,10 @@ TINY = {
     "rope_base": "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0",
     "rope_smollm2": "--lines 2 --needles 256 --repeats 1 --haystacks 1",
     "llama_to_fox": "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2",
-    "hmt_facts": "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 1 --rows 2 --texts 2 --most-facts 2 "
+    "hmt_facts": "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --asked 2 --most-facts 2 "
     "--most-asked 4 --seeds 0",
 }
-ROWS = {"extrapolation": 4, "rope_base": 2, "rope_smollm2": 7, "llama_to_fox": 13, "hmt_facts": 8}
+ROWS = {"extrapolation": 4, "rope_base": 2, "rope_smollm2": 7, "llama_to_fox": 13, "hmt_facts": 10}
 
 
 @pytest.fixture
