@@ -19,6 +19,8 @@ import numpy as np
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
 STDLIB = "stdlib"
+# The split of a dataset is the first of these that it has, else its first.
+SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
 PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
@@ -68,8 +70,9 @@ def load_text(source: str | None = None) -> str:
         source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json or .parquet;
             each of them also with .gz after it. Or path of a folder, of whose files, nested ones included, one kind is
             read in the order of their names: *.txt if there are any, else *.md, *.jsonl, *.json, *.parquet.
-            Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test" if there is one, else
-            the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of `stdlib_text`.
+            Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test", else "validation",
+            else the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of
+            `stdlib_text`.
 
     Returns:
         The documents with an empty line between them.
@@ -82,8 +85,11 @@ def load_text(source: str | None = None) -> str:
     return "\n\n".join(open_source(source or STDLIB)[1])
 
 
-def open_source(source: str | None) -> tuple[str, Iterator[str]]:
-    """Name and documents of a source, none of them empty; see `load_tokens` and `load_text`."""
+def open_source(source: str | None, part: str = "held_out") -> tuple[str, Iterator[str]]:
+    """Name and documents of a source, none of them empty; see `load_tokens` and `load_text`.
+
+    Of a dataset's name, "pg19" and "stdlib", `part` says which part is read: "held_out" to measure, or "train".
+    """
     if source is None:
         with suppress(Exception):  # no `datasets`, or no hub that answers in time: fall back to the standard library
             import datasets  # noqa: F401 - a slow import, which must not count as waiting for the hub
@@ -94,7 +100,7 @@ def open_source(source: str | None) -> tuple[str, Iterator[str]]:
             return PG19, _in_time(lambda: _filled(PG19, _dataset(PG19)), 5 * PATIENCE)
         source = STDLIB
     if source == STDLIB:
-        return "Python language reference, held-out part", iter([stdlib_text("held_out")])
+        return f"Python language reference, {part.replace('_', '-')} part", iter([stdlib_text(part)])
     if source == "pg19":
         source = PG19
     path = Path(source)
@@ -102,7 +108,7 @@ def open_source(source: str | None) -> tuple[str, Iterator[str]]:
         return str(source), _filled(source, _folder(path))
     if path.is_file():
         return str(source), _filled(source, _read(path))
-    return source, _filled(source, _dataset(source))
+    return source, _filled(source, _dataset(source, part))
 
 
 def _folder(path):
@@ -171,7 +177,7 @@ def _filled(source, documents):
     return resume()
 
 
-def _dataset(name):
+def _dataset(name, part="held_out"):
     """The texts of a dataset, streamed from the hub, or offline from the cache of `datasets`."""
     from huggingface_hub import is_offline_mode
 
@@ -180,7 +186,7 @@ def _dataset(name):
         splits = datasets.load_dataset(name, streaming=not is_offline_mode())
     except Exception as error:  # offline, unknown name, gated: `datasets` raises many types
         raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
-    split = splits["test" if "test" in splits else next(iter(splits))]
+    split = splits[next(name for name in (*SPLITS[part], *splits) if name in splits)]
     columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
     return _texts(split, columns, f"dataset {name}")
 

@@ -17,7 +17,7 @@ fi
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Whatever this depends on: when it changes, what is installed is brought up to date.
-wanted=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh ${REQUIREMENTS:-} | cksum)
+depends_on=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh ${REQUIREMENTS:-} | cksum)
 
 install() {
     "$venv/bin/python" -m pip install -q -c scripts/constraints.txt "$@"
@@ -39,7 +39,7 @@ if ! { [ -f "$venv/bin/activate" ] && "$venv/bin/python" -m pip --version; } >/d
 fi
 . "$venv/bin/activate"
 installed="$venv/installed-$EXTRA"
-if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
+if [ "$(cat "$installed" 2>/dev/null)" != "$depends_on" ]; then
     echo "Installing into $venv (once) ..."
     install numpy hatchling editables
     python -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null || install_torch
@@ -51,5 +51,5 @@ if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
     if [ -n "${REQUIREMENTS:-}" ]; then
         install -r "$REQUIREMENTS"
     fi
-    echo "$wanted" >"$installed"
+    echo "$depends_on" >"$installed"
 fi

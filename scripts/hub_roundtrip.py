@@ -2,12 +2,12 @@
 
     python scripts/hub_roundtrip.py
 
-A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, an HMT around it, a LoRA adapter, the metrics
-and the Space "How far does it remember?" are pushed. A second environment, without this package, loads them by HTTP,
-generates, compares the logits, scores predictions and, where gradio is installed, asks the Space; then it does so
-again offline. Where `kernels` and Triton are installed, the FoX also runs by a kernel of the Hub, in Triton's
-interpreter. The exit status is 0 if all logits are the same, and the server saw no unknown endpoint, no defect of its
-own, and no token at the blob host.
+A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT, an HMT around the FoX, a LoRA
+adapter, the metrics and the Space "How far does it remember?" are pushed. A second environment, without this package,
+loads them by HTTP, generates, compares the logits, scores predictions and, where gradio is installed, asks the Space;
+then it does so again offline. Where `kernels` and Triton are installed, the FoX also runs by a kernel of the Hub, in
+Triton's interpreter. The exit status is 0 if all logits are the same, and the server saw no unknown endpoint, no
+defect of its own, and no token at the blob host.
 """
 
 import importlib.util
@@ -21,7 +21,8 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "model_cards" / "fox-demo"
+DEMO, HMT_DEMO = ROOT / "model_cards" / "fox-demo", ROOT / "model_cards" / "hmt-demo"
+MODELS = ("fox", "hmt", "fox-in-hmt", "adapter")
 PROMPT = "The import statement"
 METRICS = ("forgetting_curve", "position_loss", "rope_base_check")
 SAVE = """
@@ -32,17 +33,19 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_longctx import HMTConfig, HMTWrapper
 
-demo, prompt = sys.argv[1:]
+demo, hmt_demo, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(demo)
 ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
 fox = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)  # PEFT and transformers round adapters differently
 fox.config.name_or_path = "alice/fox"  # and not a folder on this machine
 hmt = HMTWrapper.from_backbone(fox, HMTConfig(segment_length=32, sensory_tokens=8))
-hmt.save_pretrained("hmt")
-tokenizer.save_pretrained("hmt")
-hmt = HMTWrapper.from_pretrained("hmt")  # products round by how weights lie in memory, and in a file they lie otherwise
+hmt.save_pretrained("fox-in-hmt")
+tokenizer.save_pretrained("fox-in-hmt")
 with torch.no_grad():
-    logits = {"ids": ids, "fox": fox.eval()(ids).logits, "hmt": hmt(ids).logits}
+    logits = {"ids": ids, "fox": fox.eval()(ids).logits}
+    # products round by how weights lie in memory, and in a file they lie otherwise
+    for name, folder in (("hmt", hmt_demo), ("fox-in-hmt", "fox-in-hmt")):
+        logits[name] = HMTWrapper.from_pretrained(folder, dtype=torch.float32)(ids).logits
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     adapted = get_peft_model(fox, lora).eval()
     adapted.peft_config["default"].base_model_name_or_path = "alice/fox"
@@ -61,7 +64,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 assert importlib.util.find_spec("hf_longctx") is None
 logits, same = load_file("logits.safetensors"), True
 ids = logits["ids"]
-for name in ("fox", "hmt", "adapter"):
+for name in sys.argv[2].split():
     model = AutoModelForCausalLM.from_pretrained(f"alice/{name}", trust_remote_code=True, dtype=torch.float32).eval()
     with torch.no_grad():
         difference = (model(input_ids=ids).logits - logits[name]).abs().max().item()
@@ -71,7 +74,7 @@ for name in ("fox", "hmt", "adapter"):
     text = tokenizer.decode(model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0])
     print(f"{name}: logits differ by {difference}; it generates {text!r}")
 evaluate.utils.logging.disable_progress_bar()
-curve, loss, rope = (evaluate.load(f"alice/{name}") for name in sys.argv[2:])
+curve, loss, rope = (evaluate.load(f"alice/{name}") for name in sys.argv[3:])
 print(curve.compute(predictions=[[[0, 0, 13, 14], [0, 0, 0, 14]]], references=[[11, 12, 13, 14]])["summary"])
 print(loss.compute(predictions=[[-1.0, -0.5], [-2.0, -0.5]])["summary"])
 print(rope.compute(predictions=[1e4, 5e5], references=[8192, 8192], head_dim=128)["verdicts"])
@@ -162,9 +165,11 @@ def main():
 
         print(f"A Hub at {hub.url}, its blobs at {hub.blob_url}")
         step(
-            "make an HMT around the demo FoX, and an adapter", sys.executable, "-c", SAVE, DEMO, PROMPT, **with_package
+            "make an HMT around the demo FoX, and an adapter",
+            *(sys.executable, "-c", SAVE, DEMO, HMT_DEMO, PROMPT),
+            **with_package,
         )
-        for name, folder in (("fox", DEMO), ("hmt", "hmt"), ("adapter", "adapter")):
+        for name, folder in zip(MODELS, (DEMO, HMT_DEMO, "fox-in-hmt", "adapter")):
             command = ("push", folder, f"alice/{name}", *(["--verify"] * (name == "fox")))
             step(f"hf-longctx push {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
         for name in METRICS:
@@ -174,8 +179,8 @@ def main():
         step("hf-longctx push-space", sys.executable, "-m", "hf_longctx", *command, **with_package)
         python = bare_python(Path(temporary, "python"))
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
-        step("load, generate and score without hf_longctx", python, "-c", LOAD, PROMPT, *METRICS)
-        step("the same, offline", python, "-c", LOAD, PROMPT, *METRICS, **offline)
+        step("load, generate and score without hf_longctx", python, "-c", LOAD, PROMPT, " ".join(MODELS), *METRICS)
+        step("the same, offline", python, "-c", LOAD, PROMPT, " ".join(MODELS), *METRICS, **offline)
         library = kernels_library(Path(temporary, "library")) if importlib.util.find_spec("triton") else None
         if library is not None:
             interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(library)}

@@ -60,11 +60,11 @@ def compare_replies(client, name, model, tokenizer, prompts, tokens):
         ids = continue_greedily(model, prompt, tokens)
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        own = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist()
+        log_probs = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist()
         same = reply.text == tokenizer.decode(ids, skip_special_tokens=True)
         equal += same
         if same:
-            differences += [abs(a - b) for a, b in zip(reply.logprobs.token_logprobs, own)]
+            differences += [abs(a - b) for a, b in zip(reply.logprobs.token_logprobs, log_probs)]
     return {"equal": equal, "of": len(prompts), "largest_difference": max(differences, default=None)}
 
 

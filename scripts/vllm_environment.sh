@@ -5,12 +5,13 @@
 
 vllm_python=${PYTHON_WITH_VLLM:-.venv-vllm/bin/python}
 if [ -z "${PYTHON_WITH_VLLM:-}" ]; then
-    vllm_wanted=$(cat pyproject.toml scripts/vllm_environment.sh | cksum)
-    if [ "$(cat .venv-vllm/installed 2>/dev/null)" != "$vllm_wanted" ]; then
+    # Whatever this depends on: when it changes, the environment is made anew.
+    vllm_depends_on=$(cat pyproject.toml scripts/vllm_environment.sh | cksum)
+    if [ "$(cat .venv-vllm/installed 2>/dev/null)" != "$vllm_depends_on" ]; then
         echo "Installing vLLM into .venv-vllm (once) ..."
         "${PYTHON:-python3}" -m venv --clear .venv-vllm
         vllm_install() { "$vllm_python" -m pip install -q "$@"; }
-        vllm_install hatchling editables pytest scipy matplotlib
+        vllm_install hatchling editables pytest
         if command -v nvidia-smi >/dev/null; then
             vllm_install "vllm==0.32.*"
         else
@@ -20,7 +21,7 @@ if [ -z "${PYTHON_WITH_VLLM:-}" ]; then
             # builds for CUDA, which cannot be imported here
             "$vllm_python" -m pip uninstall -q -y torchvision torchaudio torchcodec
         fi
-        vllm_install --no-deps --no-build-isolation -e .
-        echo "$vllm_wanted" >.venv-vllm/installed
+        vllm_install --no-build-isolation -e ".[plot]"
+        echo "$vllm_depends_on" >.venv-vllm/installed
     fi
 fi

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_longctx import corpus
-from hf_longctx.corpus import PG19, load_text, load_tokens, stdlib_text
+from hf_longctx.corpus import PG19, load_text, load_tokens, open_source, stdlib_text
 
 
 WORDS = ["<unk>", "first", "second", "third", "word"]
@@ -140,9 +140,12 @@ def test_nothing_to_read(tmp_path, make, message):
 def test_dataset(hub, offline, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     hub["me/books"] = {"train": [{"text": "word"}], "test": [{"text": "first"}, {"text": " "}, {"text": "second"}]}
+    hub["me/validated"] = {"train": [{"text": "word"}], "validation": [{"text": "first"}]}
     hub["me/one-split"] = {"all": [{"text": "third"}]}
     assert load_text("me/books") == "first\n\nsecond"
-    assert load_text("me/one-split") == "third"
+    assert (load_text("me/validated"), load_text("me/one-split")) == ("first", "third")
+    for name, text in {"me/books": ["word"], "me/one-split": ["third"], "stdlib": [stdlib_text("train")]}.items():
+        assert list(open_source(name, "train")[1]) == text, "a training leaves out what is measured"
     hub["me/pictures"] = {"test": [{"image": "first"}]}
     with pytest.raises(ValueError, match=r"dataset me/pictures has columns \['image'\]"):
         load_text("me/pictures")

@@ -10,7 +10,7 @@ import pytest
 
 
 ROOT = Path(__file__).resolve().parents[1]
-READMES = sorted([ROOT / "scripts" / "README.md", *ROOT.glob("hf_longctx/**/README.md")])
+READMES = sorted([ROOT / "README.md", ROOT / "scripts" / "README.md", *ROOT.glob("hf_longctx/**/README.md")])
 GENERATED = re.compile(r"<!-- [\w.]+: \S+ -->\n.*?<!-- end -->", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")

@@ -134,7 +134,7 @@ def test_metrics_keep_models_and_pictures_in_their_rooms():
         room = path.relative_to(PACKAGE / "metrics")
         if room.parts[0] == "modules":  # Spaces of the Hub
             continue
-        runs = room.parts[0] == "run" or room.name in ("measure.py", "verdict.py", "spread.py", "evaluate_modules.py")
+        runs = room.parts[0] == "run" or room.name in ("measure.py", "config.py", "evaluate_modules.py")
         draws = room.parts[0] == "report" or room.name in ("plot.py", "style.py")
         strangers = set() if runs else libraries(path) & MODELS
         strangers |= set() if draws else libraries(path) & PICTURES

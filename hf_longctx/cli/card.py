@@ -11,6 +11,8 @@ Examples:
   hf-longctx card model
 """
 
+from .push import check_reference, check_repo
+
 
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
@@ -23,8 +25,11 @@ def run(args):
 
     from ..hub import build_bundle, gaps, lint, with_card
 
-    if args.tag and not args.repo:
+    if args.tag is not None and args.repo is None:
         raise ValueError("--tag belongs to --repo, which is missing.")
+    if args.repo is not None:
+        check_repo(args.repo)
+        check_reference("--tag", args.tag)
     bundle = with_card(build_bundle(args.folder), args.repo, args.tag)
     path = Path(args.folder, "README.md")
     path.write_text(bundle.text("README.md"), encoding="utf-8")

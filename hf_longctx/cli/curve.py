@@ -119,8 +119,9 @@ def choose_lengths(args, claimed, corpus_tokens):
 
 def run(args):
     from ..metrics import Run, forgetting_curve
+    from ..metrics.checks import check_lengths
     from ..metrics.curve.measure import check_choices
-    from ..metrics.curve.protocol import check_lengths, order_samples
+    from ..metrics.curve.protocol import order_samples
     from ..metrics.run.parts import process_rank
 
     shared.check(args)

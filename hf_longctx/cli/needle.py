@@ -45,7 +45,7 @@ def add_arguments(parser):
 
 def run(args):
     from ..metrics import Run, needle_in_a_haystack
-    from ..metrics.curve.protocol import check_lengths
+    from ..metrics.checks import check_lengths
     from ..metrics.report.defaults import NO_CLAIM, needle_lengths
     from ..metrics.retrieval.haystack import draw_begins, haystack_length, needle_pieces
     from ..metrics.retrieval.measure import encoder

@@ -11,6 +11,8 @@ Examples:
   hf-longctx push model alice/fox --tag v1
 """
 
+import re
+
 
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
@@ -33,7 +35,7 @@ def add_destination(parser, branch=True):
         )
         parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
     else:
-        parser.set_defaults(tag=None)
+        parser.set_defaults(revision=None, tag=None)
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
 
@@ -41,7 +43,7 @@ def add_destination(parser, branch=True):
 def run(args):
     from ..hub import build_bundle, check_pushed, loading_lines, pin_base, with_card
 
-    check_repo(args.repo)
+    check_destination(args)
     bundle = build_bundle(args.folder)
     if not args.dry_run:
         bundle = pin_base(bundle)
@@ -55,13 +57,34 @@ def run(args):
         print(check_pushed(args.folder, hashes, args.repo, commit.oid, bundle.auto_class))
 
 
+def check_destination(args):
+    """ValueError for what `add_destination` takes, and the Hub does not."""
+    check_repo(args.repo)
+    check_reference("--revision", args.revision)
+    check_reference("--tag", args.tag)
+    if args.tag is not None and args.create_pr:
+        raise ValueError(f"a pull request cannot be tagged; leave --tag {args.tag} out, and tag it when it is merged.")
+
+
 def check_repo(name):
     """ValueError unless the name is NAMESPACE/NAME."""
     from huggingface_hub.utils import validate_repo_id
 
-    validate_repo_id(name)
-    if name.count("/") != 1:
-        raise ValueError(f"{name!r} is no name of a repository; give NAMESPACE/NAME, such as alice/fox.")
+    try:
+        validate_repo_id(name if name.count("/") == 1 else "")
+    except ValueError as error:
+        raise ValueError(
+            f"{name!r} is no name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ and ., at "
+            "most 96 of them."
+        ) from error
+
+
+def check_reference(option, name):
+    """ValueError for a name that no branch and no tag can have."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*", name):
+        raise ValueError(
+            f"{option} {name!r} is no name of a branch or tag; take letters, digits, and . - _ / between them."
+        )
 
 
 def send(bundle, args, repo_type="model"):

@@ -18,7 +18,7 @@ def add_arguments(parser):
 def run(args):
     from ..hub import build_kernel
 
-    push.check_repo(args.repo)
+    push.check_destination(args)
     for branch, bundle in build_kernel(args.repo).items():
         args.revision = branch
         commit = push.send(bundle, args, repo_type="kernel")

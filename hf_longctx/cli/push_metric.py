@@ -19,7 +19,7 @@ def add_arguments(parser):
 def run(args):
     from ..hub import build_space
 
-    push.check_repo(args.repo)
+    push.check_destination(args)
     bundle = build_space(args.name)
     commit = push.send(bundle, args, repo_type="space")
     if commit is not None:

@@ -21,5 +21,5 @@ def add_arguments(parser):
 def run(args):
     from ..hub import build_explorer
 
-    push.check_repo(args.repo)
+    push.check_destination(args)
     push.send(build_explorer(args.examples), args, repo_type="space")

@@ -259,8 +259,37 @@ def check_ids(input_ids) -> None:
         )
 
 
-def check_labels(labels, shape: tuple[int, int]) -> None:
-    """Raise ValueError unless labels are None, or integers of this shape, (B, T)."""
+def check_logits_to_keep(logits_to_keep) -> None:
+    """Raise ValueError unless it is what `keep_positions` takes."""
+    if not isinstance(logits_to_keep, torch.Tensor) and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
+        raise ValueError(
+            f"logits_to_keep={logits_to_keep}; it must be how many of the last positions have logits, 0 for all, or a "
+            "tensor of positions."
+        )
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The hidden states whose logits are asked for, as `slice_logits_to_keep` of transformers 5.23.
+
+    Args:
+        hidden_states: (B, T, hidden).
+        logits_to_keep: how many of the last positions, 0 for all; or positions, int64, of all rows (P,) or of each row
+            (B, P); or a mask of them, (B, T) bool.
+
+    Returns:
+        (B, P, hidden), or (positions in all rows, hidden) for a mask.
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.ndim != 2:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+
+
+def check_labels(labels, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless labels are None, or integers of this shape, that of the logits."""
     if labels is None or torch.compiler.is_compiling():
         return
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.shape != shape:

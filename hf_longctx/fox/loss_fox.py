@@ -36,20 +36,20 @@ def loss_without_logits(
     weights: in bfloat16 it has 8 bits. A copy of the weight and its gradient in float32 is the price.
 
     Args:
-        hidden_states: (B, T, hidden).
+        hidden_states: (B, T, hidden), or (tokens, hidden).
         head: as `can_skip_logits` allows.
-        labels: (B, T), int64, shifted here; or
-        shift_labels: (B, T), int64, already shifted: of position t the token t + 1.
+        labels: (B, T) or (tokens,), int64, shifted here; or
+        shift_labels: of the same shape, already shifted: of position t the token t + 1.
         num_items_in_batch: scored labels in the whole batch. None: the mean over these.
         ignore_index: the label that is not scored.
     """
     if shift_labels is None:
-        shift_labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     shift_labels = shift_labels.to(hidden_states.device).flatten()
     rows = max(1, LOGITS_AT_ONCE // head.out_features)
     dtype = torch.promote_types(head.weight.dtype, torch.float32)
     loss = F.linear_cross_entropy(
-        hidden_states.flatten(0, 1).to(dtype),
+        hidden_states.flatten(0, -2).to(dtype),
         head.weight.to(dtype),
         shift_labels,
         linear_bias=None if head.bias is None else head.bias.to(dtype),

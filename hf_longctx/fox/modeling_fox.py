@@ -50,6 +50,8 @@ from .inputs_fox import (
     check_dtype,
     check_ids,
     check_labels,
+    check_logits_to_keep,
+    keep_positions,
     read_rows,
     real_tokens,
     split_heads,
@@ -378,7 +380,23 @@ class FoxModel(FoxPreTrainedModel):
         shard=None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """`shard`: as in `Rows`; the tokens are then a part of each row, and `position_ids` those of whole rows."""
+        """The final hidden states of all tokens.
+
+        Args:
+            input_ids: (B, T), int64; or instead
+            inputs_embeds: (B, T, hidden).
+            attention_mask: (B, past + T), 1 for a token and 0 for padding; or (B, 1, T, past + T), who sees whom.
+                Default None: every token is real.
+            position_ids: (1 or B, T), for RoPE; where they start again, a packed document begins. Default None: they
+                count from the cached tokens on.
+            past_key_values: a `Cache`, which grows by this call.
+            use_cache: whether to make a cache and return it; never while gradients are recorded in training.
+            shard: as in `Rows`; the tokens are then a part of each row, and `position_ids` those of whole rows.
+            kwargs: `cu_seq_lens_q` or `seq_idx`, the borders of packed documents, and what transformers passes on.
+
+        Raises:
+            ValueError: the arguments do not fit together, or ids are beyond the vocabulary.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -452,14 +470,22 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """`skip_logits`: with labels, make the loss piece by piece and return no logits, if the head allows it."""
-        if not isinstance(logits_to_keep, torch.Tensor) and (
-            not isinstance(logits_to_keep, int) or logits_to_keep < 0
-        ):
-            raise ValueError(
-                f"logits_to_keep={logits_to_keep}; it must be how many of the last positions have logits, 0 for all, or a "
-                "tensor of positions."
-            )
+        """Logits of the next token, and with labels the loss.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `FoxModel`.
+            labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
+            logits_to_keep: which positions have logits, as in `keep_positions`. Default 0: all.
+            skip_logits: with labels, make the loss piece by piece and return no logits, if the head allows it.
+            kwargs: `shift_labels` and `num_items_in_batch` of the loss, and those of `FoxModel`.
+
+        Returns:
+            `CausalLMOutputWithPast`: logits (B, T, vocabulary) in the model's dtype; the loss, a scalar, fp32.
+
+        Raises:
+            ValueError: the arguments do not fit together, or ids are beyond the vocabulary.
+        """
+        check_logits_to_keep(logits_to_keep)
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -469,9 +495,8 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        check_labels(labels, hidden_states.shape[:2])
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+        check_labels(labels, hidden_states.shape[:-1])
         loss = logits = None
         scored = labels is not None or kwargs.get("shift_labels") is not None
         if not (scored and skip_logits and can_skip_logits(self.lm_head)):

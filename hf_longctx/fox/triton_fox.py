@@ -65,8 +65,9 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def _contiguous_last(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy whose rows are contiguous and so near that 32 bits hold the offsets in a block of 128 of them."""
+    return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
 def _bound(bound: torch.Tensor | None, B: int, H: int) -> tuple[torch.Tensor | None, int, int]:
@@ -157,7 +158,7 @@ def launch_forward(q, k, v, c, first_key, stop_query, logit_bound, scale):
 def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    do, dlse = _contiguous_last(do), dlse.contiguous()
+    do, dlse = _readable(do), dlse.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d = split_sum(c, tiles.dq.BN)
@@ -236,6 +237,10 @@ if triton is not None:
     _SPACE = __package__.removesuffix(".fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? first_key, Tensor? stop_query"
 
+    # Opaque, and not `torch.library.triton_op`, although torch.export could then compile the kernels ahead of time
+    # (torch 2.13): inductor compiles G = 1 into the dk/dv pass in spite of `do_not_specialize`, takes enable_fp_fusion
+    # for an argument of the kernel, and would compile again where a launcher chooses its programs by the length;
+    # and `wrap_triton` of torch 2.6 refuses interpreted kernels.
     def _operator(name, launcher, schema):
         return torch.library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
 
@@ -391,7 +396,7 @@ def attention_from_sums(q, k, v, c, first_key, stop, scale, log_pruning_toleranc
         The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
         Both have gradients.
     """
-    q, k, v = _contiguous_last(q), _contiguous_last(k), _contiguous_last(v)
+    q, k, v = _readable(q), _readable(k), _readable(v)
     with torch.no_grad():
         if logit_bound is not None:
             logit_bound = bound_per_head(q, logit_bound)
@@ -423,7 +428,7 @@ def triton_decode(
     Returns:
         (B, Hq, Tq, D) in q.dtype.
     """
-    q, k, v = _contiguous_last(q), _contiguous_last(k), _contiguous_last(v)
+    q, k, v = _readable(q), _readable(k), _readable(v)
     bound = None if log_pruning_tolerance is None else bound
     tolerance = log_pruning_tolerance or 0.0
     return fox_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance)

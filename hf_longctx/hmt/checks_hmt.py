@@ -83,10 +83,29 @@ def check_settings(model):
             f"config.recall_mode is {model.config.recall_mode!r}, and this model was not built for it: 'single' has other "
             "parameters. Build a new model: HMTWrapper.from_backbone(model.backbone, config)."
         )
+    settle_mask(model)
     if model.config.memory_tokens != len(model.memory.initial):
         raise ValueError(
             f"config.memory_tokens is {model.config.memory_tokens}, and this model was built with "
             f"{len(model.memory.initial)}. Build a new model: HMTWrapper.from_backbone(model.backbone, config)."
+        )
+
+
+def settle_mask(model):
+    """Set `recall_mask` of a single mode that has none yet; ValueError if its backbone cannot follow the mask."""
+    config = model.config
+    if config.recall_mode != "single" or config.recall_mask is False or model.device.type == "meta":
+        return
+    takes_masks = model.lm.takes_masks(config.positions_per_segment)
+    if config.recall_mask is None:
+        config.recall_mask = takes_masks
+    elif not takes_masks:
+        attention = getattr(model.lm.model.config, "_attn_implementation", None)
+        raise ValueError(
+            f"config.recall_mask is True, and {type(model.lm.model).__name__} cannot follow the mask of the single mode: "
+            f"its attention is {attention!r}, and a window must be wider than {config.positions_per_segment} positions. "
+            "Load it with attn_implementation='sdpa' or 'eager'. Without the mask a model that was trained with it "
+            "reads otherwise; for a new one, set recall_mask=None."
         )
 
 
@@ -157,4 +176,11 @@ def check_padding(model, mask, state, use_cache):
         )
 
 
-__all__ = ["check_generation", "check_inputs", "check_loss_arguments", "check_settings", "first_position"]
+__all__ = [
+    "check_generation",
+    "check_inputs",
+    "check_loss_arguments",
+    "check_settings",
+    "first_position",
+    "settle_mask",
+]

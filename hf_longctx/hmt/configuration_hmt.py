@@ -41,6 +41,9 @@ class HMTConfig(PreTrainedConfig):
             a text of any length takes two calls of the backbone (of `summary_batch` segments each), gradients pass
             through one recall, and the memories of independent texts can be merged (`HMTState.merge`). A memory then
             knows its own segment alone: what takes a chain of recalls is out of reach. See `parallel_hmt.py`.
+        recall_mask: whether the single mode hides `initial` and the first `close` from the tokens behind its recall.
+            That takes an attention mask of four dimensions (`single_hmt.py`). None: if the backbone can follow it; the
+            first call finds out and sets it, so that a checkpoint is read as it was trained.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -81,6 +84,7 @@ class HMTConfig(PreTrainedConfig):
     recall_dim: int | None = None
     recall_mode: str = "causal"
     recurrence: bool = True
+    recall_mask: bool | None = None
     recall_init: str = "similarity"
     loss_scope: str = "all"
     bptt_segments: int | None = None

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from .pages_hmt import MemoryPages
+from .rows_hmt import align
 
 
 # With Wq = Wk = gain * I the scores start as gain^2 q.c / sqrt(h). Memories come out of the final norm with entries of
@@ -193,7 +194,8 @@ class HMTState:
         """The memories of this text, then those of `other`, as if its text had followed; goes on where `other` does.
 
         With `recurrence=False` this is exact: no memory depends on others. Tokens of this text behind its last full
-        segment are in no memory, and are left out. Beyond memory_size the oldest memories are dropped.
+        segment are in no memory, and are left out. A row of `other` without a full segment goes on behind the sensory
+        tokens of this text. Of each row, memories beyond memory_size are dropped, the oldest first.
 
         Raises:
             ValueError: states of different models, settings or numbers of rows.
@@ -206,11 +208,18 @@ class HMTState:
         length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
         read = [n - n % length for n in self.lengths]
         moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
+        bank, ends = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1)
+        _, bank, ends = align(ends > 0, bank, ends, left=False)  # rows of unequal length have gaps between the texts
+        begin = [n < length for n in other.lengths]
+        if any(begin):  # read again, with the sensory tokens
+            other = other.without_kv_cache()
         return replace(
             other,
-            bank=torch.cat([self.bank, other.bank], 1)[:, -size:],
-            ends=torch.cat([self.ends, moved], 1)[:, -size:],
+            bank=bank[:, -size:],
+            ends=ends[:, -size:],
             lengths=tuple(a + b for a, b in zip(read, other.lengths)),
+            sensory_ids=pick(begin, self.sensory_ids, other.sensory_ids),
+            sensory_mask=pick(begin, self.sensory_mask, other.sensory_mask),
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -30,7 +30,8 @@ is made, and the segment is read again under its recalled prompt. Segments 0 and
 to choose from, so one pass serves all their tokens.
 
 `recall_mode="single"` reads every position once: the query is taken and the recall stands in the middle of one pass
-(`single_hmt.py`).
+(`single_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
+(`parallel_hmt.py`).
 
 Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it
 stood alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows
@@ -56,7 +57,7 @@ from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position
+from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position, settle_mask
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -96,8 +97,13 @@ class HMTOutput(ModelOutput):
     def recalled(self, row=0, top=3):
         """What each segment of the call recalled most: a list of (tokens of the text, weight), strongest first.
 
-        The tokens are a range; the list is empty for a segment without a recall. Needs `output_recall=True`.
+        The tokens are a range; the list is empty for a segment without a recall.
+
+        Raises:
+            ValueError: the call was made without `output_recall=True`.
         """
+        if self.recall_scores is None:
+            raise ValueError("The output holds no recall scores; call the model with output_recall=True.")
         listed = []
         for scores, ends in zip(self.recall_scores, self.recall_ends):
             pairs = [] if scores is None else zip(ends[row].tolist(), scores[row].tolist())
@@ -203,14 +209,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         Args:
             input_ids: (B, T), long.
-            attention_mask: (B, T), 0 on padding, which gets zeros as logits. In the causal mode padding may stand on
-                either side, a row is read as if it stood alone, and with a state a row may have no token in a call. In
-                the paper mode padding stands on the left.
+            attention_mask: (B, T), 0 on padding, which gets zeros as logits. Padding may stand on either side, a row
+                is read as if it stood alone, and with a state a row may have no token in a call. In the paper mode
+                padding stands on the left.
             labels: (B, T), usually the input_ids, -100 where not scored; shifted here. The first token of a row in a
                 call has no prediction.
-            state: `HMTState` of an earlier call. In the causal mode any chunking gives the result of one piece; in the
-                paper mode a chunk may not end within the first j tokens of a segment. If a backward pass has gone
-                through the earlier call, give `state.detach()`: its graph is used up.
+            state: `HMTState` of an earlier call. Any chunking gives the result of one piece, but in the paper mode a
+                chunk may not end within the first j tokens of a segment. If a backward pass has gone through the
+                earlier call, give `state.detach()`: its graph is used up.
             use_cache: return the state. Default: True with a state, else False.
             logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions, a long tensor (n,).
                 The loss is that of all labels, whatever is kept: with 1, memory does not grow with T times the
@@ -241,7 +247,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            state, late, early = self._layout()(self).read(state, chunks, use_cache)
+            state, late, early = self._layout()(self, output_recall).read(state, chunks, use_cache)
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
         with_logits = [x.logits for x in readings if x.logits]
         pieces = [
@@ -297,6 +303,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return HMTState.empty(*sizes, self._signature(), pages)
 
     def _signature(self):
+        settle_mask(self)
         config = self.config
         names = (
             "segment_length",
@@ -306,6 +313,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             "recall",
             "memory_tokens",
             "recurrence",
+            "recall_mask",
         )
         return {
             "backbone": config.backbone_config.model_type,

@@ -1,8 +1,9 @@
 """The second level of memory: embeddings that fell out of the bank are kept in pages, and a recall chooses pages.
 
 Embeddings fill pages in the order of the text. The tag of a page is the mean of its embeddings, so the recall score of
-a tag is the mean score of the page. A recall scores the tags, takes the best r pages of each row, and attends to the
-embeddings in them. A recall always attends to the newest embeddings, which do not fill a page yet.
+a tag is the mean score of the page (in the single mode, of embeddings that were not brought to one length). A recall
+scores the tags, takes the best r pages of each row, and attends to the embeddings in them. A recall always attends to
+the newest embeddings, which do not fill a page yet.
 
 With n embeddings in pages of S, a recall scores n / S tags and r S embeddings. Pages start with `page_size`
 embeddings; when there are more than 4 r S pages, neighbours join, and S doubles. From then on there are at most 2
@@ -16,10 +17,12 @@ a text, where neighbours are related. Among ten thousand random embeddings of wi
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 
 import torch
 
 
+_STORING = Lock()  # branches of one state, read by several threads, share a file
 TAGS_PER_EMBEDDING = 4  # a tag costs less: it is only scored; an embedding is fetched, copied, scored and averaged
 
 
@@ -33,23 +36,34 @@ class PageFile:
     def __init__(self, path):
         self.path, self.used = Path(path), 0
         self.path.unlink(missing_ok=True)
-        self.mapped = torch.empty(0, dtype=torch.uint8)
+        self._map(1)
+        self.inode = self.path.stat().st_ino
 
     def store(self, block):
-        """A copy of `block` that lives in the file. Raises ValueError if a gradient would be lost."""
+        """A copy of `block` that lives in the file. ValueError: a gradient would be lost, or the file was replaced."""
         if block.requires_grad:
             raise ValueError(
                 f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
                 "page file: pages in RAM keep gradients."
             )
         size = block.numel() * block.element_size()
-        if self.used + size > len(self.mapped):
-            # Doubling keeps the mappings few. Most file systems store no zeros that were never written.
-            capacity = 2 * (self.used + size)
-            self.mapped = torch.from_file(str(self.path), shared=True, size=capacity, dtype=torch.uint8)
-        place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
-        self.used += size
+        with _STORING:
+            if self.used + size > len(self.mapped):
+                if not self.path.exists() or self.path.stat().st_ino != self.inode:
+                    raise ValueError(
+                        f"{self.path} is no longer the file of this state: another state was started with the same "
+                        "page_file, or the file was removed. Give each new_state a page_file of its own."
+                    )
+                # Doubling keeps the mappings few. Most file systems store no zeros that were never written.
+                self._map(2 * (self.used + size))
+            place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
+            self.used += size
         return place.copy_(block)
+
+    def _map(self, size):
+        with self.path.open("ab") as file:
+            file.truncate(size)  # `from_file` would do it too, and set the first byte of the file to 0
+        self.mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
 
 
 @dataclass
@@ -77,6 +91,10 @@ class MemoryPages:
         """No pages yet. Tags live on `device`, embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(block_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
+
+    def __getstate__(self):
+        """Pickles and deep copies are in RAM: a second `PageFile` at the same path would write over the first."""
+        return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
     def emptied(self):
         """Pages like these without any embedding."""

@@ -1,6 +1,10 @@
 """The segments of the paper: a summary pass, and one pass between two prompts; in the causal mode a third pass.
 
-The modes are described in `modeling_hmt.py`.
+    summary      summary prompt, x[:j], summary prompt       its last hidden state is the query
+    first half   opening prompt, sensory tokens, x[:j]       causal mode only: logits before token j
+    segment      prompt, sensory tokens, x, prompt           logits (from token j on in the causal mode), the memory
+
+`modeling_hmt.py` says why. Without recall there is the third line alone, and the prompt is the latest memory.
 """
 
 from dataclasses import replace
@@ -96,7 +100,8 @@ class PublishedSegments(Segments):
             rows = self.recalls(chunk)
             recalled, recall = self.recall(state, chunk, query)
             prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
-            state, recall = replace(state, prompt=prompt, query=query).without_kv_cache(), recall.of_rows(rows)
+            state = replace(state, prompt=prompt, query=query).without_kv_cache()
+            recall = recall and recall.of_rows(rows)
 
         first, first_half = chunk.with_logits, []
         if config.recall_mode == "causal":

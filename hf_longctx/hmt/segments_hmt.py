@@ -1,4 +1,10 @@
-"""Reading one segment: what every layout shares. The layouts are `published_hmt.py` and `single_hmt.py`."""
+"""Reading one segment: what every layout shares. The layouts are `published_hmt.py`, `single_hmt.py` and
+`parallel_hmt.py`.
+
+A layout has a method `read`. It takes a state and the `Chunk`s of a call (`rows_hmt.py`), lays out embeddings as
+`Pass`es, runs them (`run_passes`), recalls prompts (`prompt_for`), puts memories into the state (`close`), and returns
+the new state with a `Reading` for each pass. `HMTWrapper.forward` puts logits and loss together from the readings.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -59,17 +65,19 @@ class Segments:
 
     Args:
         model: `HMTWrapper`.
+        output_recall: whether readings hold a `Recall`; those of n segments have up to n * n / 2 weights.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, output_recall=False):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
+        self.output_recall = output_recall
 
     def at_once(self, state):
         """How many segments go through the backbone together, where they need no memory."""
         return max(1, self.config.summary_batch // len(state.bank))
 
     def prompt_for(self, state, chunk, query):
-        """The prompt of a segment (B, m, d), and its `Recall`.
+        """The prompt of a segment (B, m, d), and its `Recall` or None.
 
         Without memories it is `initial`, without a query the latest memory, and there is no recall.
         """
@@ -81,7 +89,7 @@ class Segments:
         return self.recall(state, chunk, query)
 
     def recall(self, state, chunk, query):
-        """Recall from the bank and, if there are pages, from the best of them: prompt (B, 1, d) and `Recall`."""
+        """Recall from the bank and, if there are pages, from the best of them: prompt (B, 1, d); `Recall` or None."""
         bank, ends, count = state.bank, state.ends, state.bank.shape[1]
         length = self.config.segment_length
         begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
@@ -95,6 +103,8 @@ class Segments:
             paged_ends = paged_ends * (torch.arange(width, device=bank.device) >= width - counts)
             bank, ends = torch.cat([paged, bank], 1), torch.cat([paged_ends, ends], 1)
         prompt, weights = self.memory.recall(query, bank, ends > 0)
+        if not self.output_recall:
+            return prompt, None
         distance = 1 + (begins - ends.gather(1, weights.argmax(1, keepdim=True))).squeeze(1) // length
         return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
 

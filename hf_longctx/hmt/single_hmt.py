@@ -14,8 +14,9 @@ backbone together; the second parts follow one another.
 
 The second part sees the prompt, the sensory tokens and x[:j]; `initial` and the first `close` are hidden from it, and
 the prompt sees only itself. This takes an attention mask of four dimensions. Backbones that cannot follow one
-(`Backbone.takes_masks`) read the same columns under plain causality. Backbones that cannot continue a cache, and rows
-whose borders differ, read the first part once for its query, and again before the second part.
+(`Backbone.takes_masks`) read the same columns under plain causality; `config.recall_mask` keeps which it is. Backbones
+that cannot continue a cache, and rows whose borders differ, read the first part once for its query, and again before
+the second part.
 """
 
 from bisect import bisect
@@ -51,10 +52,9 @@ class FirstPart(NamedTuple):
 class SingleSegments(Segments):
     """`recall_mode` "single"."""
 
-    def __init__(self, model):
-        super().__init__(model)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.j, self.length = self.config.summary_length, self.config.segment_length
-        self.takes_masks = self.lm.takes_masks(self.config.positions_per_segment)
         self.masks = {}  # of rows that are alike
 
     def read(self, state, chunks, use_cache):
@@ -125,9 +125,9 @@ class SingleSegments(Segments):
             embeds: (B, n, d), of the new positions.
 
         Returns:
-            None if plain causality is enough, or the backbone does not take masks.
+            None if plain causality is enough, or the mode goes without masks.
         """
-        if not self.takes_masks or (isinstance(roles, list) and max(roles) < PROMPT):
+        if not self.config.recall_mask or (isinstance(roles, list) and max(roles) < PROMPT):
             return None
         n, key = embeds.shape[1], None
         if isinstance(roles, list):

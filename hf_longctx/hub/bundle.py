@@ -99,10 +99,10 @@ class Bundle:
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
     def text(self, path: str) -> str:
-        """ValueError for a file that is not UTF-8."""
+        """Without the byte order mark of some editors; ValueError for a file that is not UTF-8."""
         content = self.files[path]
         try:
-            return (content if isinstance(content, bytes) else content.read_bytes()).decode()
+            return (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is no UTF-8 text ({error}).") from error
 

@@ -28,6 +28,8 @@ from .bundle import PACKAGE_CODE, TRAINING, Bundle, is_benchmark, with_contents
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md")
+END = "<!-- end -->"
+MARK = re.compile(rf"<!-- card: .*?-->|{END}")
 PLACE = re.compile(r"(<!-- card: (\w+)((?: (?!--)\S+)*) -->)(.*?)(<!-- end -->)", re.DOTALL)
 LOADING = re.compile(r"<!-- card: loading(?: ([^\s-]\S*))?(?: ([^\s-]\S*))? -->")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
@@ -70,8 +72,9 @@ def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -
 
 def fill(bundle: Bundle, text: str) -> str:
     """A card with its places and its head as the files of the bundle have it; without places, the text as it is."""
-    if not PLACE.search(text):
+    if "<!-- card: " not in text:
         return text
+    check_ends(text)
     card = Card(bundle)
 
     def place(match):
@@ -87,6 +90,14 @@ def fill(bundle: Bundle, text: str) -> str:
 
     text = PLACE.sub(place, text)
     return with_head(card, text) if bundle.config else text
+
+
+def check_ends(text):
+    """ValueError for a place without an end, which would reach to the end of the next one."""
+    marks = iter(MARK.findall(text))
+    for begin in marks:
+        if begin == END or next(marks, None) != END:
+            raise ValueError(f"{CARD} has {begin} alone; a place is <!-- card: NAME --> and, before the next, {END}.")
 
 
 def with_head(card, text):
@@ -159,11 +170,19 @@ class Card:
 
     @cached_property
     def training(self) -> dict:
-        return self.read("training.yaml") if "training.yaml" in self.bundle.files else {}
+        settings = self.read("training.yaml") if "training.yaml" in self.bundle.files else {}
+        if not isinstance(settings, dict):
+            raise ValueError("training.yaml holds no settings; it must have lines such as `steps: 1000`.")
+        return settings
 
     @cached_property
     def log(self) -> list[dict]:
-        return self.read("training_log.jsonl") if "training_log.jsonl" in self.bundle.files else []
+        rows = self.read("training_log.jsonl") if "training_log.jsonl" in self.bundle.files else []
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError(
+                'training_log.jsonl has a line that is no object; it must have lines such as {"step": 1}.'
+            )
+        return rows
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -275,16 +294,24 @@ def pictures(card, name):
 
 def cost(card):
     """Memory and speed, as scripts/bench measured them."""
-    parts = []
-    for name, benchmark in card.benchmarks.items():
-        rows, where = benchmark["rows"], benchmark["machine"].get("device", "an unknown machine")
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        cells = [[plain(shown(row.get(column, ""))) for column in columns] for row in rows]
-        parts.append(
-            f"`{benchmark['command']}` on {plain(where)}, torch {benchmark['versions'].get('torch')}: {link(name)}."
+    names = [name for name, benchmark in card.benchmarks.items() if " scripts.bench." in benchmark["command"]]
+    return "\n\n".join(measured(card, name) for name in names) or "Not measured."
+
+
+def measured(card, name):
+    """The figures of a benchmark, or of another script, with command and machine."""
+    if name not in card.benchmarks:
+        raise ValueError(
+            f"{CARD} has a place for {name}, which is not among the measurements of scripts in the folder."
         )
-        parts.append(table([plain(column.replace("_", " ")) for column in columns], cells))
-    return "\n\n".join(parts) or "Not measured."
+    benchmark = card.benchmarks[name]
+    rows, where = benchmark["rows"], benchmark["machine"]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [[plain(shown(row.get(column, ""))) for column in columns] for row in rows]
+    threads = f", {where['threads']} thread{'s' * (where['threads'] > 1)}" if "threads" in where else ""
+    device, torch = plain(where.get("device", "an unknown machine")), benchmark["versions"].get("torch")
+    text = f"`{benchmark['command']}` on {device}{threads}, torch {torch}: {link(name)}."
+    return f"{text}\n\n{table([plain(column.replace('_', ' ')) for column in columns], cells)}"
 
 
 def training(card):
@@ -401,7 +428,7 @@ def parameters(card):
 
 PLACES = {
     function.__name__: function
-    for function in (facts, context, loading, results, cost, training, limits, provenance, value, parameters)
+    for function in (facts, context, loading, results, cost, measured, training, limits, provenance, value, parameters)
 }
 INLINE = ("value", "parameters")
 

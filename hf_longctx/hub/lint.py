@@ -19,6 +19,18 @@ from .card import CARD, PLACE, UPSTREAM, Card, fill, read_card
 
 # As the Hub lists them when it refuses another one.
 LICENSES = Path(__file__).with_name("licenses.txt").read_text().split()
+TASKS = {
+    *(
+        "feature-extraction",
+        "fill-mask",
+        "multiple-choice",
+        "question-answering",
+        "sentence-similarity",
+        "summarization",
+    ),
+    *("table-question-answering", "text-classification", "text-generation", "text-ranking", "text2text-generation"),
+    *("token-classification", "translation", "zero-shot-classification"),
+}  # of text, at the Hub
 # Text, but for vocabularies, which may hold anything.
 TEXTS = re.compile(
     r"(?!tokenizer\.|vocab|added_tokens|special_tokens_map)(LICENSE.*|.*\.(md|json|jsonl|ya?ml|txt|py|svg|jinja|toml|nix))"
@@ -110,7 +122,7 @@ def evaluation_problems(bundle):
 
 
 def head_problems(bundle, text):
-    """Licence, base model and model-index."""
+    """Licence, task, base model and model-index."""
     data = read_card(text).data
     names = data.get("license") or []
     for name in names if isinstance(names, list) else [names]:
@@ -118,6 +130,8 @@ def head_problems(bundle, text):
             yield f"license {name!r} is none that the Hub knows, such as apache-2.0; of your own: other, with license_name"
         if name == "other" and not data.get("license_name"):
             yield "license is other, and license_name does not say which"
+    if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
+        yield f"pipeline_tag {data['pipeline_tag']!r} is no task of a model of text, such as text-generation"
     if bundle.base is not None and data.get("base_model") not in (None, bundle.base[0], [bundle.base[0]]):
         yield f"base_model is {data['base_model']}, and the configuration names {bundle.base[0]}"
     if bundle.config:

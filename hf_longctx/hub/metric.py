@@ -20,7 +20,7 @@ METRICS = Path(module_path("forgetting_curve")).parents[1]
 ROOTS = {
     "forgetting_curve": ["evaluate_modules"],
     "position_loss": ["evaluate_modules"],
-    "rope_base_check": ["evaluate_modules", "rope.bounds"],
+    "rope_base_check": ["evaluate_modules", "rope.base"],
 }
 EVALUATE = b"datasets==5.2.0\nevaluate==0.4.6\n"
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)

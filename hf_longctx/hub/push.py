@@ -2,10 +2,17 @@
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from .. import __version__
 from .bundle import Bundle, with_contents
@@ -20,6 +27,28 @@ REPLACED = {
 }
 
 
+@contextmanager
+def named_errors():
+    """Errors on the way to the Hub, as built-in ones that say what to do.
+
+    Raises:
+        ValueError: HF_HUB_OFFLINE is set.
+        PermissionError: the token is not known, or may not do this.
+        ConnectionError: the Hub cannot be reached.
+    """
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise ValueError("HF_HUB_OFFLINE is set, and a push needs the Hub; unset it.") from error
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise PermissionError(f"The token is unknown or may not do this; see `hf auth whoami`. {error}") from error
+        raise
+    except HTTPError as error:  # of the connection
+        raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error}).") from error
+
+
+@named_errors()
 def push(
     bundle: Bundle,
     repo: str,
@@ -49,7 +78,8 @@ def push(
     Raises:
         ValueError: something is wrong with the bundle (`lint.problems`), there is no token, `repo` is no name, the
             repository is public although `private`, it holds a model that an adapter would hide, or it has the tag.
-        HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile.
+        HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile. Others:
+            `named_errors`.
     """
     check(bundle)
     if tag is not None and create_pr:
@@ -91,11 +121,12 @@ def push(
     return commit
 
 
+@named_errors()
 def pin_base(bundle: Bundle) -> Bundle:
     """The bundle with the commit that the base of an adapter, or the backbone of an HMT, has on the Hub now.
 
     Raises:
-        ValueError: the Hub has no such repository or revision.
+        ValueError: the Hub has no such repository or revision. Others: `named_errors`.
     """
     if bundle.base is None:
         return bundle

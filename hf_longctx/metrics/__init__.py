@@ -31,15 +31,15 @@ _NAMES = {
     "run.served": "ServedModel",
     "run.offline": "OfflineModel",
     "curve.measure": "PositionLimitError forgetting_curve",
-    "rope.bounds": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table rope_context_bound rope_decay "
-    "rope_inv_freq rope_variance_weights",
-    "rope.verdict": "RopeLayers RopeReport rope_report",
-    "rope.spread": "QKSpread measure_qk_spread",
+    "rope.base": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table",
+    "rope.bounds": "rope_context_bound rope_decay rope_inv_freq",
+    "rope.result": "RopeLayers RopeReport",
+    "rope.measure": "rope_report",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # Where the results of all metrics are defined, for `read_result`.
-RESULT_MODULES = ("curve.result", "loss.result", "retrieval.haystack", "retrieval.lines", "rope.verdict")
+RESULT_MODULES = ("curve.result", "loss.result", "retrieval.haystack", "retrieval.lines", "rope.result")
 
 __all__ = sorted(_HOME)
 

@@ -119,13 +119,13 @@ def _option_names():
     """The options of each module: keywords of the function that measures, the fields of `Run`, head_dim of bounds."""
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
-    from .rope.verdict import rope_report
+    from .rope.measure import rope_report
     from .run.parts import Run
 
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
         keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "input_ids", "run")]
+        names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "run")]
         names[name] += [field.name for field in fields(Run)] if "run" in keywords else []
         names[name].append("model_kwargs")
     names["rope_base_check"].append("head_dim")
@@ -157,7 +157,7 @@ def load(model, corpus=None, tokenizer=None, model_kwargs: dict | None = None):
             trust_remote_code, which its tokenizer gets too.
 
     Returns:
-        the reader, the ids (None without a corpus), and the tokenizer that made them (None if the corpus is ids).
+        the reader, the ids (None without a corpus), and the tokenizer (None if the corpus is ids, and none was given).
 
     Raises:
         ValueError: a text came without a tokenizer.
@@ -175,7 +175,7 @@ def load(model, corpus=None, tokenizer=None, model_kwargs: dict | None = None):
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
     if not isinstance(corpus, str):
-        return reader, corpus, None
+        return reader, corpus, tokenizer
     if tokenizer is None:
         if not name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
@@ -249,10 +249,9 @@ def measure_curve(
 
     if corpus is None and options.get("data_type", "order") == "order":
         raise ValueError('the forgetting curve needs a text: corpus=..., or random ids: data_type="random".')
-    reader, tokens, encoder = load(model, corpus, tokenizer, model_kwargs)
+    reader, tokens, tokenizer = load(model, corpus, tokenizer, model_kwargs)
     if lengths is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
-    tokenizer = tokenizer if encoder is None else encoder
     options = complete(options, tokenizer, "forgetting_curve")
     return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=tokenizer, **options)
 
@@ -313,11 +312,11 @@ def measure_loss(
 
     if corpus is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    reader, tokens, encoder = load(model, corpus, tokenizer, model_kwargs)
+    reader, tokens, tokenizer = load(model, corpus, tokenizer, model_kwargs)
     if context_length is None:
         context_length = min(reader.claimed_context or len(tokens), len(tokens))
-    options = complete(options, tokenizer if encoder is None else encoder, "position_loss")
-    return position_loss(reader, tokens, context_length=context_length, tokenizer=encoder, **options)
+    options = complete(options, tokenizer, "position_loss")
+    return position_loss(reader, tokens, context_length=context_length, tokenizer=tokenizer, **options)
 
 
 def loss_result(result: PositionLoss) -> dict:
@@ -335,7 +334,8 @@ def check_model(model, *, model_kwargs: dict | None = None, **options) -> dict:
     `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
     modules in the same call; a note says so then.
     """
-    from .rope.verdict import NoRopeError, rope_report
+    from .rope.config import NoRopeError
+    from .rope.measure import rope_report
 
     source = source_of(model, model_kwargs)
     if isinstance(model, str):
@@ -364,7 +364,8 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
     Raises:
         ValueError: a number is out of its range, or the lists differ in length.
     """
-    from .rope.bounds import rope_base_bound, rope_context_bound
+    from .rope.base import rope_base_bound
+    from .rope.bounds import rope_context_bound
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-import operator
 import os
 import re
 import subprocess
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -59,42 +56,6 @@ class Table(NamedTuple):
     rows: list[tuple]
 
 
-def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
-    """Values as plain integers.
-
-    Raises:
-        ValueError: there is none, or one is not an integer from `low` to `high`.
-
-    >>> integers([3, 4.0], "positions", 0)
-    Traceback (most recent call last):
-    ValueError: positions must hold integers from 0, got [3, 4.0].
-    """
-    try:
-        numbers = tuple(map(operator.index, values))
-    except TypeError:
-        numbers = ()
-    if not numbers or min(numbers) < low or max(numbers) > high:
-        end = "" if high == math.inf else f" to {high}"
-        raise ValueError(f"{name} must hold integers from {low}{end}, got {values!r}.")
-    return numbers
-
-
-def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
-    """The parts of a result.
-
-    Raises:
-        ValueError: one is not of this kind, or two have the same `key(part)`.
-    """
-    values = tuple(values) if isinstance(values, Iterable) else (values,)
-    strangers = [value for value in values if not isinstance(value, kind)]
-    if strangers:
-        raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
-    counts = Counter(map(key, values)) if key else values
-    if len(counts) < len(values):
-        raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
-    return values
-
-
 class Result:
     """What a metric measured.
 
@@ -115,7 +76,8 @@ class Result:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        Result.kinds[cls.kind] = cls
+        if "kind" in vars(cls):
+            Result.kinds[cls.kind] = cls
 
     # What a subclass tells ------------------------------------------------------------------------------------------
 

@@ -34,14 +34,14 @@ class Construction:
     kind: str
     size: int
 
-    def read(self, source: str) -> Iterator[str]:
+    def read(self, source: str, part: str = "train") -> Iterator[str]:
         """The documents of a source: those of `hf_longctx.corpus`, or of PubMedQA a text for each question.
 
         Raises:
             ValueError: `questions` raises it.
         """
         if not self.kind.startswith("pubmedqa"):
-            return open_source(source)[1]
+            return open_source(source, part)[1]
         answers = self.kind.removeprefix("pubmedqa-")
         return (f"{prompt} {answer}" for prompt, answer in questions(open_pubmedqa(source), answers, self.size))
 
@@ -134,11 +134,11 @@ def open_pubmedqa(source: str) -> Iterator[dict[str, Any]]:
     path = Path(source)
     try:
         if path.suffix == ".json":
-            rows = json.loads(path.read_text())
+            rows = json.loads(path.read_bytes())
             return iter(rows.values() if isinstance(rows, dict) else rows)
         if path.suffix == ".jsonl":
-            return map(json.loads, path.read_text().splitlines())
-    except json.JSONDecodeError as error:
+            return iter([json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()])
+    except ValueError as error:  # neither JSON nor Unicode
         raise ValueError(f"{source} is no JSON: {error}") from error
     try:
         import datasets

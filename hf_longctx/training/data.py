@@ -106,13 +106,14 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Te
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(first, -100)}
 
 
-def encode(source: str, tokenizer, construction: Construction | None = None) -> Iterator[np.ndarray]:
-    """Token ids, several documents at once: of each a BOS where the tokenizer has one, the text, and an EOS.
+def encode(source: str, tokenizer, construction: Construction | None = None, part="train") -> Iterator[np.ndarray]:
+    """Token ids, several documents at once: of each a BOS if the tokenizer has one of its own, the text, and an EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or of the construction.
         tokenizer: of transformers, with an EOS.
         construction: makes other documents of those of the source.
+        part: of a source that has several, "train" or "held_out".
 
     Raises:
         ValueError: the tokenizer has no EOS.
@@ -121,8 +122,9 @@ def encode(source: str, tokenizer, construction: Construction | None = None) -> 
         raise ValueError(
             "the tokenizer has no EOS, which ends a document in a row. Give it one: tokenizer.eos_token = '</s>'."
         )
-    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    documents = open_source(source)[1] if construction is None else construction.read(source)
+    # GPT-2's BOS is its EOS, and would be a document of one token
+    before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
+    documents = open_source(source, part)[1] if construction is None else construction.read(source, part)
     while texts := list(islice(documents, DOCUMENTS_AT_ONCE)):
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         if construction is not None:
@@ -130,11 +132,11 @@ def encode(source: str, tokenizer, construction: Construction | None = None) -> 
         yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
 
 
-def pack(source: str, tokenizer, path: Path, construction: Construction | None = None) -> None:
+def pack(source: str, tokenizer, path: Path, construction: Construction | None = None, part="train") -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
     Args:
-        source, tokenizer, construction: as for `encode`.
+        source, tokenizer, construction, part: as for `encode`.
         path: `.npy` file to write.
     """
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
@@ -143,8 +145,8 @@ def pack(source: str, tokenizer, path: Path, construction: Construction | None =
     count = 0
     with open(unfinished, "wb") as file:
         _write_header(file, dtype, count)
-        for ids in encode(source, tokenizer, construction):
-            ids.astype(dtype).tofile(file)
+        for ids in encode(source, tokenizer, construction, part):
+            file.write(ids.astype(dtype))  # numpy's `tofile` does not say that the disk is full
             count += len(ids)
         file.seek(0)
         _write_header(file, dtype, count)  # numpy leaves room for the number of tokens to grow

@@ -15,6 +15,7 @@ from .settings import check_choices, option, setting
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
+RECALL_MODES = ("single", "causal", "paper")
 POSITIVE = (
     *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
     *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
@@ -275,6 +276,7 @@ class FinetuneSettings(RunSettings):
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
     segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
+    recall_mode: str | None = setting(None, "hmt: how a segment is read (default: causal)", RECALL_MODES)
     carry_state: bool = setting(
         False, "hmt: rows are chunks of one document each, and the memory goes from each chunk to the next"
     )
@@ -284,7 +286,7 @@ class FinetuneSettings(RunSettings):
             raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
         recipe = RECIPES[self.recipe]
         if self.recipe == "hmt":
-            self.fill(segment_length=512, sensory_tokens=32)
+            self.fill(segment_length=512, sensory_tokens=32, recall_mode="causal")
         if self.sequence_length is None:
             raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
         self.fill(
@@ -309,7 +311,7 @@ class FinetuneSettings(RunSettings):
     def refuse_settings_of_others(self):
         """A setting that the recipe would ignore is a mistake."""
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
-        of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "carry_state"), "hmt")
+        of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "recall_mode", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
             if getattr(self, name) and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")

@@ -61,13 +61,14 @@ PATIENCE = 7 * 24 * 3600  # seconds in which the other processes wait for the fi
 IN_USE = ".in_use"  # locked by the process that trains in a folder
 
 
-def train(settings: RunSettings, resume: str = "auto") -> int:
+def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> int:
     """Pretrain or fine-tune a model, or go on with a run that was stopped.
 
     Args:
         settings: `TrainSettings` or `FinetuneSettings`, resolved or not.
         resume: "auto" goes on from the last checkpoint in the run's folder; "never" begins again; or the path of a
             checkpoint.
+        trial: train only; nothing is saved or evaluated.
 
     Returns:
         0 when the model is complete, else the number of the signal that stopped the run.
@@ -80,7 +81,7 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
     """
     settings = settings.resolve()
     folder = Path(settings.output)
-    arguments = training_arguments(settings, folder)
+    arguments = training_arguments(settings, folder, trial)
     tokenizer = load_tokenizer(settings.tokenizer)
     with arguments.main_process_first(local=False):
         in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
@@ -102,7 +103,8 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
     if settings.eval_data is not None:
         with arguments.main_process_first(local=False):
             packed = dataclasses.replace(settings, streaming=False)  # a stream has no end
-            evaluation_rows = prepare_rows(settings.eval_data, folder / "data" / "eval_tokens.npy", packed, tokenizer)
+            path = folder / "data" / "eval_tokens.npy"
+            evaluation_rows = prepare_rows(settings.eval_data, path, packed, tokenizer, "held_out")
 
     carries_state = getattr(settings, "carry_state", False)
     if carries_state:
@@ -138,13 +140,18 @@ def train(settings: RunSettings, resume: str = "auto") -> int:
         cut_metrics(trainer.metrics, step)
         drop_later(folder / "checkpoints", step)
     say(describe(settings, trainer, step))
-    if step == 0:
+    if step == 0 and not trial:
         evaluate(settings, tokenizer, rows, "before")
     set_seed(settings.seed, device_specific=True)  # each process has a dropout of its own
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        stops.restore()
     if trainer.state.global_step < settings.steps:
         say(f"stopped after step {trainer.state.global_step} of {settings.steps}; the same command goes on.")
         return stops.signal
+    if trial:
+        return 0
     save_model(trainer, tokenizer, settings, base)
     trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
     evaluate(settings, tokenizer, rows, "after")
@@ -186,7 +193,7 @@ def dry_run(settings: RunSettings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trial = dict(output=folder, steps=3, warmup_steps=0, eval_data=None)
         trial["streaming"] = not (settings.repeated_rows or getattr(settings, "carry_state", False))
-        train(dataclasses.replace(settings, **trial))
+        train(dataclasses.replace(settings, **trial), trial=True)
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
     else:
@@ -194,7 +201,7 @@ def dry_run(settings: RunSettings) -> None:
     say(f"peak memory {peak / 2**20:.0f} MiB; the run itself has {settings.steps} steps. Nothing was written.")
 
 
-def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments:
+def training_arguments(settings: RunSettings, folder: Path, trial: bool = False) -> TrainingArguments:
     """The settings in Trainer's words. Making them joins the other processes."""
     accelerator = torch.accelerator.is_available()
     checkpointing = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
@@ -220,6 +227,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         use_cpu=not accelerator,
         seed=settings.seed,
         data_seed=settings.seed,
+        save_strategy="no" if trial else "steps",
         save_steps=settings.save_steps,
         save_total_limit=settings.keep_checkpoints,
         eval_strategy="no" if settings.eval_data is None else "steps",
@@ -237,6 +245,7 @@ def training_arguments(settings: RunSettings, folder: Path) -> TrainingArguments
         accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # else Trainer reads rows_at_once on each GPU, in one process
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
     return arguments
 
@@ -293,8 +302,11 @@ def find_checkpoint(folder: Path, resume: str) -> Path | None:
     return Path(resume)
 
 
-def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
-    """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream."""
+def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer, part: str = "train"):
+    """The rows to train on: of a file of tokens, of a text that is packed first, or of a stream.
+
+    `part` is what is read of a source that has several: "train" or "held_out".
+    """
     border = None if has_memory(settings) else tokenizer.eos_token_id  # a memory reads on
     construction = settings.made_of_documents()
     if source.endswith(".npy"):
@@ -307,7 +319,7 @@ def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer):
     packed_from = path.with_suffix(".source")
     if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
         packed_from.unlink(missing_ok=True)
-        pack(source, tokenizer, path, construction)
+        pack(source, tokenizer, path, construction, part)
         packed_from.write_text(state)
     return Rows(path, settings.sequence_length, border, len(tokenizer))
 
@@ -411,6 +423,11 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
         f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )
+    count = torch.accelerator.device_count()
+    if count > 1 and arguments.world_size == 1:
+        lines.append(
+            f"one of {count} accelerators is used; torchrun --nproc-per-node {count} -m hf_longctx ... uses all"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         lines.append("accelerate has no FSDP on a CPU; every process holds the whole model")
     return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])

@@ -13,7 +13,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
 from ..hmt import HMTConfig, HMTWrapper
-from ..metrics.rope.bounds import rope_base_bound, rope_context_bound
+from ..metrics.rope.base import rope_base_bound
+from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .recipes import FinetuneSettings, TrainSettings
@@ -109,7 +110,7 @@ def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
 
     A model without one gets a memory that recalls nothing; one that such a stage has trained recalls.
     """
-    sizes = dict(segment_length=settings.segment_length, sensory_tokens=settings.sensory_tokens)
+    sizes = {name: getattr(settings, name) for name in ("segment_length", "sensory_tokens", "recall_mode")}
     if config.model_type != "hmt":
         return HMTWrapper.from_backbone(settings.model, HMTConfig(**sizes, recall=False), dtype=torch.float32)
     if config.recall:

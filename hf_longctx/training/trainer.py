@@ -201,7 +201,10 @@ class ResumableTrainer(Trainer):
 
 
 class StopAtSignal(TrainerCallback):
-    """SIGTERM or Ctrl-C ends the training after the step it is in, with a checkpoint; a second one at once.
+    """SIGTERM or Ctrl-C ends the training after the step it is in, with a checkpoint; another Ctrl-C at once.
+
+    Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun passes the signal on to workers
+    that have it already. Call `restore` after the training, however it ends.
 
     Attributes:
         signal: number of the signal that came, or 0. Of several processes, the highest.
@@ -217,7 +220,7 @@ class StopAtSignal(TrainerCallback):
 
     def receive(self, number, frame):
         self.signal = number
-        self.restore()
+        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
 
     def restore(self):
         for number, handler in self.before.items():
@@ -230,9 +233,6 @@ class StopAtSignal(TrainerCallback):
             self.signal = int(highest)
         if self.signal:
             control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.restore()
 
 
 def warm_up_above_zero(schedule: LambdaLR, warmup: int) -> LambdaLR:

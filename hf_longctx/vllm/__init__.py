@@ -8,9 +8,11 @@ def register():
     """
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
     from ..fox.configuration_fox import FoxConfig
     from .checks import BY_TRANSFORMERS, FoxChecks, NotByTransformers, longest_input
+    from .widths import FoxSizes
 
     if "FoxForCausalLM" in ModelRegistry.get_supported_archs():
         return
@@ -18,4 +20,5 @@ def register():
     MODELS_CONFIG_MAP["FoxForCausalLM"] = FoxChecks
     for architecture in BY_TRANSFORMERS:
         MODELS_CONFIG_MAP.setdefault(architecture, NotByTransformers)
+    MODEL_ARCH_CONFIG_CONVERTORS[FoxConfig.model_type] = FoxSizes
     FoxConfig.model_max_length = property(longest_input)

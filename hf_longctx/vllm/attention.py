@@ -14,7 +14,6 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.platforms import current_platform
 
 from ..fox.attention_fox import GATE_PARTS, GATE_QUERY, gate_parts
 from ..fox.configuration_fox import FoxConfig
@@ -22,26 +21,14 @@ from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShi
 from .checks import check_cache_dtype
 from .shards import sharded
 from .state import FoxState
-
-
-def folded_width(width: int) -> int:
-    """The smallest head size from `width` on that vLLM has attention kernels for."""
-    if current_platform.is_cpu():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-    else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache
-        sizes = range(32, 513, 8)
-    if width > max(sizes):
-        raise ValueError(f"heads with the decay of their gates need {width} dimensions; vLLM has up to {max(sizes)}.")
-    return min(size for size in sizes if size >= width)
+from .widths import folded_width, gates_per_key
 
 
 class FoxAttention(nn.Module):
     """`FoxAttention` of modeling_fox.py, with the same weights; `LlamaDecoderLayer` of vLLM makes it.
 
     Raises:
-        ValueError: the checkpoint has a quantized KV cache, or no kernel takes heads so wide.
+        ValueError: the checkpoint has a quantized KV cache.
     """
 
     def __init__(
@@ -62,7 +49,7 @@ class FoxAttention(nn.Module):
         if config.forget_gate == "fixed":
             local.forget_gate = "bias_only"  # vLLM loads parameters, and no buffers
         self.config, self.head_dim, self.scaling = local, config.head_dim, config.head_dim**-0.5
-        self.sizes = [local.num_attention_heads * self.head_dim] + 2 * [local.num_key_value_heads * self.head_dim]
+        self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, local.num_key_value_heads))
 
         def linear(kind, *sizes, name, bias=False):
             return kind(*sizes, bias=bias, quant_config=quant_config, prefix=f"{prefix}.{name}")
@@ -85,20 +72,20 @@ class FoxAttention(nn.Module):
         elif config.qk_norm_shared:
             self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
         else:
-            self.q_norm, self.k_norm = (of_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in self.sizes[:2])
+            self.q_norm, self.k_norm = (
+                of_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in (self.q_size, self.kv_size)
+            )
         norm = config.output_norm
-        self.o_norm = of_heads(FoxHeadRMSNorm, self.sizes[0], config.rms_norm_eps) if norm else nn.Identity()
+        self.o_norm = of_heads(FoxHeadRMSNorm, self.q_size, config.rms_norm_eps) if norm else nn.Identity()
         self.rotary_emb = None
         if config.rope_parameters:
             limit = config.max_position_embeddings
             self.rotary_emb = get_rope(self.head_dim, max_position=limit, rope_parameters=config.rope_parameters)
 
-        group = local.num_attention_heads // local.num_key_value_heads
-        self.gates_per_key = 0 if self.f_proj is None else 1 if config.forget_gate_per_kv_head else group
-        self.width = folded_width(self.head_dim + GATE_PARTS * self.gates_per_key)
+        self.gates_per_key, self.width = gates_per_key(local), folded_width(config)
         self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
         gates = local.num_key_value_heads * self.gates_per_key
-        shifted = sum(self.sizes[1:]) if config.k_shift or config.v_shift else 0
+        shifted = 2 * self.kv_size if config.k_shift or config.v_shift else 0
         self.state = None
         if gates or shifted:
             dtype, name = torch.get_default_dtype(), f"{prefix}.state"
@@ -125,8 +112,8 @@ class FoxAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         x, n = hidden_states, len(hidden_states)  # (N, hidden)
-        q, k, v = self.qkv_proj(x)[0].split(self.sizes, dim=-1)
-        c, k, v = self.look_back(x, k, v)  # (N, Hkv * G), (N, Hkv, D)
+        q, kv = self.qkv_proj(x)[0].split([self.q_size, 2 * self.kv_size], dim=-1)
+        c, k, v = self.look_back(x, kv)  # (N, Hkv * G), (N, Hkv, D)
         q, k = self.q_norm(q.view(n, -1, self.head_dim)), self.k_norm(k)
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q.flatten(1).contiguous(), k.flatten(1).contiguous())
@@ -139,18 +126,16 @@ class FoxAttention(nn.Module):
             o = o * self.g_act(self.g_proj(x)[0])
         return self.o_proj(o)[0]
 
-    def look_back(self, x, k, v):
+    def look_back(self, x, kv):
         """The running sum of log f, None without gates, and keys and values after the token shift (eq. 14)."""
-        c, tokens = None, k[:, :0]
-        if self.k_shift_proj is not None or self.v_shift_proj is not None:
-            tokens = torch.cat([k, v], dim=-1)
+        c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:
             log_f = self.f_proj(x[None])[0].T.contiguous()  # (N, Hkv * G)
         if self.state is not None:
-            c, before = self.state(log_f, tokens)
-        k, v = (y.view(len(x), -1, self.head_dim) for y in (k, v))
-        if tokens.shape[1]:
+            c, before = self.state(log_f, kv if shifts else kv[:, :0])
+        k, v = (y.view(len(x), -1, self.head_dim) for y in kv.chunk(2, dim=-1))
+        if shifts:
             k_before, v_before = (y.view_as(k) for y in before.chunk(2, dim=-1))
             if self.k_shift_proj is not None:
                 k = torch.lerp(k, k_before, self.k_shift_proj(x)[..., None].to(k.dtype))

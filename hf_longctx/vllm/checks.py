@@ -2,6 +2,8 @@
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from .sums import TOKENS_PER_STATE
+
 
 EXACT = ("auto", "bfloat16", "float16", "float32")  # dtypes of a cache that hold the parts of the running sum
 # The classes in which vLLM runs a model of transformers.
@@ -32,7 +34,13 @@ class FoxChecks(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config):
         """Raise ValueError for what vLLM has and this plugin has not."""
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
-        check_cache_dtype(vllm_config.cache_config.cache_dtype)
+        cache = vllm_config.cache_config
+        check_cache_dtype(cache.cache_dtype)
+        if cache.kv_offloading_size is not None or vllm_config.kv_transfer_config is not None:
+            raise ValueError(
+                "kv_offloading_size or kv_transfer_config is set; vLLM's connectors move a key and a value for each token, "
+                f"and a FoX has besides a state for {TOKENS_PER_STATE} tokens, which would stay behind. Leave both out."
+            )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ValueError(

@@ -23,8 +23,18 @@ def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
 
 
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """A `weight_loader` of vLLM: copies this rank's rows of a weight in the checkpoint."""
-    parameter.data.copy_(loaded[rank_rows(len(loaded), len(parameter), rank, ranks)])
+    """A `weight_loader` of vLLM: copies this rank's rows of a weight in the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has another number of heads, or another width, than its configuration.
+    """
+    total, local = len(loaded), len(parameter)
+    if loaded.shape[1:] != parameter.shape[1:] or total % local or ranks % (total // local):
+        raise ValueError(
+            f"a weight of a gate, token shift or norm is {tuple(loaded.shape)}; config.json says {tuple(parameter.shape)} "
+            f"on each of {ranks} ranks. Save the model anew with save_pretrained."
+        )
+    parameter.data.copy_(loaded[rank_rows(total, local, rank, ranks)])
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:

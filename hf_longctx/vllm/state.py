@@ -11,7 +11,6 @@ from torch import nn
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import (
     LayerNameType,
@@ -22,10 +21,7 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from .sums import Step, carry, packed_width, read_step
-
-
-TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefixes are shared by whole blocks
+from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 
 class FoxState(nn.Module, AttentionLayerBase):
@@ -44,7 +40,7 @@ class FoxState(nn.Module, AttentionLayerBase):
     def __init__(self, gates: int, shifted: int, dtype: torch.dtype, sliding_window: int | None, prefix: str):
         super().__init__()
         config = get_current_vllm_config()
-        self.width = gates + packed_width(shifted, dtype)  # of a row
+        self.width = row_width(gates, shifted, dtype)
         self.dtype, self.sliding_window, self.prefix = dtype, sliding_window, prefix
         # A draft that is rejected has overwritten the row of the tokens before it.
         self.tokens_per_state = TOKENS_PER_STATE if config.speculative_config is None else 1
@@ -110,10 +106,6 @@ class FoxStateBackend(AttentionBackend):
     def get_builder_cls():
         return FoxStateBuilder
 
-    @classmethod
-    def supports_batch_invariance(cls):
-        return True  # sums are float64
-
 
 class FoxStateBuilder(AttentionMetadataBuilder[Step]):
     # Graphs of whole steps would need the tensors of a `Step` at fixed addresses.
@@ -128,14 +120,13 @@ class FoxStateBuilder(AttentionMetadataBuilder[Step]):
             m.query_start_loc[: m.num_reqs + 1],
             m.seq_lens[: m.num_reqs],
             m.block_table_tensor[: m.num_reqs],
-            m.num_actual_tokens,
+            m.slot_mapping[: m.num_actual_tokens],
             spec.block_size,
             spec.tokens_per_state,
         )
 
 
 @eager_break_during_capture
-@maybe_transfer_kv_layer
 def fox_carry(
     log_f: torch.Tensor, tokens: torch.Tensor, c: torch.Tensor, before: torch.Tensor, layer_name: LayerNameType
 ) -> None:

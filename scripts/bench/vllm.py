@@ -31,6 +31,7 @@ TABLE = """
 def serve(pipe, folder, args):
     """Make an engine, send the bytes of its cache for a token, and answer jobs (prompts, new tokens) with seconds."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or the engines would all be bound to the same cores
     from vllm import LLM, SamplingParams
 
     longest = args.context + args.tokens + 1

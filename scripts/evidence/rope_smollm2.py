@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
-from hf_longctx.metrics import line_retrieval, needle_in_a_haystack, position_loss, rope_report
+from hf_longctx.metrics import Run, line_retrieval, needle_in_a_haystack, position_loss, rope_report
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.starts import extend_rope
 from scripts.bench import common
@@ -71,8 +71,8 @@ def train(name, args):
     subprocess.run([*map(str, command), *(str(x) for option in options.items() for x in option)], check=True)
 
 
-def lines(model, tokenizer, size, args):
-    (point,) = line_retrieval(model, tokenizer, lines=[size], repeats=args.repeats, generate=False).points
+def lines(model, tokenizer, size, args, run):
+    (point,) = line_retrieval(model, tokenizer, lines=[size], repeats=args.repeats, generate=False, run=run).points
     right = round(point.exact_rate * len(point.answers))
     return {
         "tokens": point.mean_tokens,
@@ -82,19 +82,27 @@ def lines(model, tokenizer, size, args):
     }
 
 
-def needles(model, tokenizer, size, args):
+def needles(model, tokenizer, size, args, run):
     tokens = load_tokens(tokenizer, str(TEXT / "held_out.txt")).tokens
     grid = needle_in_a_haystack(
-        model, tokenizer, tokens, lengths=[size], depths=DEPTHS, mode="easy", repeats=args.haystacks, generate=False
+        model,
+        tokenizer,
+        tokens,
+        lengths=[size],
+        depths=DEPTHS,
+        mode="easy",
+        repeats=args.haystacks,
+        generate=False,
+        run=run,
     )
     right = {f"d{cell.depth:.0%}".strip("%"): round(cell.exact_rate * args.haystacks) for cell in grid.cells}
     probability = sum(cell.probability for cell in grid.cells) / len(grid.cells)
     return right | {"answers": args.haystacks, "probability": probability}
 
 
-def losses(model, tokenizer, size, args):
+def losses(model, tokenizer, size, args, run):
     tokens = load_tokens(tokenizer, str(TEXT / "held_out.txt")).tokens
-    loss = position_loss(model, tokens, context_length=size, sequences=args.haystacks).loss
+    loss = position_loss(model, tokens, context_length=size, sequences=args.haystacks, run=run).loss
     return {"first": sum(loss[: size // 2]) / (size // 2), "second": sum(loss[size // 2 :]) / (size - size // 2)}
 
 
@@ -107,7 +115,9 @@ def one_part(kind, name, size, args):
         train(name, args)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device).eval()
     base = model.config.rope_parameters["rope_theta"]
-    measured = KINDS[kind](model, AutoTokenizer.from_pretrained(FOLDER), size, args)
+    # what a part has measured is kept, too, as one of 8192 tokens takes minutes
+    run = Run(journal=args.work / "rope_smollm2" / f"{name} {kind} {size}.jsonl")
+    measured = KINDS[kind](model, AutoTokenizer.from_pretrained(FOLDER), size, args, run)
     return {"kind": kind, "model": name, "base": base, "size": size, **measured}
 
 

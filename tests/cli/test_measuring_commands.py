@@ -1,6 +1,5 @@
 """The commands curve, loss, needle and lines: options in, JSON and picture out."""
 
-import doctest
 import json
 import re
 from pathlib import Path
@@ -10,8 +9,6 @@ from demo_model import VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
-from hf_longctx.cli import curve as curve_command
-from hf_longctx.cli import shared
 from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, NeedleGrid, PositionLoss, read_result
 
 
@@ -68,11 +65,11 @@ def test_random_data_need_no_text(folder, tmp_path):
 def test_lengths_themselves_and_the_source_of_irrelevant_text(folder, tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 90}))
     options = "--lengths 8,16 20 --repeats 2 --text stdlib"
-    _, own = measure(folder, tmp_path / "own", "curve", options)
+    _, same = measure(folder, tmp_path / "own", "curve", options)
     _, other = measure(folder, tmp_path / "other", "curve", f"{options} --irrelevant-text {tmp_path}/other.jsonl")
-    assert [p.length for p in own.points] == [p.length for p in other.points] == [8, 16, 20]
-    assert other.settings["irrelevant_text"] == f"{tmp_path}/other.jsonl" and "irrelevant_text" not in own.settings
-    assert [p.copy_correct for p in own.points] == [p.copy_correct for p in other.points]
+    assert [p.length for p in same.points] == [p.length for p in other.points] == [8, 16, 20]
+    assert other.settings["irrelevant_text"] == f"{tmp_path}/other.jsonl" and "irrelevant_text" not in same.settings
+    assert [p.copy_correct for p in same.points] == [p.copy_correct for p in other.points]
     files = [str(tmp_path / f"{name}.json") for name in ("own", "other")]
     compare = ["compare", *files, "--names", "own", "other", "--output", str(tmp_path / "both"), "--test-sources"]
     capsys.readouterr()
@@ -135,12 +132,6 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["interrupted"] == "Ctrl-C"
     assert curve.not_measured == {19: "interrupted", 30: "interrupted"}
     assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("module", [curve_command, shared])
-def test_examples_in_docstrings(module):
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed
 
 
 def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):

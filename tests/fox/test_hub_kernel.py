@@ -241,16 +241,34 @@ def test_other_models_get_causal_attention(kernel, config_class, spans, options)
     check_logits(got[mask.bool()], want[mask.bool()])
 
 
-def test_another_model_generates(kernel):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_another_model_generates(kernel, cache):
     settings = dict(max_new_tokens=3, do_sample=False, pad_token_id=0, attention_mask=holes(2, 9, (0, 0), (0, 4)))
+    settings |= dict(cache_implementation=cache, disable_compile=True)
     got, want = (other(LlamaConfig, name).generate(draw(2, 9), **settings) for name in (NAME, "sdpa"))
     assert torch.equal(got, want)
 
 
+def test_autocast_rounds_what_norms_leave_in_float32(kernel):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 16, generator=g).to(DEVICE) for _ in range(3))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        mixed, _ = kernel.flash_attn_forward(None, q, k, v.bfloat16(), None)
+    assert torch.equal(mixed, kernel.flash_attn_forward(None, *(x.bfloat16() for x in (q, k, v)), None)[0])
+
+
 def test_what_causal_attention_cannot_do_is_refused(kernel):
+    q = torch.zeros(1, 2, 4, 16, device=DEVICE)
+    for v in (q[..., :8], q.bfloat16()):
+        with pytest.raises(NotImplementedError, match="one dtype and one head size"):
+            kernel.flash_attn_forward(None, q, q, v, None)
     llama = other(LlamaConfig, NAME)
     with pytest.raises(NotImplementedError, match="this attention_mask"):
         llama(draw(2, 9), attention_mask=holes(2, 9, (3, 5), (0, 0)))
+    with pytest.raises(ValueError, match="it must be boolean"):
+        llama(draw(2, 9), attention_mask=torch.zeros(2, 1, 9, 9, device=DEVICE))
+    with pytest.raises(NotImplementedError, match="no softcap"):
+        llama(draw(2, 9), softcap=30.0)
     with pytest.raises(NotImplementedError, match="is causal here"):
         llama(draw(2, 9), is_causal=False)
     with pytest.raises(ValueError, match="attention weights"):

@@ -387,6 +387,12 @@ def test_any_layout():
     check_close(decoded, base[0][:, :, -9:], v.abs().max())
 
 
+def test_rows_far_apart_are_copied():
+    """Inside a block, the kernels count offsets in 32 bits."""
+    far = torch.empty_strided((1, 1, 20, 16), (0, 0, 2**27, 1), device="meta")
+    assert triton_fox._readable(far).stride(2) == 16
+
+
 def test_log_sum_exp_has_a_gradient():
     """Together with that of the output; rows that see nothing have -inf and pass nothing on, whatever comes back."""
     q, k, v, log_f, do = inputs = draw(2, 2, 1, 20, 50, 16)
@@ -429,10 +435,24 @@ def test_an_expanded_upstream_gradient():
         assert torch.equal(x, y)
 
 
+def check_same_bits(inputs, rounds):
+    """Output, gradients and decoding do not depend on what new memory holds, which PyTorch fills with NaN here."""
+
+    def results():
+        decoded = triton_attention(*(x[:, :, -1:] if i == 0 else x for i, x in enumerate(inputs[:4])))
+        return *run(triton_attention, *inputs, log_pruning_tolerance=-10.0), decoded
+
+    expected = results()
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(rounds):
+            assert all(torch.equal(x, y) for x, y in zip(results(), expected))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_same_inputs_same_bits():
-    inputs = draw(1, 2, 1, 40, 40, 16, dtype=torch.bfloat16)
-    first, second = (run(triton_attention, *inputs) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(first, second))
+    check_same_bits(draw(1, 2, 1, 33, 45, 16, dtype=torch.bfloat16), 1)
 
 
 @pytest.mark.slow

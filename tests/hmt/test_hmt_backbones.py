@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_longctx
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt.backbone_hmt import Backbone
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
@@ -187,3 +188,6 @@ def test_the_layout_of_the_single_mode(models):
     lm, name = models["single"].lm, type(models["single"].lm.model).__name__
     assert lm.takes_masks(15) == (name not in WITHOUT_MASK)
     assert lm.continues == (name not in RECURRENT)
+    with torch.autocast("cpu", torch.bfloat16):  # another dtype is no other layout
+        assert Backbone(lm.model).takes_masks(15) == lm.takes_masks(15)
+    assert Backbone(copy.deepcopy(lm.model).bfloat16()).takes_masks(15) == lm.takes_masks(15)

@@ -15,6 +15,8 @@ from transformers import (
     BertModel,
     LlamaForCausalLM,
     LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
     T5Config,
@@ -28,6 +30,7 @@ from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper, from_official, offic
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
 XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 61}
+MISTRAL = {**BERT, "num_key_value_heads": 2, "sliding_window": 6}
 RWKV = {"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
 
@@ -275,6 +278,13 @@ READ += [
         "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
     ),
     refused("recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "recall=True"),
+    refused(
+        "a mask that a backbone cannot follow",
+        lambda it: build(MistralForCausalLM(MistralConfig(**MISTRAL)).eval(), recall_mode="single", recall_mask=True)(
+            it.tokens
+        ),
+        "recall_mask is True.*wider than 15 positions",
+    ),
     refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
     refused("memory_tokens set to 3", lambda it: changed(it.model, memory_tokens=3)(it.tokens), "memory_tokens is 3"),
     refused(
@@ -282,6 +292,7 @@ READ += [
         lambda it: changed(build(recall=False), memory_tokens=3)(it.tokens),
         "was built with 1",
     ),
+    refused("what no call recalled", lambda it: it.model(it.tokens).recalled(), "output_recall=True"),
     refused(
         "another file as a state", lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors"), "saved HMTS"
     ),

@@ -25,9 +25,11 @@ SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 @pytest.mark.parametrize("mode", ["single", "causal"])
 def test_whole_checkpoint(make_wrapper, tokens, tmp_path, mode):
     model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None, recall_mode=mode)
+    logits = model(tokens).logits
     model.save_pretrained(tmp_path)
     again = HMTWrapper.from_pretrained(tmp_path)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert torch.equal(again(tokens).logits, logits)
+    assert again.config.recall_mask == (True if mode == "single" else None)  # as the first call found it
     ours = model.config.to_dict()
     assert {k: v for k, v in again.config.to_dict().items() if k in SETTINGS} == {k: ours[k] for k in SETTINGS}
     assert again.generation_config.eos_token_id == 2

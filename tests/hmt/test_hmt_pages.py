@@ -1,5 +1,7 @@
 """Pages: equal to flat memory where everything is recalled, found by tag where not, at the cost of a square root."""
 
+import copy
+
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
@@ -83,7 +85,19 @@ def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_fil
         for again in (state, HMTState.load(tmp_path / "state.safetensors"), state.to("cpu"), state.detach()):
             torch.testing.assert_close(model(rest, state=again).logits, whole, atol=ROUNDING, rtol=0)
             torch.testing.assert_close(model(other, state=again).logits, expected, atol=ROUNDING, rtol=0)
+        copied, later = copy.deepcopy(state), model(rest[:, :24], state=state).state
+        torch.testing.assert_close(model(other, state=copied).logits, expected, atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(model(rest[:, 24:], state=later).logits, whole[:, 24:], atol=ROUNDING, rtol=0)
     assert (tmp_path / "pages").exists() == in_file
+
+
+def test_two_states_cannot_share_a_page_file(make_wrapper, long_tokens, tmp_path):
+    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
+    with torch.no_grad():
+        first, second = (model.new_state(2, tmp_path / "pages") for _ in range(2))
+        with pytest.raises(ValueError, match="no longer the file of this state"):
+            model(long_tokens, state=first)
+        model(long_tokens, state=second)
 
 
 def test_beams_take_their_pages_along(make_wrapper, long_tokens):
@@ -127,6 +141,7 @@ def test_look_up_returns_the_pages_of_the_best_tags(tmp_path, n, in_file):
     generator = torch.Generator().manual_seed(n)
     embeddings, direction = (torch.randn(c, 8, generator=generator) for c in (n, 1))
     pages = filled(embeddings, file=PageFile(tmp_path / "pages") if in_file else None)
+    assert torch.equal(torch.cat([*pages.blocks, pages.rest]), embeddings)  # also after its file has grown
     recalled, ages = pages.look_up(direction)
     size, count = pages.block_size * pages.page_blocks, len(pages.sums)
     assert len(pages) == n and count <= TAGS_PER_EMBEDDING * pages.recalled * size

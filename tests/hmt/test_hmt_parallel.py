@@ -52,10 +52,10 @@ def test_no_position_sees_a_later_token(make_parallel, tokens, settings):
 def test_any_chunking_is_one_piece(make_parallel, tokens, chunks):
     model, mask = make_parallel(), torch.ones_like(tokens)
     mask[1, :13] = 0
-    for given in (mask, None):
+    for attention_mask in (mask, None):
         with torch.no_grad():
-            whole = model(tokens, attention_mask=given, use_cache=True)
-            logits, state = stream(model, tokens, chunks, given)
+            whole = model(tokens, attention_mask=attention_mask, use_cache=True)
+            logits, state = stream(model, tokens, chunks, attention_mask)
         close(logits, whole.logits)
         tensors = whole.state.tensors()
         tensors.pop("prompt", None)  # of a row without an open recall it may be anything

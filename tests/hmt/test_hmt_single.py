@@ -109,10 +109,10 @@ def test_any_chunking_is_one_piece(make_single, tokens, chunks, gradients, setti
     model = make_single(**settings)
     mask = torch.ones_like(tokens)
     mask[1, :13] = 0
-    for given in (mask, None):
+    for attention_mask in (mask, None):
         with torch.set_grad_enabled(gradients):
-            whole = model(tokens, attention_mask=given, use_cache=True)
-            logits, state = stream(model, tokens, chunks, given)
+            whole = model(tokens, attention_mask=attention_mask, use_cache=True)
+            logits, state = stream(model, tokens, chunks, attention_mask)
         torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
         tensors = whole.state.tensors()
         tensors.pop("prompt", None)  # of a row without an open recall it may be anything

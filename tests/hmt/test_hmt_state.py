@@ -155,6 +155,34 @@ def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
         state.forget(3)
 
 
+MODES = [{"recall_mode": "causal"}, {"recall_mode": "single"}, {"recall_mode": "single", "recurrence": False}]
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+def test_merged_rows_are_as_alone(make_wrapper, tokens, settings):
+    """One row of the second text is still in its first segment; the other has memories behind a gap in the bank."""
+    model, lengths = make_wrapper(memory_size=3, **settings), [(24, 16), (2, 11)]
+
+    def read(row, start, length):
+        return model(tokens[row : row + 1, start : start + length], use_cache=True).state
+
+    with torch.no_grad():
+        places, texts = torch.arange(24), (tokens[:, :24], tokens[:, 24:35])
+        masks = [places[: x.shape[1]] < torch.tensor(n)[:, None] for x, n in zip(texts, lengths)]
+        first, second = (model(x, mask, use_cache=True).state for x, mask in zip(texts, masks))
+        for other in (second, model.new_state(2)):
+            merged = first.merge(other)
+            out = model(tokens[:, :20], state=merged)
+            again = model(tokens[:, :20], state=merged.without_kv_cache())
+            torch.testing.assert_close(again.logits, out.logits, atol=ROUNDING, rtol=0)
+            for row in range(2):
+                other_alone = read(row, 24, lengths[1][row]) if other is second else model.new_state(1)
+                alone = read(row, 0, lengths[0][row]).merge(other_alone)
+                assert alone.segments()[0] == merged.segments()[row]
+                logits = model(tokens[row : row + 1, :20], state=alone).logits[0]
+                torch.testing.assert_close(out.logits[row], logits, atol=ROUNDING, rtol=0)
+
+
 def test_memories_in_pages_are_listed(make_wrapper, tokens):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
     state = model(tokens, use_cache=True).state

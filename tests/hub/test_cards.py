@@ -190,7 +190,9 @@ def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
     out = capsys.readouterr().out
     assert "missing: README.md: its head lacks `license`" in out and "still to write: what it is good for" in out
     text = (folder / "README.md").read_text()
-    assert cli.main(["card", str(folder)]) == 0 and (folder / "README.md").read_text() == text
+    for encoding in ("utf-8", "utf-8-sig"):  # some editors begin with a byte order mark
+        (folder / "README.md").write_text(text, encoding=encoding)
+        assert cli.main(["card", str(folder)]) == 0 and (folder / "README.md").read_text() == text
     assert cli.main(["card", str(folder), "--tag", "v1"]) == 2
 
 
@@ -220,6 +222,14 @@ def replacing(old, new, file="README.md"):
         text = (folder / file).read_text()
         assert old in text
         (folder / file).write_text(text.replace(old, new, 1))
+        lint.check(build_bundle(folder))
+
+    return mistake
+
+
+def writing(text, file):
+    def mistake(folder):
+        (folder / file).write_text(text)
         lint.check(build_bundle(folder))
 
     return mistake
@@ -255,12 +265,25 @@ MISTAKES = [
     refused(
         "a place that does not exist", filling("<!-- card: magic -->\n<!-- end -->"), "place 'magic'; the places are"
     ),
+    refused(
+        "a place without an end",
+        filling("<!-- card: facts -->\nMine.\n<!-- card: cost --><!-- end -->"),
+        "facts --> alone",
+    ),
+    refused("a list of settings", writing("- 1\n", "training.yaml"), "training.yaml holds no settings"),
+    refused("a number in the log", adding("3\n", "training_log.jsonl"), "has a line that is no object"),
+    refused("figures of no script", filling("<!-- card: measured curve.json -->\n<!-- end -->"), "not among the meas"),
     refused("a place with too much", filling("<!-- card: facts x -->\n<!-- end -->"), "too many positional"),
     refused("a value of no file", filling("<!-- card: value x.json a --><!-- end -->"), "x.json, which is not among"),
     refused(
         "a value of no key", filling("<!-- card: value config.json a.b --><!-- end -->"), "config.json has no a.b"
     ),
     refused("an unknown licence", replacing("license: apache-2.0", "license: apache2"), "license 'apache2' is none"),
+    refused(
+        "a task of nobody",
+        writing("---\nlicense: mit\npipeline_tag: text-gen\n---\n", "README.md"),
+        "pipeline_tag 'text-gen' is no task",
+    ),
     refused("a licence of one's own", replacing("license: apache-2.0", "license: other"), "license_name does not say"),
     refused(
         "a head that is no YAML", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"

@@ -131,8 +131,8 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
 
     moved = {name: f"mallory/changed--{value}" for name, value in auto_map.items()}
     commits["changed-chain"] = publish(saved(llama, model_type="elsewhere", auto_map=moved), "mallory/changed-chain")
-    own = saved(llama, model_type="elsewhere", auto_map=auto_map)
-    commits["changed"] = publish(own | {"code.py": good}, "mallory/changed")
+    files = saved(llama, model_type="elsewhere", auto_map=auto_map)
+    commits["changed"] = publish(files | {"code.py": good}, "mallory/changed")
     publish({"code.py": bad}, "mallory/changed")
     commits["metric"] = publish({"metric.py": METRIC.encode()}, "mallory/metric", type="space")
     publish({"metric.py": f"{METRIC}Path({ran!r}).touch()\n".encode()}, "mallory/metric", type="space")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from demo_model import DEMO
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from mistakes import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -54,6 +56,7 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     assert {path for path in bundle.files if path.endswith(".py")} == code
     assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
     documents = {"README.md", "forgetting_curve.json", "forgetting_curve.png", "gates.png", "hf_longctx.json"}
+    documents |= {"position_loss.json", "position_loss.png", "speed.json"}
     documents |= {"training.txt", "training.yaml", "training_log.jsonl"}
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
     model = {"config.json", "generation_config.json", "model.safetensors"}
@@ -225,6 +228,24 @@ def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="no token for the Hub"):
         push(build_bundle(folder), "alice/fox")
+
+
+@pytest.mark.parametrize(
+    "error, raised, words",
+    [
+        (HTTPError("[Errno 111] Connection refused"), ConnectionError, r"https?://.* cannot be reached .*Errno 111"),
+        (OfflineModeIsEnabled(), ValueError, "HF_HUB_OFFLINE is set"),
+    ],
+    ids=["no network", "offline"],
+)
+def test_without_the_hub_the_reason_is_said(error, raised, words, monkeypatch):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setenv("HF_TOKEN", "hf_of_alice")
+    monkeypatch.setattr(HfApi, "create_repo", fail)
+    with pytest.raises(raised, match=words):
+        push(Bundle({}, (), {}), "alice/fox")
 
 
 @pytest.mark.slow

@@ -1,8 +1,32 @@
-"""evaluate keeps the modules that it loads in one folder of the user's, and in `sys.modules`."""
+"""What is recorded; pictures as figures and as words; evaluate, which keeps modules in the user's cache."""
 
+import html
+import json
+import re
 import sys
 
+import numpy as np
 import pytest
+
+
+@pytest.fixture(scope="session")
+def recorded(golden):
+    """All recorded forgetting curves, by name."""
+    files = [golden / "forgetting_curve" / "results.json", golden / "forgetting_curve" / "edge_cases.json"]
+    runs, edge_cases = (json.loads(file.read_text()) for file in files)
+    return {run["name"]: run for run in runs + edge_cases["runs"]}
+
+
+@pytest.fixture(scope="session")
+def reference(recorded):
+    """Those with points."""
+    return {name: run for name, run in recorded.items() if run.get("rows")}
+
+
+@pytest.fixture(scope="session")
+def tokens(golden):
+    """The corpus of the recorded curves and losses."""
+    return np.load(golden / "forgetting_curve" / "tokens.npy")
 
 
 def forget_modules():
@@ -23,3 +47,26 @@ def evaluate_cache(tmp_path_factory):
         patch.setattr(sys, "path", [str(folder / "modules"), *sys.path])  # before the user's
         yield folder
     forget_modules()
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """What would have been saved as a picture."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))
+    return figures
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The words of what `draw(path, ...)` draws."""
+    matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+    def words(draw, *arguments, **options):
+        file = tmp_path / "picture.svg"
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            draw(*arguments, file, **options)
+        return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", file.read_text())).split())
+
+    return words

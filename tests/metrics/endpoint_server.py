@@ -103,17 +103,17 @@ def echo_lists(prompt, log_probs):
     """The prompt, if it is to be repeated, and one generated token."""
     new = int(log_probs[-1].argmax())
     tokens = [*prompt, new]
-    own = [float(row[token]) for row, token in zip(log_probs, [*prompt[1:], new])]
+    values = [float(row[token]) for row, token in zip(log_probs, [*prompt[1:], new])]
     top = [
         {text_of(token): value, text_of(int(row.argmax())): float(row.max())}
-        for row, token, value in zip(log_probs, [*prompt[1:], new], own)
+        for row, token, value in zip(log_probs, [*prompt[1:], new], values)
     ]
     if not prompt:
-        tokens, own, top = [new], [float(log_probs[-1].max())], [{text_of(new): float(log_probs[-1].max())}]
-        return {"tokens": [text_of(new)], "token_logprobs": own, "top_logprobs": top, "text_offset": [0]}
+        tokens, values, top = [new], [float(log_probs[-1].max())], [{text_of(new): float(log_probs[-1].max())}]
+        return {"tokens": [text_of(new)], "token_logprobs": values, "top_logprobs": top, "text_offset": [0]}
     return {
         "tokens": [text_of(token) for token in tokens],
-        "token_logprobs": [None, *own],
+        "token_logprobs": [None, *values],
         "top_logprobs": [None, *top],
         "text_offset": list(range(len(tokens))),
     }
@@ -123,14 +123,14 @@ def echo_lists_of_llama_cpp(prompt, log_probs, tokenizer):
     """As llama-cpp-python makes them: a BOS in front has log-probabilities and no token, and no BOS has an entry."""
     new = int(log_probs[-1].argmax())
     bos = tokenizer.bos_token_id
-    tokens, own, top = [], [], []
+    tokens, values, top = [], [], []
     for token, row in zip([*prompt[prompt[0] == bos :], new], log_probs):
         if token != bos:
             tokens.append(tokenizer.decode(token))
-            own.append(float(row[token]))
-            top.append({tokenizer.decode(int(row.argmax())): float(row.max()), tokens[-1]: own[-1]})
-    own[0] = top[0] = None
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": list(range(len(tokens)))}
+            values.append(float(row[token]))
+            top.append({tokenizer.decode(int(row.argmax())): float(row.max()), tokens[-1]: values[-1]})
+    values[0] = top[0] = None
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": list(range(len(tokens)))}
 
 
 def text_of(token):

@@ -1,4 +1,4 @@
-"""Every metric on every kind of model, against the logits of one plain forward pass."""
+"""Curve and loss of models that test_run_engine.py does not have, against the logits of one plain forward pass."""
 
 import math
 
@@ -66,14 +66,9 @@ def quantized(model):
 
 
 MODELS = {
-    "llama": lambda: build("llama", **SMALL),
-    "gpt2": lambda: build("gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=64),
-    "mamba": lambda: build("mamba", hidden_size=16, num_hidden_layers=2, state_size=2),
     "mamba2": lambda: build(
         "mamba2", hidden_size=16, num_hidden_layers=2, state_size=4, num_heads=4, head_dim=8, n_groups=1, chunk_size=8
     ),
-    "rwkv": lambda: build("rwkv", hidden_size=16, num_hidden_layers=2, attention_hidden_size=16),
-    "sliding window": lambda: build("mistral", **SMALL, sliding_window=9, num_key_value_heads=1),
     "fox": lambda: build("fox", **SMALL),
     "hmt": lambda: with_memory(build("llama", **SMALL, max_position_embeddings=64)),
     "hmt around fox": lambda: with_memory(build("fox", **SMALL)),
@@ -98,7 +93,7 @@ def all_logits(model, ids):
 def test_curve(model):
     lengths, repeats = [1, 6, 25], 3
     curve = forgetting_curve(model, CORPUS, lengths=lengths, repeats=repeats, seed=2)
-    found, expected, close = [], [], 0
+    counted, expected, close = [], [], 0
     for point, samples in zip(curve.points, order_samples(CORPUS, lengths, repeats, 2)):
         for kind, counts in (("target", point.copy_correct), ("irrelevant", point.lm_correct)):
             for sample, count in zip(samples, counts):
@@ -108,8 +103,8 @@ def test_curve(model):
                 if model.dtype is torch.bfloat16:  # whose rounding differs with the shape of a pass
                     close += int((best[:, 0] - best[:, 1] < 0.1).sum())
                 expected.append(int((logits.argmax(-1).numpy() == ids[scored.start + 1 : scored.stop + 1]).sum()))
-                found.append(count)
-    assert sum(abs(a - b) for a, b in zip(found, expected)) <= close
+                counted.append(count)
+    assert sum(abs(a - b) for a, b in zip(counted, expected)) <= close
     assert 0 < sum(expected) < repeats * 2 * (1 + 3 + 13)
 
 

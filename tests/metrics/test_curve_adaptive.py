@@ -1,7 +1,5 @@
 """Adaptive placement of points on recorded and made-up curves: no model runs here."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -81,18 +79,17 @@ def test_simulated_curves(name):
 
 
 @pytest.mark.parametrize("name", ["order_linear16_r10_s0", "random_linear12_r10_s2"])
-def test_recorded_curves(golden, name):
+def test_recorded_curves(recorded, name):
     """The same counts as the full curve, at fewer points; the readings of both lie in the interval."""
-    runs = json.loads((golden / "forgetting_curve" / "results.json").read_text())
-    (rows,) = (run["rows"] for run in runs if run["name"] == name)
+    rows = recorded[name]["rows"]
     full = ForgettingCurve([CurvePoint(r["length"], r["copy_correct"], r["lm_correct"]) for r in rows])
     curve, cost = run(full.points)
     assert cost <= BUDGET * input_tokens(rows[-1]["length"])
     assert cost < 0.6 * sum(20 * input_tokens(r["length"]) for r in rows)
     for reading in ("fine", "coarse"):
         interval = curve.interval(reading)
-        for found in (full, curve):
-            length = getattr(found, f"{reading}_length")
+        for measured in (full, curve):
+            length = getattr(measured, f"{reading}_length")
             assert interval.low <= length
             assert interval.high is None or length < interval.high or length < interval.low
 

@@ -1,6 +1,5 @@
 """Memory lengths read off counts."""
 
-import doctest
 import json
 import pickle
 from fractions import Fraction
@@ -10,10 +9,6 @@ import pytest
 from hf_longctx.metrics.curve import lengths as core
 from hf_longctx.metrics.curve.lengths import MemoryLength
 from hf_longctx.metrics.curve.protocol import scored_tokens
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(core) == (0, 2)
 
 
 def plain(readings):
@@ -26,8 +21,8 @@ def test_memory_lengths_of_made_up_curves(golden):
         total = 10_000
         copy, lm = ([int(Fraction(x) * total) for x in case[name]] for name in ("copy", "lm"))
         lengths = case["lengths"]
-        found = core.memory_lengths(lengths, copy, lm, [total] * len(lengths), case["p_value"])
-        assert plain(found) == case["expected"], case["name"]
+        memory_lengths = core.memory_lengths(lengths, copy, lm, [total] * len(lengths), case["p_value"])
+        assert plain(memory_lengths) == case["expected"], case["name"]
 
 
 def test_memory_lengths_of_published_llama3(golden):
@@ -35,9 +30,9 @@ def test_memory_lengths_of_published_llama3(golden):
     lengths, copy, lm, p_values = zip(*published["rows"])
     scored = [10 * scored_tokens(n) for n in lengths]
     counts = ([round(mean * n) for mean, n in zip(means, scored)] for means in (copy, lm))
-    found = core.memory_lengths(lengths, *counts, scored, p_values)
-    assert plain(found) == published["derived"]
-    assert found["fine_max"].next_tested == 4650
+    memory_lengths = core.memory_lengths(lengths, *counts, scored, p_values)
+    assert plain(memory_lengths) == published["derived"]
+    assert memory_lengths["fine_max"].next_tested == 4650
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,6 @@
 """Running models over the forgetting curve: recorded curves, which logits are computed, limits, failures."""
 
-import json
-import subprocess
-import sys
 import warnings
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +15,8 @@ from hf_longctx.metrics import ForgettingCurve, Run
 from hf_longctx.metrics import forgetting_curve as measure
 from hf_longctx.metrics.curve import protocol as core
 from hf_longctx.metrics.curve.measure import PositionLimitError
-from hf_longctx.metrics.run.engine import predict_plainly as predict
 from hf_longctx.metrics.run.journal import content_hash
+from hf_longctx.metrics.run.logits import predict_plainly as predict
 from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 
@@ -35,26 +30,9 @@ def forgetting_curve(model, tokens, *, journal=None, tokens_per_pass=None, progr
 
 
 @pytest.fixture(scope="module")
-def folder(golden):
-    return golden / "forgetting_curve"
-
-
-@pytest.fixture(scope="module")
-def trained(folder):
+def trained(golden):
     """The small trained Llama of the recorded curves."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-
-
-@pytest.fixture(scope="module")
-def tokens(folder):
-    return np.load(folder / "tokens.npy")
-
-
-@pytest.fixture(scope="module")
-def recorded(folder):
-    runs = json.loads((folder / "results.json").read_text())
-    runs += json.loads((folder / "edge_cases.json").read_text())["runs"]
-    return {run["name"]: run for run in runs}
+    return transformers.AutoModelForCausalLM.from_pretrained(golden / "forgetting_curve" / "model")
 
 
 def settings_of(run):
@@ -73,8 +51,8 @@ def assert_reproduces(curve, run, tolerance):
         difference += np.abs(np.subtract(point.copy_correct, row["copy_correct"])).sum()
         difference += np.abs(np.subtract(point.lm_correct, row["lm_correct"])).sum()
     assert difference <= tolerance
-    found = {name: {"length": int(x), "open_ended": x.open_ended} for name, x in curve.memory_lengths.items()}
-    assert found == run["derived"]
+    memory_lengths = {name: {"length": int(x), "open_ended": x.open_ended} for name, x in curve.memory_lengths.items()}
+    assert memory_lengths == run["derived"]
 
 
 # -- recorded curves. README_metrics.md of the golden data allows 5 tokens a run in float32
@@ -87,15 +65,11 @@ def assert_reproduces(curve, run, tolerance):
         "order_linear4_r2_s5",
         "order_log9_r3_s4",
         pytest.param("order_linear8_r5_s3", marks=slow),
-        pytest.param("order_log12_r10_s1", marks=slow),
         pytest.param("random_linear12_r10_s2", marks=slow),
-        pytest.param("order_linear12_r10_s6_past_the_end", marks=slow),
     ],
 )
 def test_recorded_curve(trained, tokens, recorded, name):
     run = recorded[name]
-    # a grid that is cut short has the same samples; the readings of the last one are settled at 893 tokens
-    run = run | {"rows": [row for row in run["rows"] if row["length"] <= 900]}
     curve = forgetting_curve(trained, None if run["data_type"] == "random" else tokens, **settings_of(run))
     assert_reproduces(curve, run, tolerance=5)
     assert curve.settings.get("id_range") == run.get("id_range")
@@ -333,12 +307,6 @@ def test_settings_and_seed():
     assert [p.begin_locs for p in other.points] != [p.begin_locs for p in curve.points]
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_few_repeats(repeats):
-    (point,) = forgetting_curve(tiny_llama(), CORPUS, lengths=[8], repeats=repeats).points
-    assert (point.repeats, 0 <= point.p_value <= 1) == (repeats, True)
-
-
 def test_random_data():
     model = whole_inputs(tiny_llama())
     calls = record_calls(model)
@@ -371,267 +339,22 @@ def test_random_data_are_tokens_of_text():
         forgetting_curve(model, None, tokenizer=Vocabulary(), id_range=(28, 31), **options)
 
 
-def test_progress_bar(capsys):
-    forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2, progress=True)
-    assert "100%" in capsys.readouterr().err
-    forgetting_curve(tiny_llama(), CORPUS, lengths=[8, 18], repeats=2)
-    assert capsys.readouterr().err == ""
-
-
-# -- protocols
-
-
-PROTOCOLS = ["reference", "nested", "adaptive"]
-DATA = [{"data_type": "order"}, {"data_type": "random", "id_range": (3, 7)}]
-
-
-@pytest.fixture(scope="module")
-def counting():
-    """A tiny Llama with few ids, so that it is right now and then."""
-    return tiny_llama(vocab_size=8)
-
-
-@pytest.mark.parametrize("tokens_per_pass", [5, 60, 1000])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_counts_are_those_of_the_plain_evaluation(counting, protocol, tokens_per_pass):
-    data = DATA[(PROTOCOLS.index(protocol) + tokens_per_pass) % 2]
-    lengths, options = [1, 2, 9, 30], {"repeats": 4, "seed": 3, "protocol": protocol} | data
-    curve = forgetting_curve(counting, CORPUS % 8, lengths=lengths, tokens_per_pass=tokens_per_pass, **options)
-    counting._is_stateful = True
-    try:
-        plain = forgetting_curve(RemoteCode(counting), CORPUS % 8, lengths=lengths, **options)
-    finally:
-        del counting._is_stateful
-    assert curve.points == plain.points
-    assert sum(sum(p.copy_correct) + sum(p.lm_correct) for p in curve.points) > 10
-
-
-@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-@pytest.mark.parametrize("protocol, data", [("reference", "random"), ("nested", "order")])
-def test_counts_of_a_trained_model_are_those_of_the_plain_evaluation(trained, tokens, protocol, data):
-    """Token for token, on runs that are not recorded."""
-    options = {"lengths": [60, 270], "repeats": 3, "seed": 77, "protocol": protocol, "data_type": data}
-    curve = forgetting_curve(trained, tokens, **options)
-    assert curve.points == forgetting_curve(RemoteCode(trained), tokens, **options).points
-    assert curve.points[0].copy_mean > curve.points[0].lm_mean + 0.1
-
-
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")
 def test_nested_estimates_the_same_curve(trained, tokens):
     """Means of many targets agree within the noise that their spread leaves, at lengths where the curve is steep."""
     options = {"lengths": [16, 48, 80], "repeats": 12}
-    curves = [forgetting_curve(trained, tokens, protocol=protocol, **options) for protocol in PROTOCOLS[:2]]
+    curves = [forgetting_curve(trained, tokens, protocol=protocol, **options) for protocol in ("reference", "nested")]
     for a, b in zip(*(curve.points for curve in curves)):
         for name in ("copy", "lm"):
             noise = np.hypot(*(getattr(p, f"{name}_std") / 11**0.5 for p in (a, b)))
             assert abs(getattr(a, f"{name}_mean") - getattr(b, f"{name}_mean")) < 4 * noise + 1e-9
 
 
-def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
-    options = {"lengths": core.linear_lengths(60, 24), "repeats": 6, "seed": 3}
-    curve = forgetting_curve(counting, CORPUS % 8, protocol="adaptive", confidence=0.9, **options)
-    whole = {p.length: p for p in forgetting_curve(counting, CORPUS % 8, **options).points}
-    assert [p.length for p in curve.points if p.length in (8, 60)] == [8, 60]
-    assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
-    assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
-    assert curve.settings["confidence"] == 0.9
-    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high", "repeats_needed"}
-
-
-# -- processes
-
-
-WORKER = """
-import sys
-import torch.distributed as dist
-from test_curve_measure import CORPUS, PROTOCOLS, SHARED, forgetting_curve, tiny_llama, tokens_read
-folder, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-model = tiny_llama(vocab_size=8)
-for protocol in PROTOCOLS:
-    with tokens_read(model) as read:
-        curve = forgetting_curve(model, CORPUS % 8, protocol=protocol, journal=f"{folder}/{protocol}", **SHARED)
-    open(f"{folder}/{protocol}.{rank}.json", "w").write(curve.to_json())
-    print(sum(read))
-if rank == 1:
-    model.model.norm.register_forward_hook(lambda *_: 1 / 0)
-for protocol in PROTOCOLS:
-    try:
-        forgetting_curve(model, CORPUS % 8, protocol=protocol, **SHARED)
-    except Exception as error:
-        print(repr(error))
-dist.destroy_process_group()
-"""
-SHARED = {"lengths": [8, 20, 30, 50], "repeats": 4}
-
-
-@contextmanager
-def tokens_read(model):
-    """A list of the tokens in each forward pass."""
-    read = []
-
-    def count(_, args, options):
-        read.append((args[0] if args else options["input_ids"]).numel())
-
-    hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        yield read
-    finally:
-        hook.remove()
-
-
-@slow
-def test_two_processes_share_the_work(counting, tmp_path):
-    """Each reads about half, has a journal of its own, and returns the JSON of one process; both end if one fails."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, tmp_path, str(rank)],
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [worker.communicate(timeout=300)[0].splitlines() for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    for i, protocol in enumerate(PROTOCOLS):
-        with tokens_read(counting) as read:
-            alone = forgetting_curve(counting, CORPUS % 8, protocol=protocol, **SHARED)
-        for rank in range(2):
-            assert (tmp_path / f"{protocol}.{rank}.json").read_text() == alone.to_json()
-            assert int(outputs[rank][i]) < 0.8 * sum(read)
-        assert (tmp_path / protocol).exists()
-        assert (tmp_path / f"{protocol}.1").exists()
-    failure = repr(ZeroDivisionError("division by zero"))
-    assert outputs[1][3:] == [failure] * 3
-    assert outputs[0][3:] == [repr(RuntimeError(f"process 1 failed: {failure}"))] * 3
-
-
-# -- journals
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_killed_run_resumes(counting, tmp_path, protocol):
-    """Killed within any part: the same file and curve as without, and nothing is measured twice."""
-    options = {"lengths": [2, 9, 12], "repeats": 3, "protocol": protocol, "tokens_per_pass": 8}
-    corpus = CORPUS % 8
-    whole = forgetting_curve(counting, corpus, journal=tmp_path / "whole", **options)
-    assert whole == forgetting_curve(counting, corpus, **options)
-    passes = []
-    hook = counting.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    try:
-        forgetting_curve(counting, corpus, journal=tmp_path / "whole", **options)
-        assert not passes
-        forgetting_curve(counting, corpus, journal=tmp_path / "other", **options)
-        total = len(passes)
-    finally:
-        hook.remove()
-    for kill_at in range(0, total, 17):
-        passes.clear()
-
-        def kill(*_, kill_at=kill_at):
-            passes.append(1)
-            if len(passes) > kill_at:
-                raise KeyboardInterrupt
-
-        hook = counting.model.register_forward_pre_hook(kill)
-        path = tmp_path / f"killed{kill_at}"
-        with pytest.raises(KeyboardInterrupt) as caught:
-            forgetting_curve(counting, corpus, journal=path, **options)
-        hook.remove()
-        lines = path.read_bytes().splitlines()
-        assert (tmp_path / "whole").read_bytes().splitlines()[: len(lines)] == lines
-        assert len(caught.value.result.points) <= 3
-        assert forgetting_curve(counting, corpus, journal=path, **options) == whole
-        assert path.read_bytes() == (tmp_path / "whole").read_bytes()
-
-
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        ({"seed": 1}, "seed"),
-        ({"lengths": [8]}, "lengths"),
-        ({"protocol": "nested"}, "protocol"),
-        ({"irrelevant_tokens": CORPUS[:50]}, "irrelevant_sha256"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_journal_of_another_run(tmp_path, change, name):
-    options = {"lengths": [8, 9], "repeats": 2, "journal": tmp_path / "journal"}
-    model = tiny_llama()
-    forgetting_curve(model, CORPUS, **options)
-    with pytest.raises(ValueError, match=f"another run: .*{name} is"):
-        forgetting_curve(model, CORPUS, **options | change)
-    with pytest.raises(ValueError, match="another run: corpus_sha256 is"):
-        forgetting_curve(model, CORPUS[::-1].copy(), **options)
-    model.lm_head.weight.data += 1
-    with pytest.raises(ValueError, match="another run: weights_sha256 is"):
-        forgetting_curve(model, CORPUS, **options)
-
-
-# -- running out of memory
-
-
-def fail_on(model, too_much):
-    """Memory is short for passes that `too_much` says, of (tokens in the pass, tokens in the cache)."""
-
-    def check(_, args, options):
-        ids = args[0] if args else options["input_ids"]
-        cache = options.get("past_key_values")
-        if too_much(ids.numel(), 0 if cache is None else cache.get_seq_length()):
-            raise torch.OutOfMemoryError("no memory")
-
-    return model.model.register_forward_pre_hook(check, with_kwargs=True)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_smaller_passes_where_memory_is_short(counting, protocol):
-    options = {"lengths": [9, 30, 60], "repeats": 3, "protocol": protocol}
-    expected = forgetting_curve(counting, CORPUS % 8, **options)
-    hook = fail_on(counting, lambda tokens, before: tokens > 20 and tokens + before > 40)
-    try:
-        assert forgetting_curve(counting, CORPUS % 8, **options) == expected
-    finally:
-        hook.remove()
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol):
-    options = {"repeats": 3, "protocol": protocol, "tokens_per_pass": 40, "seed": 2}
-    path = tmp_path / "journal"
-    hook = fail_on(counting, lambda tokens, before: tokens + before > 50)
-    try:
-        curve = forgetting_curve(counting, CORPUS % 8, lengths=[9, 15, 30, 60], journal=path, **options)
-    finally:
-        hook.remove()
-    assert [p.length for p in curve.points] == [9, 15]
-    assert set(curve.not_measured) == {30, 60}
-    assert "2 lengths from 30 to 60 not measured: out of memory" in curve.summary()
-    assert ForgettingCurve.from_json(curve.to_json()) == curve
-    before = path.read_bytes()
-    assert forgetting_curve(counting, CORPUS % 8, lengths=[9, 15, 30, 60], journal=path, **options) == curve
-    assert path.read_bytes() == before
-    if protocol == "reference":
-        assert curve.points == forgetting_curve(counting, CORPUS % 8, lengths=[9, 15], **options).points
-
-
-def test_other_runtime_errors_are_not_taken_for_lack_of_memory(counting):
-    def fail(*_):
-        raise RuntimeError("a bug")
-
-    hook = counting.model.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="a bug"):
-            forgetting_curve(counting, CORPUS % 8, lengths=[9])
-    finally:
-        hook.remove()
-
-
 # -- special tokens
 
 
 @pytest.mark.parametrize(
-    "config, generation, given, expected",
+    "config, generation, arguments, expected",
     [
         ({"bos_token_id": 3, "eos_token_id": 4}, {}, {}, (3, 4)),
         ({"bos_token_id": 3, "eos_token_id": 4}, {}, {"bos_token_id": 0, "eos_token_id": 5}, (0, 5)),
@@ -640,13 +363,13 @@ def test_other_runtime_errors_are_not_taken_for_lack_of_memory(counting):
         ({"bos_token_id": None, "eos_token_id": None}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, {}, (7, 8)),
         ({"bos_token_id": None, "eos_token_id": None}, {}, {"bos_token_id": 7}, (7, 7)),
     ],
-    ids=["config", "given", "no-bos", "no-eos", "generation-config", "given-alone"],
+    ids=["config", "arguments", "no-bos", "no-eos", "generation-config", "arguments-alone"],
 )
-def test_special_tokens(config, generation, given, expected):
+def test_special_tokens(config, generation, arguments, expected):
     model = tiny_llama(**config)
     model.generation_config = transformers.GenerationConfig(**generation)
     calls = record_calls(whole_inputs(model))
-    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1, **given)
+    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1, **arguments)
     assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == expected
     assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls[2:]} == {(expected[0], *expected)}
 
@@ -657,12 +380,6 @@ def test_special_tokens_of_a_multimodal_model():
     model.config = SimpleNamespace(get_text_config=lambda: model.inner.config)
     curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1)
     assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (1, 2)
-
-
-def test_no_special_tokens():
-    model = tiny_llama(bos_token_id=None, eos_token_id=None)
-    with pytest.raises(ValueError, match=r"neither a BOS nor an EOS token.*bos_token_id=\.\.\."):
-        forgetting_curve(model, CORPUS, lengths=[8])
 
 
 # -- position limits
@@ -730,27 +447,6 @@ def test_a_failure_keeps_what_was_measured(error):
     assert curve.summary().endswith(f"2 lengths from 10 to 11 not measured: interrupted; interrupted: {cause}")
     assert ForgettingCurve.from_json(curve.to_json()) == curve
     assert any(".result: 95 % sure, in tokens: fine length" in note for note in error.__notes__)
-
-
-def test_an_interrupted_adaptive_curve_names_what_it_did_not_reach(counting):
-    """A finished one leaves lengths out, because nothing depends on them."""
-    options = dict(lengths=list(range(8, 20)), repeats=3, protocol="adaptive")
-    finished = forgetting_curve(counting, CORPUS % 8, **options)
-    assert len(finished.points) < 12 and not finished.not_measured
-    passes = []
-
-    def stop(*_):
-        passes.append(1)
-        if len(passes) > 5:
-            raise KeyboardInterrupt
-
-    hook = counting.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        forgetting_curve(counting, CORPUS % 8, **options)
-    hook.remove()
-    curve = caught.value.result
-    assert {p.length for p in curve.points} | curve.not_measured.keys() == set(options["lengths"])
-    assert set(curve.not_measured.values()) == {"interrupted"}
 
 
 @pytest.mark.parametrize("room", [0, 30], ids=["full", "a part of a line fits"])

@@ -1,22 +1,12 @@
 """The picture of a forgetting curve."""
 
-import doctest
-import re
-
 import pytest
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-import matplotlib
-
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, style
-from hf_longctx.metrics.curve import plot
 from hf_longctx.metrics.curve.plot import areas, ribbon, shade_areas
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(plot) == (0, 2)
 
 
 CURVE = ForgettingCurve(
@@ -29,26 +19,13 @@ CURVE = ForgettingCurve(
 )
 
 
-@pytest.mark.parametrize("name, magic", [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
-def test_the_ending_decides_the_kind_of_file(tmp_path, name, magic):
-    CURVE.plot(tmp_path / name, train_length=64)
-    assert (tmp_path / name).read_bytes().startswith(magic)
-
-
-def svg_text(tmp_path, curve, **options):
-    """The words of an SVG."""
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        curve.plot(tmp_path / "curve.svg", **options)
-    return " ".join(re.sub(r"<[^>]*>", " ", (tmp_path / "curve.svg").read_text()).split())
-
-
-def test_the_picture_says_how_many_repeats_adaptive_points_have(tmp_path):
+def test_the_picture_says_how_many_repeats_adaptive_points_have(words):
     curve = ForgettingCurve([CurvePoint(8, [4] * 3, [1] * 3), CurvePoint(9, [5] * 10, [1] * 10)])
-    assert "deviation of 3 to 10 repeats" in svg_text(tmp_path, curve)
+    assert "deviation of 3 to 10 repeats" in words(curve.plot)
 
 
-def test_the_picture_says_what_was_measured(tmp_path):
-    words = svg_text(tmp_path, CURVE, train_length=64)
+def test_the_picture_says_what_was_measured(words):
+    text = words(CURVE.plot, train_length=64)
     for expected in (
         "Forgetting curve of tiny",
         "fine, 95 % sure: below 40",
@@ -56,12 +33,12 @@ def test_the_picture_says_what_was_measured(tmp_path):
         "training context: 64 tokens",
         "mean and standard deviation of 2 repeats, order data, float32, seed 7",
     ):
-        assert expected in words
+        assert expected in text
     open_ended = curve(400, lengths=(400,))
-    words = svg_text(tmp_path, open_ended, train_length=1000, title="A title")
+    text = words(open_ended.plot, train_length=1000, title="A title")
     for expected in ("A title", "fine, 95 % sure: at least 400", "1,000 tokens not reached"):
-        assert expected in words
-    assert "no memory" not in words and "not sure" not in words
+        assert expected in text
+    assert "no memory" not in text and "not sure" not in text
 
 
 def curve(fine, coarse=0, dip=None, lengths=(100, 200, 400, 600, 800), repeats=10):
@@ -92,10 +69,10 @@ def test_areas_of_a_logarithmic_axis_meet_at_the_ratio():
     assert areas(curve(400, lengths=(100, 400, 1600)), 50, 2000, log=True)[0] == (50, 800, "fine")
 
 
-def test_the_first_failure_has_a_ring(tmp_path):
-    assert "first failure: 200 (fine), 600 (coarse)" in svg_text(tmp_path, curve(400, dip=200))
-    assert "first failure" not in svg_text(
-        tmp_path, ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
+def test_the_first_failure_has_a_ring(words):
+    assert "first failure: 200 (fine), 600 (coarse)" in words(curve(400, dip=200).plot)
+    assert "first failure" not in words(
+        ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]).plot
     )
 
 

@@ -1,13 +1,11 @@
 """Per-token loss: the moving average, the perplexity, the JSON."""
 
-import doctest
 import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.loss import averages, result
 from hf_longctx.metrics.loss.averages import moving_average, perplexity, smoothing_window
 from hf_longctx.metrics.loss.result import PositionLoss, window_starts
 
@@ -15,11 +13,6 @@ from hf_longctx.metrics.loss.result import PositionLoss, window_starts
 @pytest.fixture(scope="module")
 def recorded(golden):
     return json.loads((golden / "forgetting_curve" / "per_token_loss.json").read_text())
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(averages) == (0, 4)
-    assert doctest.testmod(result) == (0, 1)
 
 
 def test_recorded_loss(recorded):
@@ -84,25 +77,11 @@ def test_windows_lie_within_the_corpus(corpus, length, sequences):
         assert len(starts) == sequences
 
 
-def test_json(tmp_path):
+def test_json():
     losses = np.add.outer([-0.1, 0.1, 0.2, -0.2], np.linspace(3, 1, 70))
     result = PositionLoss.of_sequences(losses, {"model": "tiny", "seed": 0})
-    result.save(tmp_path / "loss.json")
-    text = (tmp_path / "loss.json").read_text()
-    assert PositionLoss.from_json(text) == result
-    assert PositionLoss.from_json(text).to_json() == result.to_json()
-    document = json.loads(text)
+    document = json.loads(result.to_json())
+    assert PositionLoss.from_json(result.to_json()) == result
     assert document["perplexity"].keys() == {"1", "2", "4", "8", "16", "32", "64", "70"}
     assert document["perplexity"]["70"] == pytest.approx(np.exp(2))
-    assert "70 tokens" in result.summary()
-    assert "4 sequences" in result.summary()
-
-
-def test_other_json():
-    text = PositionLoss([1.0], 1).to_json()
-    with pytest.raises(ValueError, match=r"no result of position_loss.*'other'"):
-        PositionLoss.from_json(text.replace("position_loss", "other"))
-    with pytest.raises(ValueError, match=r"no result of position_loss.*None"):
-        PositionLoss.from_json("[1]")
-    with pytest.raises(ValueError, match="has format 9, and this version of hf-longctx reads up to 1"):
-        PositionLoss.from_json(text.replace('"format": 1', '"format": 9'))
+    assert "70 tokens" in result.summary() and "4 sequences" in result.summary()

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,14 @@ def test_all_names_exist():
     assert {name for name in metrics.__all__ if not hasattr(metrics, name)} == set()
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = metrics.nonsense
+
+
+def test_what_is_no_module_is_part_of_the_wheel(tmp_path):
+    """The template of a report, and the Spaces of the evaluate modules."""
+    root = Path(__file__).resolve().parents[2]
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling").WheelBuilder(str(root))
+    (file,) = wheel.build(directory=str(tmp_path), versions=["standard"])
+    folder = root / "hf_longctx" / "metrics"
+    files = [*folder.rglob("*.j2"), *folder.glob("modules/*/*.py"), *folder.glob("modules/*/README.md")]
+    assert len(files) == 1 + 3 * 3
+    assert {str(path.relative_to(root)) for path in files} <= set(zipfile.ZipFile(file).namelist())

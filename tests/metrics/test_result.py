@@ -35,7 +35,8 @@ EXAMPLES = [
 @pytest.mark.parametrize("result", EXAMPLES, ids=lambda result: type(result).__name__)
 def test_saved_results(result, tmp_path):
     result.save(tmp_path / "result.json")
-    assert read_result(tmp_path / "result.json") == result
+    again = read_result(tmp_path / "result.json")
+    assert again == result and again.to_json() == result.to_json()
     assert Result.kinds[result.kind] is type(result)
 
 
@@ -44,24 +45,6 @@ def test_a_rope_report(tmp_path):
     (tmp_path / "rope.json").write_text(report.to_json())
     again = read_result(tmp_path / "rope.json")
     assert isinstance(again, RopeReport) and again == report and str(again) == str(report)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "result.json is no saved result of ours: Expecting"),
-        ("[1]", "expected a result of forgetting_curve"),
-        ('{"metric": "bleu"}', "expected a result of forgetting_curve"),
-        ('{"format": 1, "settings": {}, "points": [{"length": 8}]}', "lacks 'copy_correct'"),
-        ('{"format": 99, "settings": {}, "points": []}', "Upgrade"),
-        ('{"claimed_context": 1, "groups": []}', "lacks 'model'"),
-    ],
-    ids=["no JSON", "a list", "another metric", "half a curve", "newer format", "half a report"],
-)
-def test_other_files_are_named(tmp_path, text, message):
-    (tmp_path / "result.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_result(tmp_path / "result.json")
 
 
 def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
@@ -98,8 +81,8 @@ def test_what_a_report_says(result, headlines):
 OVERVIEWS = [
     [(f"{reading} length, tokens", "at least 800", "1 length, 3 repeats") for reading in ("fine", "coarse")],
     [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
-    [("needle up to 100 tokens, found", "100.0%", "1 questions")],
-    [("one of up to 10 lines, found", "100.0%", "1 questions")],
+    [("up to 100 tokens, found", "100.0%", "1 questions")],
+    [("up to 10 lines, found", "100.0%", "1 questions")],
 ]
 
 
@@ -112,15 +95,6 @@ def test_the_overview_of_a_report(result, rows):
         assert dataclasses.replace(result, **{empty[type(result)]: []}).overview() == []
 
 
-@pytest.mark.parametrize(
-    "n, right, interval", [(10, 0, "0.0% to 27.8%"), (10, 5, "23.7% to 76.3%"), (1, 1, "20.7% to 100.0%")]
-)
-def test_the_interval_of_a_rate_is_that_of_wilson(n, right, interval):
-    answers = [Answer(log_prob=-1.0, tokens=1, exact=i < right, reply=None, matched=i < right) for i in range(n)]
-    (row,) = LineRetrieval([LinesPoint(answers, 10, [200] * n, [3] * n)]).overview()
-    assert (row.value, row.interval) == (f"{right / n:.1%}", interval)
-
-
 def test_luck_is_no_memory_in_an_overview():
     curve = ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
     fine, coarse = curve.overview()
@@ -129,8 +103,10 @@ def test_luck_is_no_memory_in_an_overview():
 
 
 def test_the_interval_of_a_loss():
+    """Student's t of few sequences; of many, 1.96 standard errors to each side."""
     assert PositionLoss([3.0], 4).overview()[0].interval == ""
-    assert PositionLoss([3.0], 4, {}, [0.1]).overview()[0].interval == "2.804 to 3.196"
+    intervals = {n: PositionLoss([3.0], n, {}, [0.1]).overview()[0].interval for n in (2, 4, 1000)}
+    assert intervals == {2: "1.729 to 4.271", 4: "2.682 to 3.318", 1000: "2.804 to 3.196"}
 
 
 def test_what_a_report_says_of_a_rope_base():

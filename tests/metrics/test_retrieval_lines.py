@@ -1,19 +1,13 @@
 """Line retrieval: the records and the JSON."""
 
-import doctest
 import json
 import math
 import re
 
 import pytest
 
-from hf_longctx.metrics.retrieval import lines as module
 from hf_longctx.metrics.retrieval.answers import Answer, holds_number
 from hf_longctx.metrics.retrieval.lines import NAMES, LineRetrieval, LinesPoint, draw_record
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(module) == (0, 1)
 
 
 @pytest.mark.parametrize("lines", [1, 2, 40, len(NAMES)])
@@ -40,20 +34,10 @@ def test_names_are_unique():
     assert len(set(NAMES)) == len(NAMES) > 10_000
 
 
-@pytest.mark.parametrize("lines", [0, len(NAMES) + 1])
-def test_no_record(lines):
-    with pytest.raises(ValueError, match=f"from 1 to {len(NAMES)} lines, got {lines}"):
-        draw_record(lines, 0, 0)
-
-
-def test_json(tmp_path):
+def test_json():
     answers = [Answer(math.log(0.5), 3, exact=x, reply=" <7>", matched=True) for x in (True, False)]
     result = LineRetrieval([LinesPoint(answers, 10, [200, 210], [3, 9])], {"seed": 0})
-    result.save(tmp_path / "lines.json")
-    text = (tmp_path / "lines.json").read_text()
-    assert LineRetrieval.from_json(text) == result
-    assert LineRetrieval.from_json(text).to_json() == result.to_json()
-    point = json.loads(text)["points"][0]
+    point = json.loads(result.to_json())["points"][0]
     assert (point["exact_rate"], point["match_rate"], point["mean_tokens"]) == (0.5, 1.0, 205)
     assert result.summary() == "found: 100% of 10 lines (205 tokens); 2 repeats"
     assert LineRetrieval(()).summary() == "nothing measured"

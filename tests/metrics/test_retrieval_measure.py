@@ -8,22 +8,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from endpoint_server import serving
-from tiny_models import copied_ids
+from tiny_models import LLAMA, build, copied_ids
 from torch import nn
 
 from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
 from hf_longctx.metrics.retrieval.haystack import ANSWER
 from hf_longctx.metrics.run import parts as parts_module
 from hf_longctx.metrics.run.engine import evaluating
-
-
-LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-
-
-def build(name, **config):
-    torch.manual_seed(0)
-    config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
 
 
 # -- an exact copier answers
@@ -241,9 +232,9 @@ def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose
     monkeypatch.setattr(parts_module, "exchange", exchange)
     for rank in (0, 1):
         monkeypatch.setattr(parts_module, "process_place", lambda reader, rank=rank: (rank, 2))
-        found = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
+        result = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
         assert len(shared) == 2 * (rank + 1)
-    assert found == expected
+    assert result == expected
     assert len((tmp_path / "journal").read_bytes().splitlines()) == 3
     assert len((tmp_path / "journal.1").read_bytes().splitlines()) == 3
 
@@ -253,6 +244,13 @@ def test_journal_of_another_run(tmp_path, bytes_tokenizer, prose, run):
     run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
     with pytest.raises(ValueError, match="journal from another run: bos_token_id is 1 there and 5 here"):
         run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"), bos_token_id=5)
+
+
+def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer):
+    options = dict(repeats=1, generate=False, run=Run(tmp_path / "journal"))
+    line_retrieval(Copier(12), bytes_tokenizer, lines=[2, 3], **options)
+    result = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], **options)
+    assert [point.lines for point in result.points] == result.settings["lines"] == [2]
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

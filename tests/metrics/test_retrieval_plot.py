@@ -7,8 +7,6 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-import matplotlib.figure
-
 from hf_longctx.metrics.retrieval.answers import Answer, wilson
 from hf_longctx.metrics.retrieval.haystack import NeedleCell, NeedleGrid
 from hf_longctx.metrics.retrieval.lines import LineRetrieval, LinesPoint
@@ -16,13 +14,6 @@ from hf_longctx.metrics.retrieval.lines import LineRetrieval, LinesPoint
 
 def answers(*exact, reply=None):
     return [Answer(math.log(0.5), 3, exact=right, reply=reply, matched=right) for right in exact]
-
-
-def svg(result, tmp_path, **options):
-    """An SVG whose words are text."""
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        result.plot(tmp_path / "picture.svg", **options)
-    return (tmp_path / "picture.svg").read_text().replace("&#x27;", "'")
 
 
 SETTINGS = {"model": "someone/tiny", "mode": "easy"}
@@ -57,16 +48,14 @@ REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [200], [0])],
     ],
     ids=["needle", "score of the needle", "lines", "lines with replies"],
 )
-def test_words_of_the_picture(tmp_path, result, options, texts):
-    words = svg(result, tmp_path, **options)
-    assert [text for text in texts if text not in words] == []
-    assert ("found in the replies" in words) is (result is REPLIED)
+def test_words_of_the_picture(words, result, options, texts):
+    picture = words(result.plot, **options)
+    assert [text for text in texts if text not in picture] == []
+    assert ("found in the replies" in picture) is (result is REPLIED)
 
 
-def test_a_needle_has_its_column_by_length_and_its_row_by_depth(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
-    GRID.plot(tmp_path / "needle.png")
+def test_a_needle_has_its_column_by_length_and_its_row_by_depth(figures):
+    GRID.plot("unused")
     axes = figures[0].axes[0]
     colours = axes.images[0].get_array().filled(math.nan)
     words = {text.get_position(): text.get_text() for text in axes.texts}
@@ -77,7 +66,7 @@ def test_a_needle_has_its_column_by_length_and_its_row_by_depth(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "counts, words, note",
+    "counts, rate, note",
     [
         ([1], "1/1", "1 haystack in each cell"),
         ([4], "3/4", "4 haystacks in each cell"),
@@ -85,26 +74,20 @@ def test_a_needle_has_its_column_by_length_and_its_row_by_depth(tmp_path, monkey
         ([5, 1], "80", "1 or 5 haystacks in each cell"),
     ],
 )
-def test_cells_of_few_haystacks_show_how_many(tmp_path, counts, words, note):
+def test_cells_of_few_haystacks_show_how_many(words, counts, rate, note):
     cells = [NeedleCell(answers(*[True] * max(n - 1, 1), *[False] * (n > 1)), n, 0.5, [7] * n) for n in counts]
-    text = svg(NeedleGrid(cells), tmp_path)
-    assert f">{words}</text>" in text and note in text
+    picture = words(NeedleGrid(cells).plot)
+    assert f" {rate} " in picture and note in picture
 
 
-def test_the_colours_of_a_needle_are_not_red_and_green(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
-    GRID.plot(tmp_path / "needle.png")
+def test_the_colours_of_a_needle_are_not_red_and_green(figures):
+    GRID.plot("unused")
     worst, best = (figures[0].axes[0].images[0].cmap(end)[:3] for end in (0.0, 1.0))
     assert worst[0] > worst[2] and best[2] > best[0] and best[2] > best[1]  # red, blue
 
 
-def test_lines_are_evenly_spaced_with_their_intervals(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
-    LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (5, 10, 160)]).plot(
-        tmp_path / "x"
-    )
+def test_lines_are_evenly_spaced_with_their_intervals(figures):
+    LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (5, 10, 160)]).plot("unused")
     axes = figures[0].axes[0]
     assert list(axes.get_xticks()) == [0, 1, 2]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["5", "10", "160"]

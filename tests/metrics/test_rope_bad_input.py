@@ -8,9 +8,7 @@ import transformers as tf
 from mistakes import harmless, refused
 
 from hf_longctx.metrics.evaluate_modules import check_bases, check_model
-from hf_longctx.metrics.rope.bounds import rope_base_bound, rope_decay
-from hf_longctx.metrics.rope.spread import measure_qk_spread
-from hf_longctx.metrics.rope.verdict import rope_report
+from hf_longctx.metrics.rope.measure import rope_report
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -193,6 +191,13 @@ LAYERS = [
     refused("a window in words", report(llama(sliding_window="8")), "sliding_window is '8'"),
     harmless("a window of 0, which is none", lambda: (numbers(llama(sliding_window=0)), numbers(llama()))),
     harmless("unknown names of layers", lambda: (numbers(llama(layer_types=["dense"] * 2)), numbers(llama()))),
+    *[
+        harmless(
+            f"{name} of remote code",
+            lambda name=name: (numbers(remote(**{name: 0.75})), numbers(remote(partial_rotary_factor=0.75))),
+        )
+        for name in ("rotary_pct", "rope_pct", "rotary_emb_fraction")
+    ],
     harmless(
         "a factor where nothing is scaled",
         lambda: (numbers(llama(rope_parameters=rope(factor=4.0))), numbers(llama())),
@@ -208,9 +213,6 @@ SUBJECTS = [
     refused("a dictionary", lambda: rope_report({"rope_theta": 1e4}), "got a dict"),
     refused("the class of a config", lambda: rope_report(tf.LlamaConfig), "got a type"),
     refused("a module without config", lambda: rope_report(torch.nn.Linear(2, 2)), "got a Linear"),
-    refused("texts for a config", report(llama(), input_ids=torch.ones(1, 4)), "needs the model itself"),
-    refused("one token", lambda: measure_qk_spread(model(), torch.ones(1, 1, dtype=int)), r"shape \(1, 1\)"),
-    refused("a text without a batch", lambda: measure_qk_spread(model(), torch.ones(5, dtype=int)), r"shape \(5,\)"),
     refused("a folder that is not there", lambda: check_model("/nowhere/model"), "/nowhere/model"),
     refused("a number as model", lambda: check_model(3), "got a int"),
 ]
@@ -232,15 +234,7 @@ PAIRS = [
         "a base in words",
         lambda: (check_bases(["1e4"], [9], 8)["context_bounds"], check_bases([1e4], [9], 8)["context_bounds"]),
     ),
-    refused("a length of 0", lambda: rope_base_bound(0, 128), "context_length is 0; it must be a positive integer"),
-    refused("a ratio that ends at once", lambda: rope_base_bound(9, 8, search_ratio=1.0), "search_ratio is 1.0"),
-    refused("half a dimension at rest", lambda: rope_base_bound(9, 8, non_rotary_dims=1), "non_rotary_dims is 1"),
-    refused("distances of NaN", lambda: rope_decay([NAN], base=1e4, head_dim=8), "m holds NaN"),
 ]
-
-
-def model():
-    return tf.LlamaForCausalLM(llama(vocab_size=97, num_key_value_heads=2))
 
 
 @pytest.mark.parametrize("mistake", [*BASES, *ROTATING, *SCALING, *LENGTHS, *LAYERS, *SUBJECTS, *PAIRS], ids=str)

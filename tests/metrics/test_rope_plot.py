@@ -7,12 +7,10 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-import matplotlib
-
 from hf_longctx.metrics import read_result
 from hf_longctx.metrics.rope.bounds import rope_decay
+from hf_longctx.metrics.rope.measure import rope_report
 from hf_longctx.metrics.rope.plot import decay_range, plot_bound
-from hf_longctx.metrics.rope.verdict import rope_report
 
 
 def report(base=300.0, context=512, **parameters):
@@ -21,21 +19,9 @@ def report(base=300.0, context=512, **parameters):
     return rope_report(config, minimum_base=False)
 
 
-@pytest.fixture
-def draw(tmp_path):
-    """Draws a report; returns an SVG whose words are text, without the font of mathematics."""
-
-    def draw(result, **options):
-        with matplotlib.rc_context({"svg.fonttype": "none"}):
-            result.plot(tmp_path / "picture.svg", **options)
-        return (tmp_path / "picture.svg").read_text()
-
-    return draw
-
-
-def test_bound_and_claim_are_marked(draw):
+def test_bound_and_claim_are_marked(words):
     violated = report()
-    words = draw(violated, train_length=256)
+    picture = words(violated.plot, train_length=256)
     bound = violated.groups[0].context_bound
     for text in (
         f"{bound + 1:,}",
@@ -44,30 +30,32 @@ def test_bound_and_claim_are_marked(draw):
         "violated: B_m",
         "claimed context: 512 tokens",
     ):
-        assert text in words
-    assert "My bound" in draw(violated, title="My bound")
+        assert text in picture
+    assert "My bound" in words(violated.plot, title="My bound")
 
 
-def test_dimensions_at_rest_have_a_zero_of_their_own(draw):
-    words = draw(report(partial_rotary_factor=0.5))
-    assert "inconclusive: half of the head" in words and "0 without the 8 dimensions that do not rotate" in words
-    assert "dimensions that do not rotate" not in draw(report(base=1e9))
+def test_dimensions_at_rest_have_a_zero_of_their_own(words):
+    picture = words(report(partial_rotary_factor=0.5).plot)
+    assert "inconclusive: half of the head" in picture
+    assert "0 without the 8 dimensions that do not rotate" in picture
+    assert "dimensions that do not rotate" not in words(report(base=1e9).plot)
 
 
-def test_every_group_has_its_axes(draw):
+def test_every_group_has_its_axes(words):
     ropes = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 4.0},
     }
     config = Gemma3TextConfig(head_dim=16, sliding_window=32, max_position_embeddings=512, rope_parameters=ropes)
-    words = draw(rope_report(config, minimum_base=False))
-    assert "sliding_attention violated" in words and "needed up to 31" in words
-    assert "full_attention violated" in words and "needed up to 511" in words
+    picture = words(rope_report(config, minimum_base=False).plot)
+    assert "sliding_attention violated" in picture and "needed up to 31" in picture
+    assert "full_attention violated" in picture and "needed up to 511" in picture
 
 
-def test_a_bound_far_below_the_claim_is_seen(draw):
+def test_a_bound_far_below_the_claim_is_seen(words):
     """On a linear axis it would lie in the first pixels."""
-    assert "1,024" in draw(report(base=50.0, context=5000)) and "1,024" not in draw(report(base=1e9, context=5000))
+    assert "1,024" in words(report(base=50.0, context=5000).plot)
+    assert "1,024" not in words(report(base=1e9, context=5000).plot)
 
 
 def test_every_distance_is_in_the_picture():

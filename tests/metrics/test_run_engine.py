@@ -7,7 +7,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longctx  # noqa: F401 - registers FoX
-from hf_longctx.metrics.run.engine import Engine, argmax, argmax_tiled, evaluating, predict_plainly
+from hf_longctx.metrics.run.engine import Engine, evaluating
+from hf_longctx.metrics.run.logits import argmax, argmax_tiled, predict_plainly
 
 
 V = 89  # not the size of anything else
@@ -80,8 +81,8 @@ def test_predictions_are_those_of_the_definition(name, tokens_per_pass):
         engine = Engine(model, inputs[0], tokens_per_pass)
         assert (engine.head is not None, engine.reuses_prefixes) == (plain_head, reuses)
         expected = np.stack([predict_plainly(model, row, positions) for row in inputs])
-        found = engine.predict(inputs, 20, positions)
-    assert np.array_equal(found, expected)
+        predictions = engine.predict(inputs, 20, positions)
+    assert np.array_equal(predictions, expected)
     assert len(np.unique(expected)) > 5
 
 
@@ -129,8 +130,8 @@ def test_hooks_are_not_bypassed():
     model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
     model.lm_head.register_forward_hook(lambda _, args, logits: logits.roll(1, -1))
     with evaluating(model):
-        found = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
-        assert np.array_equal(found[0], predict_plainly(model, inputs[0], range(27, 39)))
+        predictions = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
+        assert np.array_equal(predictions[0], predict_plainly(model, inputs[0], range(27, 39)))
 
 
 def test_a_cache_that_does_not_do_what_it_says_is_not_used():
@@ -145,6 +146,22 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used():
     model.model.forward = forgetful
     with evaluating(model):
         assert not Engine(model, inputs[0]).reuses_prefixes
+
+
+def test_frequencies_of_dynamic_rope_are_those_of_the_input():
+    """The rotary embedding keeps those of the longest input that it has read."""
+    kind, config, *_ = MODELS["dynamic-rope"]
+    model, (short, long) = build(kind, **config), np.random.default_rng(0).integers(3, V, size=(2, 60))
+    short = short[:30]
+    with evaluating(model):
+        engine = Engine(model, short)
+        expected, predictions = torch.cat([*engine.logits(short, range(20, 29))]), []
+        for read in (lambda: engine.predict(long[None], 0, range(50, 59)), lambda: [*engine.logits(long, range(59))]):
+            read()
+            predictions.append(engine.predict(short[None], 0, range(20, 29))[0])
+            read()
+            assert torch.equal(torch.cat([*engine.logits(short, range(20, 29))]), expected)
+    assert np.array_equal(predictions, [argmax(expected)] * 2)
 
 
 class Shift(torch.nn.Module):

@@ -3,25 +3,16 @@
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_llama
+from tiny_models import LLAMA, build, tiny_llama
 from torch import nn
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 
-def build(name, **config):
-    """A tiny model of any architecture, on random weights."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, vocab_size=32, bos_token_id=1, eos_token_id=2, **config)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2}
 
 BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "is_decoder": True}
-
-LLAMA = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
 
 @pytest.mark.parametrize(

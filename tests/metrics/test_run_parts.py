@@ -18,11 +18,6 @@ def test_every_part_has_one_process_and_the_load_is_even(processes):
     assert max(map(sum, shares)) <= sum(parts) / processes + max(parts)
 
 
-def test_a_memory_budget_is_at_least_one_token():
-    with pytest.raises(ValueError, match=r"at least 1, got 0"):
-        Run(tokens_per_pass=0)
-
-
 def test_labels_are_those_that_are_known():
     assert labels(None, None) == {}
     assert labels("a book", 64) == {"corpus": "a book", "train_length": 64}

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from tiny_models import CORPUS, copied_ids, tiny_gpt2, tiny_llama
+from tiny_models import copied_ids, tiny_gpt2, tiny_llama
 
 from hf_longctx.metrics import LocalReader, forgetting_curve, line_retrieval, position_loss, reader_for
-from hf_longctx.metrics.run.reader import as_array, check_positions, special_ids
+from hf_longctx.metrics.run.reader import check_positions, special_ids
 
 
 class RuleReader:
@@ -67,6 +67,9 @@ def test_special_ids_outside_the_vocabulary_are_refused():
         special_ids(reader, 300, None)
     reader.vocab_size = math.inf
     assert special_ids(reader, 300, None) == (300, 1)
+    reader.configured_id = lambda name: None
+    with pytest.raises(ValueError, match=r"neither a BOS nor an EOS token.*bos_token_id=\.\.\."):
+        special_ids(reader, None, None)
 
 
 def test_an_input_fits_into_the_positions_or_the_claim():
@@ -78,11 +81,3 @@ def test_an_input_fits_into_the_positions_or_the_claim():
         check_positions(reader, 24, "it", reply=6)
     with pytest.warns(UserWarning, match=r"it needs 513 positions, more than the 512"):
         check_positions(reader_for(tiny_llama()), 513, "it")
-
-
-def test_ids_of_any_kind_become_an_array():
-    import torch
-
-    for ids in ([1, 2], np.array([1, 2], dtype=np.uint16), torch.tensor([1, 2])):
-        assert as_array(ids).tolist() == [1, 2]
-    assert CORPUS is as_array(CORPUS)

@@ -8,6 +8,7 @@ import tokenizers
 import torch
 import transformers
 from endpoint_server import serving
+from tiny_models import tiny_llama
 
 from hf_longctx.metrics import PositionLimitError, Run, forgetting_curve
 from hf_longctx.metrics.run.served import ANOTHER, ServedModel
@@ -20,10 +21,7 @@ FORMS = {"vllm": "prompt_logprobs", "openai": "echo", "strict": "echo"}
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = {"vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.5)).eval()
+    return tiny_llama(vocab_size=12, initializer_range=0.5).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +71,15 @@ def test_scores_are_those_of_the_model(model, form):
     likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
     with serving(model, form) as server:
         endpoint = connect(server)
-        top, own, highest = endpoint.score_prompt(CORPUS[:60])
+        top, token_log_probs, highest = endpoint.score_prompt(CORPUS[:60])
         some, some_top = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
         assert endpoint.form == FORMS[form]
-    assert np.array_equal(some, own[40:]) and np.array_equal(some_top, top[40:])  # for the token after each position
-    assert np.allclose(own[1:], log_probs[range(59), right], rtol=1e-6)
+    assert np.array_equal(some, token_log_probs[40:]) and np.array_equal(
+        some_top, top[40:]
+    )  # for the token after each position
+    assert np.allclose(token_log_probs[1:], log_probs[range(59), right], rtol=1e-6)
     assert np.allclose(highest[1:], log_probs.max(-1).values[:-1], rtol=1e-6)
-    assert np.isnan(own[0]) and np.isnan(highest[0])
+    assert np.isnan(token_log_probs[0]) and np.isnan(highest[0])
     assert top[0] == -1
     if form == "vllm":
         assert np.array_equal(top[1:], likeliest)
@@ -96,11 +96,11 @@ def test_predictions_at_positions(model, form):
     with serving(model, form) as server:
         endpoint = connect(server)
         asked = len(server.requests)
-        found = endpoint.predict(rows, 0, range(4, 29))
+        predictions = endpoint.predict(rows, 0, range(4, 29))
         assert len(server.requests) - asked == 2  # equal rows are sent once
-    wanted, right = likeliest[:, 4:29], rows[:, 5:30]
-    assert np.array_equal(found == right, wanted == right)
-    assert (found == right).any()
+    expected, right = likeliest[:, 4:29], rows[:, 5:30]
+    assert np.array_equal(predictions == right, expected == right)
+    assert (predictions == right).any()
 
 
 # -- forgetting curves
@@ -120,27 +120,26 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     options = OPTIONS | {"data_type": data, "protocol": protocol, "id_range": (3, 11) if data == "random" else None}
     expected = forgetting_curve(model, CORPUS, **options)
     with serving(model, form) as server:
-        found = forgetting_curve(connect(server), CORPUS, **options)
-    assert found.points == expected.points
-    assert sum(p.copy_mean + p.lm_mean for p in found.points) > 0
+        curve = forgetting_curve(connect(server), CORPUS, **options)
+    assert curve.points == expected.points
+    assert sum(p.copy_mean + p.lm_mean for p in curve.points) > 0
     served = {"model": "tiny", "dtype": None, "attention": None, "served_with": FORMS[form]}
     served |= {"endpoint": server.url, "device": None, "tokens_per_pass": None}
-    assert {name: found.settings.get(name) for name in served} == served
+    assert {name: curve.settings.get(name) for name in served} == served
     same = expected.settings.keys() - served.keys() - {"weights_sha256"}
-    assert {name: found.settings[name] for name in same} == {name: expected.settings[name] for name in same}
+    assert {name: curve.settings[name] for name in same} == {name: expected.settings[name] for name in same}
 
 
 @slow
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-def test_recorded_curve(golden):
-    folder = golden / "forgetting_curve"
-    trained = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    tokens, options = np.load(folder / "tokens.npy"), {"lengths": [8, 134, 261], "repeats": 3}
+def test_recorded_curve(golden, tokens):
+    trained = transformers.AutoModelForCausalLM.from_pretrained(golden / "forgetting_curve" / "model").eval()
+    options = {"lengths": [8, 134, 261], "repeats": 3}
     expected = forgetting_curve(trained, tokens, **options)
     with serving(trained) as server:
-        found = forgetting_curve(connect(server), tokens, **options, bos_token_id=1, eos_token_id=2)
-    assert found.points == expected.points
-    assert found.points[0].copy_mean > 0.9
+        curve = forgetting_curve(connect(server), tokens, **options, bos_token_id=1, eos_token_id=2)
+    assert curve.points == expected.points
+    assert curve.points[0].copy_mean > 0.9
 
 
 @pytest.mark.parametrize("trouble", [403, hang_up], ids=["refusal", "hang-up"])
@@ -331,8 +330,8 @@ def test_nan_is_no_prediction(model, form):
     with serving(model, form) as server:
         endpoint = connect(server)
         server.spoil = make_nan
-        found = endpoint.predict(CORPUS[None, :30], 0, range(3, 28))
-    assert np.flatnonzero(found[0] == -1).tolist() == [26 - 3]
+        predictions = endpoint.predict(CORPUS[None, :30], 0, range(3, 28))
+    assert np.flatnonzero(predictions[0] == -1).tolist() == [26 - 3]
 
 
 # -- trouble on the way

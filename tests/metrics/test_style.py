@@ -11,6 +11,15 @@ from hf_longctx.metrics.retrieval.haystack import NeedleCell
 from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
+ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
+RESULTS = [
+    ForgettingCurve([CurvePoint(8, [4], [1])]),
+    PositionLoss([3.0, 2.5], 1),
+    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
+    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
+]
+
+
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     for module in [name for name in sys.modules if name.startswith("hf_longctx.metrics")]:
         if module.endswith((".plot", ".style")):
@@ -18,35 +27,19 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.delattr("hf_longctx.metrics.style", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for result in (
-        ForgettingCurve([CurvePoint(8, [4], [1])]),
-        PositionLoss([3.0, 2.5], 1),
-        NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
-        LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
-    ):
+    for result in RESULTS:
         with pytest.raises(ImportError, match=r"pip install 'hf-longctx\[plot\]'"):
             result.plot(tmp_path / "picture.png")
 
 
-ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        ForgettingCurve([CurvePoint(8, [4], [1])]),
-        PositionLoss([3.0, 2.5], 1),
-        NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
-        LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
-    ],
-    ids=lambda result: result.kind,
-)
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.kind)
 def test_an_interrupted_run_is_called_so(result):
     """In its picture and in its summary."""
     pytest.importorskip("matplotlib")
     from hf_longctx.metrics import style
 
-    assert "interrupted" not in style.heading(result) + result.summary()
+    assert style.heading(result) == result.title and "interrupted" not in result.summary()
+    assert style.heading(result.with_settings(model="/data/models/fox/")) == f"{result.title} of fox"
     result = result.with_settings(interrupted="Ctrl-C")
     assert style.heading(result).endswith(" (interrupted)") and result.summary().endswith("; interrupted: Ctrl-C")
 
@@ -59,18 +52,3 @@ def test_pictures_leave_the_display_alone(tmp_path):
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"model": "someone/fox"}, "Forgetting curve of someone/fox"),
-        ({"model": "/data/models/fox/"}, "Forgetting curve of fox"),
-        ({}, "Forgetting curve"),
-    ],
-)
-def test_the_heading_names_the_model(settings, words):
-    pytest.importorskip("matplotlib")
-    from hf_longctx.metrics.style import heading
-
-    assert heading(ForgettingCurve([], settings)) == words

@@ -12,6 +12,16 @@ TINY = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attenti
 CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
 
 
+LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def build(name, **config):
+    """A tiny model of any architecture, on random weights."""
+    torch.manual_seed(0)
+    config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
+
+
 def tiny_llama(**options):
     torch.manual_seed(0)
     config = TINY | {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}

@@ -38,7 +38,7 @@ def test_benchmark(load, name, tmp_path, capsys):
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
     assert len(result["rows"]) == ROWS.get(name, 2)
-    assert result["machine"]["device"] and result["versions"]["torch"] and result["commit"]
+    assert result["machine"]["device"] and result["versions"]["torch"] and "commit" in result
     assert result["command"].endswith(" ".join([f"python -m scripts.bench.{name}", TINY[name]]))
     module.main(["--table", str(output)])
     table = capsys.readouterr().out

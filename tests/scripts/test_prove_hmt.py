@@ -25,7 +25,7 @@ def proof(monkeypatch):
 
 @pytest.fixture
 def recipe(proof):
-    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "batch": 2, "texts": 4, "rmt_rounds": 2}
+    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "batch": 2, "texts": 4, "rounds": 2}
     return replace(proof.Recipe(), **sizes, stage_1_steps=1, stage_2_steps=1)
 
 
@@ -84,6 +84,7 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     assert rows[:5] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 8
     assert all(set(row["accuracy"]) == {"2", "16"} for row in rows)
     assert set(rows[0]["controls"]) == {*proof.CONTROLS, *proof.SMALL_MEMORY}
+    assert all(row["first_steps"] == 2 for row in rows), "trained until one fact is solved, or for the budget"
     assert (rows[3]["steps"], rows[4]["steps"]) == (1, 2), "RMT trains until it solves two facts, or for its budget"
     output = capsys.readouterr().out
     assert "| HMT, single: oracle recall |" in output and output.count("**The answer after the question**") == 2
@@ -100,7 +101,7 @@ def test_the_leak_task_runs_without_controls(proof, recipe, monkeypatch):
     monkeypatch.setattr(proof, "FACTS", (2,))
     row = proof.measure(proof.Run("leak", 0.6, 0, 0, "HMT, paper"), recipe)
     assert row["controls"] == {} and set(row["hits"]) == {"2"}
-    assert proof.measure(proof.Run("leak", 0.6, 0, 0, "RMT"), recipe)["steps"] == 1
+    assert proof.measure(proof.Run("leak", 0.6, 0, 0, "RMT"), recipe)["first_steps"] == 1
 
 
 @pytest.mark.parametrize("method", ["HMT, single", "HMT, single, no recurrence", "HMT, causal"])

@@ -113,7 +113,7 @@ class Difference:
 
 @torch.no_grad()
 def difference(model, outputs):
-    worst, own, not_greedy = [], [], 0
+    worst, reply_differences, not_greedy = [], [], 0
     for output in outputs:
         prompt = list(output.prompt_token_ids)
         for reply in output.outputs:
@@ -125,9 +125,9 @@ def difference(model, outputs):
                     continue
                 expected = log_probs[place - 1]
                 worst += [abs(entry.logprob - expected[token].item()) for token, entry in entries.items()]
-                own.append(abs(entries[ids[place]].logprob - expected[ids[place]].item()))
+                reply_differences.append(abs(entries[ids[place]].logprob - expected[ids[place]].item()))
                 not_greedy += place >= len(prompt) and expected.argmax().item() != ids[place]
-    return Difference(max(worst), sum(own) / len(own), not_greedy)
+    return Difference(max(worst), sum(reply_differences) / len(reply_differences), not_greedy)
 
 
 def check(model, outputs, sampled=False):

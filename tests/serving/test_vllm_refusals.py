@@ -29,9 +29,10 @@ def configured(folder, **options):
     "options, message",
     [
         (dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8'.*--kv-cache-dtype bfloat16"),
+        (dict(kv_offloading_size=1), "state for 16 tokens, which would stay behind. Leave both out"),
         (dict(model_impl="transformers", trust_remote_code=True), "leave out the forget gate.*FoxForCausalLM"),
     ],
-    ids=["fp8 cache", "model of transformers"],
+    ids=["fp8 cache", "offloaded cache", "model of transformers"],
 )
 def test_refused_with_the_way_out(folder, options, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
@@ -48,6 +49,15 @@ def test_context_parallelism_is_refused(tmp_path):
     FoxForCausalLM(FoxConfig(**SIZES, num_key_value_heads=1)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"decode_context_parallel_size is 2; .* Leave"):
         configured(tmp_path, tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
+def test_vllm_knows_how_wide_heads_are(folder, tmp_path):
+    """Triton's backend would write beyond its buffers."""
+    assert configured(folder).model_config.get_head_size() == 64  # 32, and three parts of a gate
+    FoxForCausalLM(FoxConfig(**SIZES | dict(num_attention_heads=3), num_key_value_heads=1)).save_pretrained(tmp_path)
+    assert configured(tmp_path).model_config.get_head_size() == 64
+    save_fox("heads of 128", tmp_path)
+    assert configured(tmp_path).model_config.get_head_size() == 160
 
 
 def test_another_activation_is_refused(tmp_path):

@@ -25,3 +25,10 @@ def test_ranks_load_the_rows_of_their_heads(rows, ranks, expected):
         module.weight.weight_loader(module.weight, loaded)
         assert module.weight[:, 0].tolist() == row_numbers
         assert not module.weight.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3, 3), (4, 3)])
+def test_weights_of_other_shapes_are_refused(shape):
+    module = sharded(nn.Linear(3, 2, bias=False), 0, 1)
+    with pytest.raises(ValueError, match=r"config\.json says"):
+        module.weight.weight_loader(module.weight, torch.ones(shape))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.recipes import FinetuneSettings
-from hf_longctx.training.run import train
+from hf_longctx.training.run import dry_run, train
 from hf_longctx.training.starts import changed_model, extend_rope
 from hf_longctx.training.trainer import ResumableTrainer
 
@@ -124,8 +124,12 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
 
 
-def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path):
+def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path, capsys):
     run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=512, batch_tokens=512, steps=1)
+    dry_run(run)
+    said = capsys.readouterr().err
+    assert "step 3/3" in said and "peak memory" in said and "before:" not in said
+    assert not list(tmp_path.iterdir())
     assert train(run) == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
     assert config.max_position_embeddings == 512
@@ -153,6 +157,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
         "hf_longctx.training.trainer.StepLR", lambda optimizer, step_size, gamma: StepLR(optimizer, 2, gamma)
     )
     options = dict(recipe="hmt", segment_length=40, sensory_tokens=8, sequence_length=80, batch_tokens=160, steps=3)
+    options["recall_mode"] = "single"
     texts = dict(tokenizer=str(llama), data=str(llama / "text.txt"))
     assert train(settings(llama, tmp_path / "first", **options)) == 0
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
@@ -163,9 +168,13 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "model")
     assert not first.config.recall
     options["sequence_length"] = 160
+    with pytest.raises(ValueError, match=r"'recall_mode': 'single'}, this run has .*'recall_mode': 'causal'"):
+        train(
+            settings(tmp_path / "first" / "model", tmp_path / "other", **options | texts | {"recall_mode": "causal"})
+        )
     assert train(settings(tmp_path / "first" / "model", tmp_path / "second", **options | texts)) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
-    assert second.config.recall and second.config.segment_length == 40
+    assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single"
     assert not torch.equal(first.memory.initial, second.memory.initial)
     with pytest.raises(ValueError, match="has been through both stages of --recipe hmt; train it by --recipe lora"):
         train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts))

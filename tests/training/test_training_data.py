@@ -9,7 +9,7 @@ from demo_model import DEMO, VOCABULARY
 from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
-from hf_longctx.training.data import Rows, StreamedRows, make_row, pack, stack_segments
+from hf_longctx.training.data import Rows, StreamedRows, encode, make_row, pack, stack_segments
 
 
 EOS = 2
@@ -62,6 +62,8 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenize
     assert tokenizer.decode(tokens[: len(tokens) // 2]).startswith("<s>The first.</s><s>The second is longer.</s><s>A")
     assert (tokens == tokenizer.eos_token_id).sum() == (tokens == tokenizer.bos_token_id).sum() == 3
     assert not list(tmp_path.glob("*.unfinished"))
+    as_in_gpt2 = AutoTokenizer.from_pretrained(DEMO, bos_token="</s>")
+    assert (next(encode(folder, as_in_gpt2)) == EOS).sum() == 3, "a BOS that is the EOS would be a document"
 
 
 def test_a_batch_holds_tensors_only_which_accelerate_hands_to_other_processes():
@@ -75,7 +77,7 @@ def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_pat
         yield "The first."
         raise InterruptedError
 
-    cut = mock.patch("hf_longctx.training.data.open_source", lambda source: (source, documents()))
+    cut = mock.patch("hf_longctx.training.data.open_source", lambda source, part: (source, documents()))
     with cut, pytest.raises(InterruptedError):
         pack(folder, tokenizer, tmp_path / "tokens.npy")
     assert not (tmp_path / "tokens.npy").exists()

@@ -18,14 +18,21 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+    get_scheduler,
+)
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import Rows, stack
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
-from hf_longctx.training.run import train
+from hf_longctx.training.run import train, training_arguments
 from hf_longctx.training.settings import write_settings
 from hf_longctx.training.starts import changed_model
 from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
@@ -68,13 +75,14 @@ def die_at(step, inside_save=False):
 
 
 def terminate_at(step):
-    """Make this process receive SIGTERM in the middle of a step."""
+    """Make this process receive SIGTERM in the middle of a step, from a scheduler and from torchrun."""
     method = ResumableTrainer.training_step
     sent = []
 
     def terminated(self, *args, **kwargs):
         if self.state.global_step == step and not sent:
             sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
         return method(self, *args, **kwargs)
 
@@ -156,6 +164,11 @@ def uninterrupted(apart, text, tmp_path_factory):
 def evaluated(text):
     """Settings of an evaluation on an odd number of rows, and of a training that is the same in any processes."""
     return dict(dropout=0.0, eval_data=os.path.join(text, "003.txt"), eval_steps=4)
+
+
+def test_a_process_without_launcher_trains_on_one_of_several_gpus(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))  # of which Trainer would use all
+    assert training_arguments(settings(text, tmp_path).resolve(), tmp_path)._n_gpu == 1
 
 
 def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path):

@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+from .intervals import LOOKS, adaptive_tests
 from .lengths import READINGS
 from .protocol import input_tokens
 from .result import CurvePoint
 
 
-LOOKS = (3, 5, 7, 10)  # repeats after which a point is tested
 BUDGET = 64  # most tokens to read, in inputs of the longest length; 32 points of 10 repeats on a linear grid are 330
 
 
@@ -53,7 +53,7 @@ class _Search:
     def __init__(self, lengths, measure, repeats, confidence):
         self.lengths, self.measure = lengths, measure
         self.looks = [n for n in LOOKS if n < repeats] + [repeats]
-        self.level = (1 - confidence) / 2  # shared by the points, as in length_interval
+        self.level = (1 - confidence) / 2  # shared by all tests, as in length_interval
         self.budget = BUDGET * input_tokens(lengths[-1])
         self.points = {}
 
@@ -93,7 +93,7 @@ class _Search:
 
         Below the bracket (direction -1) lengths are to pass, above it (1) they are to fail.
         """
-        level = self.level / len(self.points)
+        level = self.level / adaptive_tests(len(self.points), self.looks[-1])
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
         outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
         for position, i in enumerate(outside):

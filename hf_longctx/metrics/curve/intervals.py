@@ -13,7 +13,8 @@ this way, even if no length shows it alone. Targets are the unit of the tests, n
 target are alike.
 
 The adaptive protocol measures until single lengths are sure, and leaves few lengths to stand in a window. The interval
-of its curves takes single lengths only, in any order, with Bonferroni's correction for their number.
+of its curves takes single lengths only, in any order, with Bonferroni's correction for their number and for the looks
+at each of them: whoever tests after 3, 5, 7 and 10 repeats, and stops when a test rejects, has four chances to err.
 
 A t test does not foresee what none of its repeats shows: where errors come in rare bursts around 1 % on average, the
 fine length claims too much more often than the level says. This file knows plain sequences of counts only.
@@ -32,6 +33,7 @@ from scipy.special import ndtri, stdtr
 
 RESOLUTION = 0.01  # between copying exactly and the fine threshold, and between guessing and the coarse one
 POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
+LOOKS = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
 
 
 class Mean(NamedTuple):
@@ -198,7 +200,8 @@ def length_interval(
         return LengthInterval(0, None)
     level, nested = (1 - confidence) / 2, protocol == "nested"
     if protocol == "adaptive":
-        verdicts = [verdict(m, n, level / count) for m, n in zip(margins, scored)]
+        tests = adaptive_tests(count, max(m.shape[-1] for m in margins))
+        verdicts = [verdict(m, n, level / tests) for m, n in zip(margins, scored)]
         reached = max((i for i, v in enumerate(verdicts, start=1) if v > 0), default=0)
         end = min((i for i, v in enumerate(verdicts) if v < 0 and i >= reached), default=count)
     else:
@@ -209,6 +212,15 @@ def length_interval(
     if reached < count and end == count:
         needed = repeats_needed(margins[reached:], scored[reached:], level / len(windows(count)), nested)
     return LengthInterval(lengths[reached - 1] if reached else 0, lengths[end] if end < count else None, needed)
+
+
+def adaptive_tests(lengths: int, repeats: int) -> int:
+    """How many tests the adaptive protocol makes of so many lengths, which have up to so many repeats.
+
+    >>> adaptive_tests(6, 10), adaptive_tests(6, 20)
+    (24, 30)
+    """
+    return lengths * (len(LOOKS) + (repeats > LOOKS[-1]))
 
 
 def repeats_needed(

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..checks import check_count, check_ids, check_lengths
 from ..run.journal import content_hash
 from ..run.parts import Run, exchange, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from .adaptive import BUDGET, locate
 from .counts import Measurement, sample_input, tally
 from .protocol import (
-    check_count,
-    check_ids,
-    check_lengths,
     input_tokens,
     longest_length,
     nested_order_samples,

@@ -13,13 +13,13 @@ Models", section 3. This file knows no model.
 from __future__ import annotations
 
 import math
-import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from ..checks import check_count
 
 
 SHORTEST = 8  # first length of the two standard grids
@@ -79,62 +79,6 @@ def default_lengths(
             "or --max-length."
         )
     return grid(min(ends), n)
-
-
-def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths as a list of plain integers.
-
-    Raises:
-        ValueError: there is none, one is not an integer or below 1, or they do not strictly ascend.
-    """
-    try:
-        lengths = [operator.index(length) for length in lengths]
-    except TypeError:
-        raise ValueError(f"lengths must be a list of integers (tokens), got {lengths!r}.") from None
-    if not lengths or lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
-        raise ValueError(
-            f"lengths must be one or more token counts >= 1 in strictly ascending order, got {lengths}. "
-            "Drop what is below 1 and pass sorted(set(lengths))."
-        )
-    return lengths
-
-
-def check_count(name: str, value, least: float = 1) -> int:
-    """A whole number as a plain integer.
-
-    Raises:
-        ValueError: it is none, or below `least`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}.")
-    return number
-
-
-def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:
-    """Token ids as an int64 array of shape (N,). The vocabulary may be `math.inf`, unknown.
-
-    Raises:
-        ValueError: empty, not one-dimensional, not integers, or an id outside 0 .. vocab_size - 1.
-    """
-    ids = np.asarray(ids)
-    if ids.size == 0:
-        raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "
-            'For a text: tokenizer(text, add_special_tokens=False)["input_ids"].'
-        )
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if outside.size:
-        raise ValueError(
-            f"{name}[{outside[0]}] is {ids[outside[0]]}, but the model's vocabulary has {vocab_size} ids "
-            f"(0 .. {vocab_size - 1}). The text was probably encoded with the tokenizer of another model."
-        )
-    return ids.astype(np.int64)
 
 
 class Sample(NamedTuple):

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..result import Headline, Overview, Result, Table, entries, integers
+from ..checks import check_count, entries, integers
+from ..result import Headline, Overview, Result, Table
 from .intervals import LengthInterval, length_interval, verdict
 from .lengths import READINGS, MemoryLength, margins, memory_lengths, passes
-from .protocol import check_count, scored_tokens
+from .protocol import scored_tokens
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import nn
 
-from ..curve.protocol import check_count, check_ids
+from ..checks import check_count, check_ids
 from ..run.journal import content_hash
 from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids

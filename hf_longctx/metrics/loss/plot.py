@@ -27,8 +27,6 @@ def plot_losses(
         results: one or more `PositionLoss`. The rest is as for `Result.plot`.
         differences: in what the measurements differ, to be named in the picture.
     """
-    if not results:
-        raise ValueError("there is no per-token loss to draw.")
     style.check_train_length(train_length)
     figure = style.figure(style.WIDTH, 7)
     figure.get_layout_engine().set(h_pad=0.12)  # inches, so that the two axes are told apart

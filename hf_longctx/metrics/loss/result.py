@@ -5,7 +5,7 @@ makes use of what it read that far back; where it stays level, more context is o
 exp(mean of L(1) .. L(l)) says less: it can go on falling after L has become level.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130). This file knows no
-model: it needs numpy only.
+model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
-from ..curve.protocol import check_count
+from ..checks import check_count
 from ..result import Headline, Overview, Result, Table
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 
@@ -78,6 +79,7 @@ class PositionLoss(Result):
         object.__setattr__(self, "sequences", check_count("sequences", self.sequences))
         if self.error is None:
             return
+        check_count("sequences of a loss with an error", self.sequences, 2)
         object.__setattr__(self, "error", numbers_by_position(self.error, "error"))
         if len(self.error) != len(self.loss) or min(self.error) < 0:
             raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")
@@ -153,8 +155,10 @@ class PositionLoss(Result):
 
     def overview(self) -> list[Overview]:
         end, loss, sample = self.context_length, self.smoothed()[-1], f"{self.sequences} sequences"
-        width = None if self.error is None else 1.96 * self.error[-1]
-        interval = "" if width is None else f"{loss - width:.3f} to {loss + width:.3f}"
+        interval = ""
+        if self.error is not None:  # Student's t: of two sequences, 95 % take 13 standard errors, and not 1.96
+            width = stdtrit(self.sequences - 1, 0.975) * self.error[-1]
+            interval = f"{loss - width:.3f} to {loss + width:.3f}"
         return [
             Overview(f"loss at {end} tokens, nats", f"{loss:.3f}", interval, sample),
             Overview(f"perplexity of {end} tokens", f"{self.perplexity[-1]:.2f}", sample=sample),

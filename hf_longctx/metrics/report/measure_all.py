@@ -23,7 +23,8 @@ from ..result import Result, read_result, writing
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
-from ..rope.verdict import RopeReport, rope_report
+from ..rope.measure import rope_report
+from ..rope.result import RopeReport
 from ..run.journal import content_hash
 from ..run.parts import Run, process_rank, wait
 from ..run.reader import Reader, reader_for

@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
-from ..curve.protocol import check_count
-from ..result import Overview, entries, integers
+from ..checks import check_count, entries, integers
+from ..result import Headline, Overview, Result
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
@@ -147,26 +148,56 @@ def holds_number(reply: str, expected: int) -> bool:
     return number is not None and int(number.group().replace(",", "")) == expected
 
 
-def explain_score(results: Sequence[Answers]) -> str:
-    """A sentence about the first of the scores that these results have."""
-    return HEADLINE_SCORE[results[0].scores[0] if results else "exact_rate"]
+class Retrieval(Result):
+    """What the results of retrieval have in common, which keep `Answers` for each of several prompts.
 
+    A subclass also sets `task`, what the model is asked, and defines `parts` and `subject`. Numbers in a few words are
+    those of the first of the `scores` that there are.
+    """
 
-def headline_score(results: Sequence[Answers]) -> tuple[float, str]:
-    """The mean over results of the first of their scores, 0 to 1, and the name of that score in words."""
-    score = results[0].scores[0]
-    return sum(getattr(result, score) for result in results) / len(results), COLUMNS[score]
+    task: ClassVar[str]
 
+    @property
+    def parts(self) -> tuple[Answers, ...]:
+        raise NotImplementedError
 
-def overview_row(name: str, results: Sequence[Answers]) -> Overview:
-    """The first of their scores over all answers, with its Wilson interval, which holds for few answers too."""
-    score = results[0].scores[0]
-    n = sum(len(result.answers) for result in results)
-    rate = sum(getattr(result, score) * len(result.answers) for result in results) / n
-    low, high = wilson(rate, n)
-    return Overview(f"{name}, {COLUMNS[score]}", f"{rate:.1%}", f"{low:.1%} to {high:.1%}", f"{n} questions")
+    @property
+    def subject(self) -> str:
+        """What is measured, up to where; without parts, it is not asked for."""
+        raise NotImplementedError
 
+    @property
+    def measured(self) -> bool:
+        return bool(self.parts)
 
-def score_columns(results: Sequence[Answers]) -> tuple[str, ...]:
-    """Headings for the `rates` of these results."""
-    return tuple(COLUMNS[score] for score in results[0].scores) if results else ()
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the rates there are."""
+        return self.parts[0].scores if self.parts else SCORES[1:]
+
+    def explanation(self) -> str:
+        return f"{self.task} {HEADLINE_SCORE[self.scores[0]]}"
+
+    def headlines(self) -> list[Headline]:
+        """The mean over parts."""
+        if not self.parts:
+            return []
+        score = self.scores[0]
+        rate = sum(getattr(part, score) for part in self.parts) / len(self.parts)
+        name = f"{self.title.lower()}, {COLUMNS[score]} {self.subject}"
+        return [Headline("accuracy", name, round(rate, 4))]
+
+    def overview(self) -> list[Overview]:
+        """The rate over all answers, with its Wilson interval, which holds for few answers too."""
+        if not self.parts:
+            return []
+        score = self.scores[0]
+        n = sum(len(part.answers) for part in self.parts)
+        rate = sum(getattr(part, score) * len(part.answers) for part in self.parts) / n
+        low, high = wilson(rate, n)
+        interval = f"{low:.1%} to {high:.1%}"
+        return [Overview(f"{self.subject}, {COLUMNS[score]}", f"{rate:.1%}", interval, f"{n} questions")]
+
+    def score_columns(self) -> tuple[str, ...]:
+        """Headings for the `rates` of the parts."""
+        return tuple(COLUMNS[score] for score in self.scores) if self.parts else ()

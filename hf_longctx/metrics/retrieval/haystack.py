@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..curve.protocol import check_count
-from ..result import Headline, Overview, Result, Table, entries
-from .answers import SCORES, Answers, explain_score, headline_score, overview_row, score_columns
+from ..checks import check_count, entries
+from ..result import Table
+from .answers import SCORES, Answers, Retrieval
 
 
 MODES = ("standard", "easy")
@@ -168,7 +168,7 @@ class NeedleCell(Answers):
 
 
 @dataclass(frozen=True)
-class NeedleGrid(Result):
+class NeedleGrid(Retrieval):
     """A measured grid of lengths and depths.
 
     Attributes:
@@ -177,6 +177,7 @@ class NeedleGrid(Result):
 
     kind = "needle"
     title = "Needle in a haystack"
+    task = "One sentence is hidden in a long text, at several depths, and asked for at the end."
 
     cells: tuple[NeedleCell, ...]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -186,8 +187,12 @@ class NeedleGrid(Result):
         object.__setattr__(self, "cells", cells)
 
     @property
-    def measured(self) -> bool:
-        return bool(self.cells)
+    def parts(self) -> tuple[NeedleCell, ...]:
+        return self.cells
+
+    @property
+    def subject(self) -> str:
+        return f"up to {self.lengths[-1]} tokens"
 
     @property
     def lengths(self) -> list[int]:
@@ -196,11 +201,6 @@ class NeedleGrid(Result):
     @property
     def depths(self) -> list[float]:
         return sorted({cell.depth for cell in self.cells})
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Names of the scores there are; see `answers.Answers`."""
-        return self.cells[0].scores
 
     def grid(self, score: str = "match_rate") -> np.ndarray:
         """One score as (depths, lengths) float64, NaN where it was not measured.
@@ -227,26 +227,12 @@ class NeedleGrid(Result):
         grid = f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
         return f"{means}; {grid}{self.interruption}"
 
-    def explanation(self) -> str:
-        task = "One sentence is hidden in a long text, at several depths, and asked for at the end."
-        return f"{task} {explain_score(self.cells)}"
-
-    def headlines(self) -> list[Headline]:
-        if not self.cells:
-            return []
-        rate, score = headline_score(self.cells)
-        name = f"needle in a haystack, {score} up to {self.lengths[-1]} tokens"
-        return [Headline("accuracy", name, round(rate, 4))]
-
     def table(self) -> Table:
         rows = [
             (cell.length, f"{cell.depth:.0%}", *(f"{rate:.1%}" for rate in cell.rates().values()), len(cell.answers))
             for cell in self.cells
         ]
-        return Table(("length", "depth", *score_columns(self.cells), "haystacks"), rows)
-
-    def overview(self) -> list[Overview]:
-        return [overview_row(f"needle up to {self.lengths[-1]} tokens", self.cells)] if self.cells else []
+        return Table(("length", "depth", *self.score_columns(), "haystacks"), rows)
 
     def document(self) -> dict[str, Any]:
         cells = [

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..curve.protocol import check_count
-from ..result import Headline, Overview, Result, Table, entries
-from .answers import Answers, explain_score, headline_score, overview_row, score_columns
+from ..checks import check_count, entries
+from ..result import Table
+from .answers import Answers, Retrieval
 
 
 LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
@@ -101,7 +101,7 @@ class LinesPoint(Answers):
 
 
 @dataclass(frozen=True)
-class LineRetrieval(Result):
+class LineRetrieval(Retrieval):
     """Measured line retrieval.
 
     Attributes:
@@ -110,6 +110,7 @@ class LineRetrieval(Result):
 
     kind = "line_retrieval"
     title = "Line retrieval"
+    task = "The model is asked for the number in one of many lines."
 
     points: tuple[LinesPoint, ...]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -119,41 +120,32 @@ class LineRetrieval(Result):
         object.__setattr__(self, "points", points)
 
     @property
-    def measured(self) -> bool:
-        return bool(self.points)
+    def parts(self) -> tuple[LinesPoint, ...]:
+        return self.points
+
+    @property
+    def subject(self) -> str:
+        return f"up to {self.points[-1].lines} lines"
 
     def summary(self) -> str:
         if not self.points:
             return "nothing measured"
-        score = self.points[0].scores[0]
+        score = self.scores[0]
         rates = ", ".join(
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
         how = "found" if score == "match_rate" else "given token for token"
         return f"{how}: {rates}; {len(self.points[0].answers)} repeats{self.interruption}"
 
-    def explanation(self) -> str:
-        return f"The model is asked for the number in one of many lines. {explain_score(self.points)}"
-
     def dataset(self) -> tuple[str, str]:
         return "generated records", "line-retrieval"
-
-    def headlines(self) -> list[Headline]:
-        if not self.points:
-            return []
-        rate, score = headline_score(self.points)
-        name = f"line retrieval, {score} up to {self.points[-1].lines} lines"
-        return [Headline("accuracy", name, round(rate, 4))]
 
     def table(self) -> Table:
         rows = [
             (p.lines, f"{p.mean_tokens:.0f}", *(f"{rate:.1%}" for rate in p.rates().values()), len(p.answers))
             for p in self.points
         ]
-        return Table(("lines", "tokens", *score_columns(self.points), "records"), rows)
-
-    def overview(self) -> list[Overview]:
-        return [overview_row(f"one of up to {self.points[-1].lines} lines", self.points)] if self.points else []
+        return Table(("lines", "tokens", *self.score_columns(), "records"), rows)
 
     def document(self) -> dict[str, Any]:
         points = []

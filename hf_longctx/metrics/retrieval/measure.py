@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from torch import nn
 
-from ..curve.protocol import check_count, check_ids, check_lengths
+from ..checks import check_count, check_ids, check_lengths
 from ..run.journal import content_hash
 from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
@@ -132,7 +132,7 @@ def needle_in_a_haystack(
         reader,
         "needle",
         lambda worker: worker.measure(grid, lambda cell: cell[0], measure, name),
-        lambda entries: result(entries) if entries else None,
+        result,
         depends_on={"metric": NeedleGrid.kind, **settings},
         trial=prompt_with_needle(lengths[0], 0, begins[lengths[0]][0])[0],
         run=run,
@@ -207,17 +207,15 @@ def line_retrieval(
         return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}
 
     def result(entries):
-        points = [
-            LinesPoint.from_list(entry["answers"], n, entry["tokens"], entry["asked_lines"])
-            for n, entry in sorted(entries.items())
-        ]
+        measured = [(n, entries[n]) for n in lines if n in entries]  # the journal may have others too
+        points = [LinesPoint.from_list(e["answers"], n, e["tokens"], e["asked_lines"]) for n, e in measured]
         return LineRetrieval(points, settings | {"lines": lines} | labels(None, train_length))
 
     return run_parts(
         reader,
         "line retrieval",
         lambda worker: worker.measure(lines, lambda n: n, measure, lambda n: f"{n} lines"),
-        lambda entries: result(entries) if entries else None,
+        result,
         depends_on={"metric": LineRetrieval.kind, **settings},
         trial=trial,
         run=run,

@@ -76,7 +76,7 @@ def plot_lines(result, path, *, title: str | None = None) -> None:
         raise ValueError("there is no point to draw: nothing was measured.")
     figure = style.figure(style.WIDTH, 5)
     axes = figure.add_subplot()
-    scores, places = result.points[0].scores, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
+    scores, places = result.scores, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
     for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # beside each other where they are equal
         label, colour, marker, dashes = SCORES[score]
         rates = np.array([getattr(point, score) for point in result.points])

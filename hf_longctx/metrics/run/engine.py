@@ -13,7 +13,6 @@ the model reads by `predict_plainly`.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -25,6 +24,16 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from .logits import (
+    accepted,
+    argmax,
+    argmax_tiled,
+    input_device,
+    logits_plainly,
+    output_logits,
+    predict_plainly,
+    wrong_logits,
+)
 from .model import first_parameter, text_config
 
 
@@ -74,6 +83,7 @@ class Engine:
         self.tokens_per_pass = tokens_per_pass or default
         trial = trial[None, :TRIAL_TOKENS]
         self.head = None
+        self._first_id = trial[:, :1]
         logits, hidden = self._logits_and_hidden(trial)
         check_causal(model, trial, logits, lambda ids: self._logits_and_hidden(ids)[0])
         self.vocab_size = logits.shape[-1]
@@ -98,6 +108,7 @@ class Engine:
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
+        self.forget_lengths()
         copies = equal_rows(inputs)
         rows = inputs[[group[0] for group in copies]]
         best = np.empty((len(rows), len(positions)), dtype=np.int64)
@@ -117,6 +128,11 @@ class Engine:
         for row, group in enumerate(copies):
             predictions[group] = best[row]
         return predictions
+
+    def forget_lengths(self) -> None:
+        """Dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling."""
+        if any("dynamic" in kind for kind in rope_types(self.model)):
+            self._logits(self._first_id, None, 1)
 
     def new_cache(self) -> DynamicCache:
         """An empty cache of the layers that this model needs."""
@@ -159,6 +175,7 @@ class Engine:
             (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A
             model that can neither continue a cache nor be projected apart computes all of them at once first.
         """
+        self.forget_lengths()
         rows = max(1, LOGITS_PER_PASS // self.vocab_size)
         if self.head is None and not self.reuses_prefixes:
             yield from logits_plainly(self.model, ids, positions).split(rows)
@@ -278,65 +295,6 @@ def check_causal(
         )
 
 
-def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
-    """Greedy next-token predictions, (len(positions),) int64, from `logits_plainly`; -1 where a logit is NaN."""
-    return argmax(logits_plainly(model, ids, positions))
-
-
-def logits_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> torch.Tensor:
-    """Logits at some consecutive positions of one input (T,), by one forward pass without a cache; (P, V).
-
-    Only the logits of these positions are computed, never (T, V), where the model's forward takes `logits_to_keep`,
-    as the causal models in transformers do.
-
-    Raises:
-        ValueError: the model returns neither the requested logits nor those of all positions.
-    """
-    keep = torch.arange(positions.start, positions.stop)
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        # accelerate would move an index tensor to the first device, while the hidden states end on the last one
-        keep = len(ids) - positions.start
-    options = accepted(model, use_cache=False, logits_to_keep=keep)
-    logits = output_logits(model(torch.from_numpy(ids)[None].to(input_device(model)), **options))[0]  # (rows, V)
-    if len(logits) in (len(ids), len(ids) - positions.start):  # no logits_to_keep, or a number to keep
-        logits = logits[len(logits) - len(ids) + positions.start :][: len(positions)]
-    if len(logits) != len(positions):
-        raise wrong_logits(model, len(logits), len(positions), len(ids))
-    return logits
-
-
-def argmax(logits: torch.Tensor) -> np.ndarray:
-    """Index of the largest of (..., V), the first of equal ones, or -1 where one is NaN; (...) int64."""
-    best = logits.max(-1)  # NaN wins a maximum, so that no second pass over the logits is needed to find it
-    return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
-
-
-def argmax_tiled(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: tuple[int, int]
-) -> np.ndarray:
-    """`argmax(hidden @ weight.T + bias)`, (B, P) int64, with no more logits at a time than a tile has.
-
-    Args:
-        hidden, weight, bias: (B, P, D), (V, D) and (V,).
-        tile: positions and vocabulary rows.
-    """
-    rows, columns = tile
-    indices = []
-    for part in hidden.reshape(-1, hidden.shape[-1]).to(weight.device).split(rows):
-        best, index = None, None
-        for start in range(0, len(weight), columns):
-            some = slice(start, start + columns)
-            tile_best = F.linear(part, weight[some], None if bias is None else bias[some]).max(-1)
-            if best is None:
-                best, index = tile_best
-                continue
-            better = (tile_best.values > best) | tile_best.values.isnan()  # not >=: the first of equal logits counts
-            best = torch.where(better, tile_best.values, best)
-            index = torch.where(better, tile_best.indices + start, index)
-        indices.append(index.masked_fill(best.isnan(), -1))
-    return torch.cat(indices).view(hidden.shape[:2]).cpu().numpy()
-
-
 def plain_head(
     model: nn.Module, hidden: torch.Tensor | None, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -362,9 +320,14 @@ def can_continue(model: nn.Module) -> bool:
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
         return False
     # These change all frequencies at some length, so that keys in a cache no longer fit
+    return not any("dynamic" in kind or kind == "longrope" for kind in rope_types(model))
+
+
+def rope_types(model: nn.Module) -> set[str]:
+    """By what the frequencies of its rotary embeddings are scaled; "default" by nothing."""
     types = [getattr(module, "rope_type", None) for module in model.modules()]
     types = [name for kind in types for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    return not any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in types)
+    return {name for name in types if isinstance(name, str)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -386,28 +349,6 @@ def batches(items: list, size: int) -> Iterator[list]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def output_logits(output) -> torch.Tensor:
-    if not isinstance(output, tuple) and not hasattr(output, "logits"):
-        raise TypeError(
-            f"the model returns {type(output).__name__}, which has no logits. Load it with its head: AutoModelForCausalLM."
-        )
-    return output[0] if isinstance(output, tuple) else output.logits
-
-
-def wrong_logits(model, returned, requested, length):
-    return ValueError(
-        f"{type(model).__name__} returned logits for {returned} positions; {requested} were asked for, and the input has "
-        f"{length}. Its forward should honour logits_to_keep or return all logits."
-    )
-
-
-def accepted(model: nn.Module, **options) -> dict:
-    """Those options that the model's forward takes, by name or through **kwargs as wrappers do."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
-
-
 @contextmanager
 def evaluating(model: nn.Module):
     """Eval and inference mode; afterwards every module has its training flag again."""
@@ -424,10 +365,3 @@ def evaluating(model: nn.Module):
 def pass_and_tile(device: torch.device) -> tuple[int, tuple[int, int]]:
     """Tokens per pass and tile of logits by default."""
     return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where the model takes its ids."""
-    device = first_parameter(model).device
-    # on "meta" the weights are offloaded, and accelerate moves the input to where they will be
-    return torch.device("cpu") if device.type == "meta" else device

@@ -21,7 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..curve.protocol import check_count
+from ..checks import check_count
 from ..result import Result
 from .engine import pass_and_tile
 from .journal import Journal

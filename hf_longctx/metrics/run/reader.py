@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .engine import Engine, evaluating, input_device
+from .engine import Engine, evaluating
+from .logits import input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
@@ -203,6 +204,7 @@ class LocalReader:
         return np.array(log_probs), np.array(best)
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
+        self.engine.forget_lengths()
         ids = torch.from_numpy(prompt)[None].to(self.engine.device)
         pad = getattr(self.model.generation_config, "pad_token_id", None)
         output = self.model.generate(

@@ -4,13 +4,14 @@
 
 FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the usual count for causal attention, and twice that in
 both directions; bytes are each input and output once. "of roofline" is the least time that both allow at the measured
-ceilings, as a share of the time taken. Competitors that cannot run are listed with the reason. FlashAttention-3 is not
-among them; cuDNN is the nearest to it. The figures that matter most are measured first, and no row begins after
---minutes. A batch has --tokens, or one longer sequence; --width is heads times head size. `--device cpu` is a dry run
-in Triton's interpreter: it shows that the script works, and nothing about speed.
+ceilings, as a share of the time taken. Competitors that cannot run are listed with the reason; those that are not
+installed, once. The figures that matter most are measured first, and no row begins after --minutes. A batch has
+--tokens, or one longer sequence; --width is heads times head size. `--device cpu` is a dry run in Triton's
+interpreter: it shows that the script works, and nothing about speed.
 """
 
 import functools
+import importlib
 import math
 import os
 import statistics
@@ -49,6 +50,10 @@ TABLES = {
 | D | T | B | H | us | of the forward pass | running sum us | us of torch.cumsum | error |
 | {D} | {T} | {B} | {H} | {prologue_us:.1f} | {share_of_forward:.2f} | {running_sum_us:.1f} | {cumsum_us:.1f} | {error} |
 """,
+    "host": """
+| D | T | us in inference | us in training | error |
+| {D} | {T} | {inference_us:.0f} | {training_us:.0f} | {error} |
+""",
     "decode": """
 | B | T | us | us in a graph | TB/s | of a copy's | us pruned | us of plain SDPA | error |
 | {B} | {T} | {us:.1f} | {graph_us:.1f} | {tb_per_s:.3g} | {share_of_copy:.2f} | {pruned_graph_us:.1f} |\
@@ -59,6 +64,7 @@ TITLES = {
     "attention": "Causal attention",
     "pruning": "Adaptive computation pruning, beside the same kernels without",
     "prologue": "What a pruned forward pass does before its kernel",
+    "host": "What a forward pass costs the host: calls that are not waited for",
     "decode": "Decoding one token",
 }
 
@@ -76,6 +82,17 @@ def plain_sdpa(backend):
     def attention(q, k, v, log_f):
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attention
+
+
+def flash_attention(module):
+    """FlashAttention-2, 3 or 4, by the module that has it; some return the log-sum-exp beside the output."""
+    function = importlib.import_module(module).flash_attn_func
+
+    def attention(q, k, v, log_f):
+        o = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
     return attention
 
@@ -143,10 +160,13 @@ COMPETITORS = {  # name: (makes the function, whether its results are those of o
     "ours, both ways": (lambda: bidirectional.bidirectional_attention, False),
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
+    "FlashAttention-2 (no gate)": (lambda: flash_attention("flash_attn"), False),
+    "FlashAttention-3 (no gate)": (lambda: flash_attention("flash_attn_interface"), False),
+    "FlashAttention-4 (no gate)": (lambda: flash_attention("flash_attn.cute"), False),
     "folded gate, SDPA": (lambda: folded, True),
-    "FlexAttention": (flex, True),
     "FLA": (fla, True),
     "official": (official, True),
+    "FlexAttention": (flex, True),  # last: inductor compiles it for each size
 }
 
 
@@ -294,6 +314,21 @@ def prologue_row(D, T, B, H, device):
     return {name: 1e6 * statistics.median(x) for name, x in seconds.items()} | {"share_of_forward": share}
 
 
+def host_row(D, T, device):
+    """Time of Python and of launches, for so few tokens that the GPU is done before."""
+    row, calls = {}, 50 if device == "cuda" else 1
+    for name, grad in (("inference_us", False), ("training_us", True)):
+        inputs = draw(1, 2, T, D, device, grad=grad)
+        ours(*inputs)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            ours(*inputs)
+        row[name] = 1e6 * (time.perf_counter() - begin) / calls
+    return row
+
+
 def draw_decoding(B, H, Hkv, T, D, device, log_f=None):
     """Inputs of `triton_decode`: one query of each head; keys, values and gates as in a cache of folded keys."""
     q, k, v, log_f = draw(B, H, T, D, device, Hkv=Hkv, Tq=1, log_f=log_f, grad=False)
@@ -370,6 +405,7 @@ def plan(args):
             yield "decode", {"B": B, "T": T}, decode_row
     for D in args.head_dim:
         yield "prologue", sizes(first, D), prologue_row
+        yield "host", {"D": D, "T": min(first, 128)}, host_row
         for share in (0.7, 0.0, 0.5, 0.9) if on_gpu else (0.7,):
             for name in ("ours", "official", "FlexAttention") if share else ("ours",):
                 yield "pruning", {"name": name, "share_aimed_at": share, **sizes(first, D)}, pruning_row
@@ -390,9 +426,11 @@ def measure(args):
         for D in args.head_dim:
             put_tile(kernel, D, tiles_fox.Tile(*map(int, numbers.split(","))), args.device)
     torch.manual_seed(0)
-    limits = ceilings(args.device)
+    limits, absent = ceilings(args.device), set()
     yield {"section": "ceilings", **limits}
     for section, fields, measure_row in plan(args):
+        if fields.get("name") in absent:
+            continue
         row = {"section": section, **fields}
         if time.monotonic() > until:
             yield row | {"error": "no time left"}
@@ -402,6 +440,8 @@ def measure(args):
             row |= measure_row(**fields, **options)
         except Exception as error:  # out of memory, a package that is not there, a compiler's refusal, ...
             row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if isinstance(error, ImportError):
+                absent.add(fields.get("name"))
         yield row
 
 

@@ -35,8 +35,8 @@ def refused(kernel, error, **options):
 def check_by_its_name():
     """With padding, and without the Triton files that came with the model."""
     fox = load(PINNED if OFFLINE else KERNEL)
-    own = sys.modules[type(fox).__module__.replace("modeling_fox", "triton_fox")]
-    own.triton = own.fox_forward = own.fox_decode = None
+    triton_fox = sys.modules[type(fox).__module__.replace("modeling_fox", "triton_fox")]
+    triton_fox.triton = triton_fox.fox_forward = triton_fox.fox_decode = None
     with torch.no_grad():
         logits = fox(expected["ids"], attention_mask=expected["mask"]).logits
     difference = (logits - expected["logits"])[expected["mask"].bool()].abs().max()

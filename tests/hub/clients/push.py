@@ -176,9 +176,9 @@ def check_a_kernel_is_on_the_branch_of_its_version_and_its_source_on_main():
 
 
 def check_what_the_hub_refuses_is_one_line():
-    text = push(DEMO, "bob/fox", code=1)
-    assert "403" in text and text.count("\n") == text.rstrip().count("\n") + 1
-    assert "three/parts/no" in push(DEMO, "three/parts/no", "--dry-run", code=2)
+    text = push(DEMO, "bob/fox", code=2)
+    assert "The token is unknown or may not do this" in text and "403" in text
+    assert text.count("\n") == text.rstrip().count("\n") + 1
 
 
 if __name__ == "__main__":

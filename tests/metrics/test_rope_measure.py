@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_longctx.metrics.rope.bounds import rope_base_bound, rope_context_bound, rope_decay, rope_inv_freq
-from hf_longctx.metrics.rope.spread import measure_qk_spread
-from hf_longctx.metrics.rope.verdict import rope_report
+from hf_longctx.metrics.rope.base import rope_base_bound
+from hf_longctx.metrics.rope.bounds import rope_context_bound, rope_decay, rope_inv_freq
+from hf_longctx.metrics.rope.measure import rope_report
 
 
 TINY = {
@@ -251,80 +251,6 @@ def test_frequencies_spoilt_by_a_cast_are_noticed():
     assert only(report).context_bound == rope_context_bound(inv_freq=model.rotary_emb.inv_freq.double().numpy())
 
 
-# --- measured queries and keys ---
-
-
-def text(model, length=40):
-    return torch.randint(3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-def tiny_model(name, **kwargs):
-    torch.manual_seed(0)
-    model = getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**TINY, **kwargs)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-MEASURABLE = {"Llama": {}, "Qwen3": {"head_dim": 16}, "Olmo2": {}, "Cohere": {}, "Glm": {"head_dim": 16}}
-
-
-@pytest.mark.parametrize("name", MEASURABLE)
-def test_spread_is_that_of_what_is_rotated(name):
-    """The queries and keys that reach apply_rotary_pos_emb, and the components it mixes."""
-    model = tiny_model(name, **MEASURABLE[name])
-    module = importlib.import_module(type(model).__module__)
-    rotate = module.apply_rotary_pos_emb
-    with mock.patch.object(module, "apply_rotary_pos_emb", wraps=rotate) as spy:
-        spread = measure_qk_spread(model, text(model))
-    assert sorted(spread) == [0, 1] and spy.call_count == 2
-    for layer, call in enumerate(spy.call_args_list):
-        q, k, cos, sin = call.args[:4]  # (B, H, T, D)
-        q_std, k_std = (x.detach().double().transpose(0, 1).flatten(1, 2).std(1, correction=0).numpy() for x in (q, k))
-        np.testing.assert_allclose(spread[layer].q_std, q_std, rtol=1e-5)
-        np.testing.assert_allclose(spread[layer].k_std, k_std.repeat(2, axis=0), rtol=1e-5)
-        one = torch.zeros_like(q)
-        one[..., 0] = 1
-        mixed = rotate(one, one, cos, sin)[0][0, 0, 5].nonzero().flatten().tolist()
-        assert mixed == [0, 1 if spread[layer].interleaved else cos.shape[-1] // 2]
-
-
-@pytest.mark.parametrize("name", MEASURABLE)
-def test_weighted_bound_of_every_head(name):
-    model = tiny_model(name, **MEASURABLE[name])
-    ids = text(model)
-    group = only(rope_report(model, input_ids=ids, minimum_base=False))
-    theta = rope_inv_freq(group.base, group.rotary_dim)
-    holding, average = 0, 0
-    m = np.arange(group.max_distance + 1)
-    for q_std, k_std, interleaved in measure_qk_spread(model, ids).values():
-        for q, k in zip(q_std, k_std):
-            decay, scale = 0, (q * k).sum()
-            for i, frequency in enumerate(theta):
-                pair = [2 * i, 2 * i + 1] if interleaved else [i, i + group.rotary_dim // 2]
-                decay = decay + (q[pair] * k[pair]).sum() * np.cos(m * frequency)
-            decay = decay + (q * k)[group.rotary_dim :].sum()
-            holding += decay.min() >= 0
-            average = average + decay / scale
-    negative = np.flatnonzero(average < 0)
-    assert (group.heads, group.heads_holding) == (8, holding)
-    assert group.weighted_bound == (negative[0] - 1 if len(negative) else None)
-    assert f"{holding} of 8 heads" in str(group)
-
-
-def test_hooks_are_removed():
-    model = tiny_model("Llama")
-    measure_qk_spread(model, text(model))
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("name", ["GPTNeoX", "Phi3", "Phi"])
-def test_other_attention_is_refused_by_name(name):
-    model = tiny_model(name, **({"qk_layernorm": True} if name == "Phi" else {}))
-    with pytest.raises(NotImplementedError, match=f"{name}(Attention|ForCausalLM) has"):
-        rope_report(model, input_ids=text(model))
-
-
 # --- results and errors ---
 
 
@@ -407,7 +333,7 @@ def test_a_missing_minimum_base_is_explained():
 
 def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
     """In blocks; the first violation may lie beyond the first block."""
-    monkeypatch.setattr("hf_longctx.metrics.rope.verdict.LOOKED_AT", 20)
+    monkeypatch.setattr("hf_longctx.metrics.rope.measure.LOOKED_AT", 20)
     config = llama(rope("default", 500.0))
     far = only(rope_report(config, minimum_base=False))
     monkeypatch.undo()

@@ -1,0 +1,104 @@
+"""Checks of what callers give: counts, lengths, token ids, the parts of a result."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+
+def check_count(name: str, value, least: float = 1) -> int:
+    """A whole number as a plain integer.
+
+    Raises:
+        ValueError: it is none, or below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}.")
+    return number
+
+
+def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
+    """Values as plain integers.
+
+    Raises:
+        ValueError: there is none, or one is not an integer from `low` to `high`.
+
+    >>> integers([3, 4.0], "positions", 0)
+    Traceback (most recent call last):
+    ValueError: positions must hold integers from 0, got [3, 4.0].
+    """
+    try:
+        numbers = tuple(map(operator.index, values))
+    except TypeError:
+        numbers = ()
+    if not numbers or min(numbers) < low or max(numbers) > high:
+        end = "" if high == math.inf else f" to {high}"
+        raise ValueError(f"{name} must hold integers from {low}{end}, got {values!r}.")
+    return numbers
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """The lengths as a list of plain integers.
+
+    Raises:
+        ValueError: there is none, one is not an integer or below 1, or they do not strictly ascend.
+    """
+    try:
+        lengths = [operator.index(length) for length in lengths]
+    except TypeError:
+        raise ValueError(f"lengths must be a list of integers (tokens), got {lengths!r}.") from None
+    if not lengths or lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
+        raise ValueError(
+            f"lengths must be one or more token counts >= 1 in strictly ascending order, got {lengths}. "
+            "Drop what is below 1 and pass sorted(set(lengths))."
+        )
+    return lengths
+
+
+def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:
+    """Token ids as an int64 array of shape (N,). The vocabulary may be `math.inf`, unknown.
+
+    Raises:
+        ValueError: empty, not one-dimensional, not integers, or an id outside 0 .. vocab_size - 1.
+    """
+    ids = np.asarray(ids)
+    if ids.size == 0:
+        raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "
+            'For a text: tokenizer(text, add_special_tokens=False)["input_ids"].'
+        )
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        raise ValueError(
+            f"{name}[{outside[0]}] is {ids[outside[0]]}, but the model's vocabulary has {vocab_size} ids "
+            f"(0 .. {vocab_size - 1}). The text was probably encoded with the tokenizer of another model."
+        )
+    return ids.astype(np.int64)
+
+
+def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
+    """The parts of a result.
+
+    Raises:
+        ValueError: one is not of this kind, or two have the same `key(part)`.
+    """
+    values = tuple(values) if isinstance(values, Iterable) else (values,)
+    strangers = [value for value in values if not isinstance(value, kind)]
+    if strangers:
+        raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
+    counts = Counter(map(key, values)) if key else values
+    if len(counts) < len(values):
+        raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
+    return values

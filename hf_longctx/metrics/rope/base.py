@@ -1,0 +1,326 @@
+"""The smallest RoPE base for a context (arXiv 2405.14591, eq. 18), exactly, and what it is worth in practice.
+
+    base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
+
+The admissible bases are not an interval. They begin with windows that can be 1e-5 wide and are interrupted far above
+base_L, so that a search on any grid reports a larger value. `rope_base_bound` finds the infimum itself and, beside it,
+what one would use: the width of the first window, the first base of two digits, and the base above which nothing is
+interrupted any more.
+
+Taylor's theorem proves every step between two evaluations; the evaluations themselves carry rounding errors (below
+1e-8 in B_m at m = 1e6), which are not enclosed.
+"""
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from itertools import count
+
+import numpy as np
+
+from .bounds import (
+    EPS,
+    cis,
+    exponents,
+    is_int,
+    positive_int,
+    real_product,
+    rope_context_bound,
+    rope_inv_freq,
+    rotations,
+    rounding_error,
+)
+
+
+# How `_infima` and `_next_root` share distances out: WIDTH consecutive ones are one row of a matrix product.
+WIDTH = 256
+POOL = 64  # rows tried before all are evaluated; more rows cost more per try, fewer are exhausted sooner
+BATCH = 32  # rows re-examined together
+
+TAU = Decimal("6.28318530717958647692528676655900576839433879875021")
+
+
+@dataclass(frozen=True)
+class RopeBaseBound:
+    """Which bases satisfy B_m >= 0 for all m <= context_length. Bases are numbers above 1; widths are relative.
+
+    Attributes:
+        context_length: L, in tokens of distance.
+        head_dim: dimensions that rotate; there are head_dim / 2 frequencies.
+        non_rotary_dims: dimensions beside them that do not rotate; they add non_rotary_dims / 2 to every B_m.
+        base: base_L of eq. 18, the infimum of the admissible bases.
+        critical_distance: the m with B_m = 0 at base and B_m < 0 just below; None if base is 1.
+        window_end: where the first window [base, window_end] ends; None if it is open up to search_limit.
+        two_digit_base: the smallest admissible base of two significant digits.
+        settled_base: every base from here to search_limit is admissible; None if search_limit itself is not.
+        search_limit: the largest base looked at.
+    """
+
+    context_length: int
+    head_dim: int
+    non_rotary_dims: int
+    base: float
+    critical_distance: int | None
+    window_end: float | None
+    two_digit_base: float
+    settled_base: float | None
+    search_limit: float
+
+    @property
+    def window_width(self) -> float | None:
+        """(window_end - base) / base."""
+        return None if self.window_end is None else (self.window_end - self.base) / self.base
+
+    def __str__(self):
+        still = f" and {self.non_rotary_dims} dimensions that do not rotate" if self.non_rotary_dims else ""
+        window = "is open" if self.window_end is None else f"is {self.window_width:.2g} of it wide"
+        settled = "none" if self.settled_base is None else f"{self.settled_base:.10g}"
+        return "\n".join(
+            (
+                f"RoPE bases with B_m >= 0 for m = 0..{self.context_length}, head dimension {self.head_dim}{still}",
+                f"  infimum (eq. 18)     {self.base:.10g}, first window {window}",
+                f"  first of two digits  {self.two_digit_base:.10g}",
+                f"  all admissible from  {settled}, up to {self.search_limit:.10g}",
+            )
+        )
+
+
+def rope_base_bound(
+    context_length: int, head_dim: int, *, non_rotary_dims: int = 0, search_ratio: float = 16.0
+) -> RopeBaseBound:
+    """The smallest base for a context length (eq. 18), exactly, and what it is worth in practice.
+
+    Args:
+        context_length: L in tokens: B_m >= 0 is asked for m = 0..L. A context of N tokens needs L = N - 1 only.
+        head_dim: dimensions that rotate, even, at least 4.
+        non_rotary_dims: dimensions of the head that do not rotate (partial rotary embeddings), even.
+        search_ratio: above 1; window_end and settled_base are sought in [base, search_ratio * base]. The search for
+            settled_base takes most of the time; `rope_base_table` does without.
+
+    Returns:
+        RopeBaseBound. `base` is right to a unit in the last place of a float64.
+
+    Raises:
+        ValueError: an argument is out of its range; head_dim 2 is, because no base helps where B_m = cos(m).
+
+    >>> print(rope_base_bound(1000, 128))
+    RoPE bases with B_m >= 0 for m = 0..1000, head dimension 128
+      infimum (eq. 18)     4206.019223, first window is 0.03 of it wide
+      first of two digits  4300
+      all admissible from  6018.280857, up to 67296.30757
+    """
+    family = _DecayFamily(head_dim, non_rotary_dims)
+    if not (math.isfinite(search_ratio) and search_ratio > 1):
+        raise ValueError(f"search_ratio is {search_ratio!r}; it multiplies the smallest base and must be above 1.")
+    length = positive_int("context_length", context_length)
+    ((_, start, critical),) = _infima(family, [length])
+    base = family.base_at_root(start, critical)
+    end = start + math.log(search_ratio)
+    window = _next_root(family, start, end, length)
+    settled = (start, critical) if window is None else _next_root(family, end, start, length)
+    return RopeBaseBound(
+        context_length=length,
+        head_dim=head_dim,
+        non_rotary_dims=non_rotary_dims,
+        base=base,
+        critical_distance=critical,
+        window_end=None if window is None else family.base_at_root(*window),
+        two_digit_base=_scan(family, [length], 2, base)[length],
+        settled_base=None if settled[0] == end else family.base_at_root(*settled),
+        search_limit=math.exp(end),
+    )
+
+
+def rope_base_table(context_lengths, head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
+    """base_L of eq. 18 for several lengths in one sweep, which costs no more than the largest of them alone.
+
+    Arguments and errors are those of `rope_base_bound`; the result maps each length to its infimum.
+    """
+    family = _DecayFamily(head_dim, non_rotary_dims)
+    return {length: family.base_at_root(u, m) for length, u, m in _infima(family, _lengths(context_lengths))}
+
+
+def rope_base_scan(context_lengths, head_dim: int, *, digits: int = 2, non_rotary_dims: int = 0) -> dict[int, float]:
+    """The first admissible base among those of so many significant digits, for several lengths.
+
+    This is what one would write into a config. It says nothing about bases above or between.
+    Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
+    """
+    family = _DecayFamily(head_dim, non_rotary_dims)
+    return _scan(family, _lengths(context_lengths), positive_int("digits", digits), 1.0)
+
+
+class _DecayFamily:
+    """B_m as a function of u = ln base: sum_i cos(m theta_i) + constant, theta_i = exp(-u x_i), x_i = 2i/d.
+
+    dB/du = m sum x theta sin(m theta), and |d2B/du2| <= K = m^2 sum (x theta)^2 + m sum x^2 theta, which falls with u.
+    """
+
+    def __init__(self, head_dim, non_rotary_dims):
+        self.x = exponents(head_dim)
+        if head_dim < 4:
+            raise ValueError("head_dim is 2; its one frequency is 1 whatever the base is. A bound needs at least 4.")
+        if not is_int(non_rotary_dims) or non_rotary_dims < 0 or non_rotary_dims % 2:
+            raise ValueError(f"non_rotary_dims is {non_rotary_dims!r}; it must be an even integer, 0 or more.")
+        self.head_dim, self.constant = head_dim, non_rotary_dims // 2
+
+    def at(self, m, u):
+        """B, dB/du and K at u, each (k,), for distances m, (k,)."""
+        theta = np.exp(-u * self.x)
+        angle = np.multiply.outer(m, theta)
+        value = np.cos(angle).sum(-1) + self.constant
+        return value, m * (np.sin(angle) @ (self.x * theta)), self.curvature(m, theta)
+
+    def at_rows(self, starts, u):
+        """B, dB/du, K and m, each (k, WIDTH), for the distances m = start + 0..WIDTH-1."""
+        theta = np.exp(-u * self.x)
+        coarse, fine = cis(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
+        m = starts[:, None] + np.arange(WIDTH)
+        slope = m * imag_product(coarse, fine * (self.x * theta)[:, None])
+        return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
+
+    def curvature(self, m, theta):
+        x_theta = self.x * theta
+        return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # above 0 at m = 0 too
+
+    def rounding(self, m, u):
+        return rounding_error(m, np.exp(-u * self.x))
+
+    def negative_among(self, starts, u, length):
+        """Distances m <= length in the given rows with B_m < 0 at u; a sample of them if there are many."""
+        theta = np.exp(-u * self.x)
+        value = real_product(cis(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH))
+        return self._negative(value + self.constant, starts, u, length)
+
+    def first_negative(self, u, length):
+        """The same among all m <= length, in ranges that double until there are some; and the lowest rows met."""
+        theta = np.exp(-u * self.x)
+        fine = rotations(theta, 0, 1, WIDTH)
+        lowest, row, rows = [], 0, 8
+        while True:
+            rows = min(rows, length // WIDTH + 1 - row)
+            value = real_product(rotations(theta, row * WIDTH, WIDTH, rows), fine) + self.constant
+            lowest.append(value.min(1))
+            negative = self._negative(value, np.arange(row, row + rows) * WIDTH, u, length)
+            row, rows = row + rows, row + rows
+            if len(negative) or row * WIDTH > length:
+                return negative, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
+
+    def _negative(self, value, starts, u, length):
+        """Those of the rows' distances m <= length whose B_m, evaluated once more by cosines, is below rounding."""
+        row, column = np.nonzero(value < 0)
+        m = starts[row] + column
+        m = m[m <= length]
+        for sample in (m[:: len(m) // 64 + 1], m):
+            negative = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
+            if len(negative):
+                break
+        return negative
+
+    def base_at_root(self, u, m):
+        """The base near exp(u) at which B_m = 0, by Newton with 40-digit angles: those of float64 cost two digits."""
+        if m is None:
+            return math.exp(u)
+        with localcontext() as context:
+            context.prec = 40
+            base = Decimal(math.exp(u))
+            for _ in range(3):
+                theta = [base ** (Decimal(-2 * i) / self.head_dim) for i in range(len(self.x))]
+                angle = np.array([float(m * t % TAU) for t in theta])
+                slope = m * (np.sin(angle) @ (self.x * np.array(theta, dtype=np.float64)))
+                base -= base * Decimal((np.cos(angle).sum() + self.constant) / slope)
+            return float(base)
+
+
+def _infima(family, lengths):
+    """Yields (L, u, m) for ascending L: exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
+
+    Sweep u upwards from 0. Where some B_m < 0 with m <= L, no base is admissible as long as Taylor's bound keeps it
+    negative: follow that m to its root. Where there is none, the infimum is found. Any violator proves a step, so the
+    rows that were lowest at the last full evaluation are tried first, and all are evaluated only when those fail.
+    """
+    u, critical, lowest = 0.0, None, np.zeros(1, dtype=int)
+    for length in lengths:
+        while True:
+            negative = family.negative_among(lowest, u, length)
+            if not len(negative):
+                negative, lowest = family.first_negative(u, length)
+            if not len(negative):
+                break
+            u, critical = _cross(family, negative, u)
+        yield length, u, critical
+
+
+def _cross(family, m, u):
+    """Of the distances m, negative at u, take the one that stays so the furthest; (u', m) at its root to the right."""
+    furthest = np.argmax(_reach(*family.at(m, u)))
+    m = m[furthest : furthest + 1]
+    while True:
+        value, slope, curvature = family.at(m, u)
+        step = _reach(value, slope, curvature)[0]
+        if value[0] >= 0 or step <= EPS * u:
+            return u, int(m[0])
+        u += step
+
+
+def _next_root(family, u, end, length):
+    """The first place from u towards end where some B_m, m <= length, meets 0 and falls: (u', m), or None.
+
+    Every row of distances remembers how far it is proven non-negative; those with the least proof are re-examined.
+    """
+    towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
+    proven = np.zeros(len(starts))
+    stride = 0.05  # of ln base; to the left K grows by at most exp(2 stride) over it
+    while True:
+        rows = np.argpartition(proven, min(BATCH, len(starts)) - 1)[:BATCH]
+        v = u + towards * proven[rows].min()
+        if proven[rows].min() >= abs(end - u):
+            return None
+        value, slope, curvature, m = family.at_rows(starts[rows], v)
+        reach = _reach(np.maximum(value, 0), towards * slope, curvature * math.exp(2 * stride))
+        reach[value < -family.rounding(m, v)] = 0
+        reach[m > length] = np.inf
+        nearest = np.unravel_index(reach.argmin(), reach.shape)
+        if reach[nearest] <= 4 * EPS * v:
+            return v, int(m[nearest])
+        proven[rows] = np.maximum(proven[rows], proven[rows].min() + np.minimum(reach.min(1), stride))
+
+
+def _reach(value, slope, curvature):
+    """The largest z such that f keeps its sign on [0, z] if f(0) = value, f'(0) = slope and |f''| <= curvature."""
+    away = np.where(value < 0, -slope, slope)
+    return (away + np.sqrt(away**2 + 2 * curvature * np.abs(value))) / curvature
+
+
+def _scan(family, lengths, digits, start):
+    """{L: first base >= start with so many digits and B_m >= 0 for m = 0..L}, for ascending lengths."""
+    table, left = {}, list(lengths)
+    still = np.zeros(family.constant)
+    for base in _ladder(digits, start):
+        theta = np.append(rope_inv_freq(base, family.head_dim), still)
+        reach = rope_context_bound(inv_freq=theta, limit=left[-1])
+        while left and (reach is None or left[0] <= reach):
+            table[left.pop(0)] = base
+        if not left:
+            return table
+
+
+def _ladder(digits, start):
+    """All numbers of so many significant digits above 1 and not below start, ascending."""
+    for exponent in count(math.floor(math.log10(start))):
+        for mantissa in range(10 ** (digits - 1), 10**digits):
+            base = float(f"{mantissa}e{exponent - digits + 1}")
+            if base > 1 and base >= start:
+                yield base
+
+
+def imag_product(coarse, fine):
+    """Im(coarse^T fine), (A, B): sines of summed angles."""
+    return np.concatenate([coarse.imag, coarse.real]).T @ np.concatenate([fine.real, fine.imag])
+
+
+def _lengths(context_lengths):
+    lengths = sorted({positive_int("context_lengths", length) for length in context_lengths})
+    if not lengths:
+        raise ValueError("context_lengths is empty; give at least one length in tokens.")
+    return lengths

@@ -1,0 +1,235 @@
+"""What the RoPE bound says about a model: a verdict for each group of layers, as text, table and JSON.
+
+Layers that share a rotary embedding and a reach form a group. Dimensions of a head that do not rotate count as
+frequency 0, which is Theorem 1 of arXiv 2405.14591 with those dimensions kept; the figure without them is given too.
+Where they are half of the head or more, B_m cannot be negative for any base, and the bound is inconclusive. This file
+knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..result import Overview, Result, Table
+
+
+CAVEAT = (
+    "A screening number. It looks at one layer and takes all components of q and k as alike; stacked layers see "
+    "further, so the paper itself calls the boundary not very strict, and many good models violate it at the length "
+    "they claim. Below it the paper found low perplexity but poor retrieval at a distance: measure before concluding."
+)
+MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
+
+
+@dataclass(frozen=True)
+class RopeLayers:
+    """The bound for layers that share a rotary embedding and a reach. Distances are in tokens.
+
+    Attributes:
+        layer_type: as in the config's layer_types, or its key in rope_parameters.
+        layers: how many there are; None if the config does not tell.
+        rope_type: the scaling type; None if these layers have no rotary embedding, and nothing below then applies.
+        base: rope_theta.
+        head_dim, rotary_dim: dimensions of a query or key head, and those of them that rotate.
+        max_distance: the largest distance these layers attend over at the claimed context.
+        context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
+            to m = 4194304 and max_distance.
+        rotary_only_bound: the same over the rotating dimensions alone.
+        negative_distances: how many m in 0..max_distance have B_m < 0.
+        last_negative: the last of them; None if there is none.
+        lowest_decay: the smallest B_m of m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
+        minimum_base: eq. 18 for max_distance, for plain RoPE on the same dimensions; None if every base does
+            (half of the head or more does not rotate) or if not computed (not asked for, more than 1048576 tokens,
+            or proportional RoPE, whose exponents differ). Above it, bases that do and bases that do not alternate.
+        two_digit_base: the first base of two significant digits that would do.
+        settled_base: every base from here to search_limit would do; None as for minimum_base, or if search_limit
+            itself would not.
+        search_limit: the largest base looked at, 16 times minimum_base.
+        inv_freq: the rotary_dim / 2 frequencies, in radians per token.
+    """
+
+    layer_type: str
+    layers: int | None
+    max_distance: int
+    rope_type: str | None = None
+    base: float | None = None
+    head_dim: int | None = None
+    rotary_dim: int | None = None
+    context_bound: int | None = None
+    rotary_only_bound: int | None = None
+    negative_distances: int | None = None
+    last_negative: int | None = None
+    lowest_decay: float | None = None
+    minimum_base: float | None = None
+    two_digit_base: float | None = None
+    settled_base: float | None = None
+    search_limit: float | None = None
+    inv_freq: list[float] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """'no RoPE', 'inconclusive' (half of the head or more does not rotate), 'violated' or 'holds'."""
+        if self.rope_type is None:
+            return "no RoPE"
+        if 2 * self.rotary_dim <= self.head_dim:
+            return "inconclusive"
+        return "violated" if self.negative_distances else "holds"
+
+    @property
+    def detail(self) -> str:
+        """What the verdict rests on, to be put after it."""
+        if self.verdict == "violated":
+            share = f"{self.negative_distances} of {self.max_distance + 1} distances"
+            first = self.context_bound + 1
+            where = f"at {first}" if self.negative_distances == 1 else f"between {first} and {self.last_negative}"
+            return f"B_m < 0 at {share} ({100 * self.negative_distances / (self.max_distance + 1):.2g} %), {where}"
+        if self.verdict == "inconclusive":
+            return "half of the head or more does not rotate, so that no base violates the bound"
+        return f"up to distance {self.max_distance}" if self.rope_type else ""
+
+    def __str__(self):
+        count = "" if self.layers is None else f" ({self.layers} layer{'s' * (self.layers != 1)})"
+        lines = [f"{self.layer_type}{count}: {self.verdict}"]
+        if self.rope_type is None:
+            return lines[0]
+        lines += [
+            f"  RoPE              {self.rope_type}, base {self.base:g}, {self.rotary_dim} of {self.head_dim} dimensions",
+            f"  B_m >= 0 needed   up to m = {self.max_distance}",
+            f"  B_m >= 0 found    {_up_to(self.context_bound)}",
+        ]
+        if self.verdict == "inconclusive":
+            lines[-1] = f"  B_m >= 0 found    always: {self.detail}"
+        if self.verdict == "violated":
+            depth = f"; the lowest is {self.lowest_decay:g}, beside B_0 = {self.head_dim // 2}"
+            lines.append(f"  violated          {self.detail}{depth}")
+        if self.rotary_dim < self.head_dim:
+            lines.append(f"                    {_up_to(self.rotary_only_bound)} over the rotating dimensions alone")
+        lines += [f"  {line}" for line in self._bases()]
+        return "\n".join(lines)
+
+    def _bases(self):
+        """Lines about the bases that would do, or why there are none."""
+        if self.minimum_base is not None:
+            scaling = "" if self.rope_type == "default" else ", without scaling"
+            yield f"minimum base      {self.minimum_base:.7g}; of two digits {self.two_digit_base:g}{scaling}"
+            searched = f"up to {self.search_limit:.2g}, where the search ended"
+            if self.settled_base is None:
+                yield f"larger bases      some fail again, {searched}"
+            else:
+                yield f"larger bases      some fail again; none does above {self.settled_base:.7g}, {searched}"
+        elif self.max_distance > MINIMUM_BASE_UP_TO:
+            yield f"minimum base      not computed: the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"
+        elif self.rope_type == "proportional":
+            yield "minimum base      not computed: proportional RoPE has exponents of its own"
+
+
+@dataclass(frozen=True)
+class RopeReport(Result):
+    """The bound for a model, one `RopeLayers` per group of layers: print it, or take `to_dict` or `to_json`."""
+
+    kind = "rope"
+    title = "RoPE bound"
+
+    model: str
+    claimed_context: int
+    claimed_by: str
+    groups: tuple[RopeLayers, ...]
+    notes: tuple[str, ...]
+    caveat: str = CAVEAT
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of its groups: 'violated', 'inconclusive' or 'holds'."""
+        verdicts = {group.verdict for group in self.groups}
+        return next(verdict for verdict in ("violated", "inconclusive", "holds", "no RoPE") if verdict in verdicts)
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the bound holds in every group of layers with RoPE; None if it is inconclusive in one."""
+        return {"holds": True, "violated": False}.get(self.verdict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"model": self.model, "claimed_context": self.claimed_context, "claimed_by": self.claimed_by}
+
+    def explanation(self) -> str:
+        return "Whether the RoPE base keeps B_m at or above 0 over the distances that the claimed context needs."
+
+    def summary(self) -> str:
+        decisive = [group for group in self.groups if group.verdict == self.verdict]
+        several = len(self.groups) > 1
+        details = "; ".join(f"{group.layer_type}: {group.detail}" if several else group.detail for group in decisive)
+        return f"{self.verdict} at {self.claimed_context} tokens ({self.claimed_by}): {details}"
+
+    def overview(self) -> list[Overview]:
+        negative = sum(group.negative_distances or 0 for group in self.groups)
+        needed = sum(group.max_distance + 1 for group in self.groups if group.rope_type)
+        sample = f"B_m < 0 at {negative} of {needed} distances"
+        return [Overview(f"at {self.claimed_context} tokens", self.verdict, sample=sample)]
+
+    def remarks(self) -> list[str]:
+        return [*self.notes, self.caveat]
+
+    def table(self) -> Table:
+        columns = ("layers", "RoPE", "base", "B_m >= 0 needed up to", "B_m >= 0 up to", "B_m < 0 at")
+        columns += ("minimum base", "all bases from", "verdict")
+        rows = [
+            (
+                group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}",
+                group.rope_type or "-",
+                "-" if group.base is None else f"{group.base:g}",
+                group.max_distance,
+                "-" if group.context_bound is None else group.context_bound,
+                "-" if group.negative_distances is None else group.negative_distances,
+                *("-" if base is None else f"{base:.7g}" for base in (group.minimum_base, group.settled_base)),
+                group.verdict,
+            )
+            for group in self.groups
+        ]
+        return Table(columns, rows)
+
+    def to_dict(self) -> dict:
+        """Everything as plain JSON types, verdicts included."""
+        groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
+        return {
+            **asdict(self),
+            "groups": groups,
+            "notes": list(self.notes),
+            "verdict": self.verdict,
+            "holds": self.holds,
+        }
+
+    document = to_dict
+
+    def to_json(self, **kwargs) -> str:
+        """`to_dict` by `json.dumps`, which takes the keywords."""
+        return json.dumps(self.to_dict(), **kwargs)
+
+    @classmethod
+    def mismatch(cls, document: dict[str, Any]) -> str | None:
+        if {"claimed_context", "groups"} <= document.keys():
+            return None
+        return "this JSON is no RoPE report: it lacks claimed_context or groups."
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> RopeReport:
+        groups = [RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"]]
+        named = {f.name: document[f.name] for f in fields(cls)}
+        return cls(**named | {"groups": tuple(groups), "notes": tuple(document["notes"])})
+
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
+        from .plot import plot_bound
+
+        plot_bound(self, path, train_length=train_length, title=title)
+
+    def __str__(self):
+        title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
+        remarks = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
+        return "\n".join((title, *map(str, self.groups), *remarks))
+
+
+def _up_to(bound):
+    return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m looked at"

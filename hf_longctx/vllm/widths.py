@@ -1,0 +1,39 @@
+"""How wide the heads of a FoX are in vLLM, where the decay lies beside each key."""
+
+from vllm.platforms import current_platform
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from ..fox.attention_fox import GATE_PARTS
+from ..fox.configuration_fox import FoxConfig
+
+
+def gates_per_key(config: FoxConfig) -> int:
+    """Forget gates of a key head."""
+    if config.forget_gate == "none":
+        return 0
+    return 1 if config.forget_gate_per_kv_head else config.num_attention_heads // config.num_key_value_heads
+
+
+def folded_width(config: FoxConfig) -> int:
+    """The smallest head size that vLLM has attention kernels for and that holds a key and the decay of its gates.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+    else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache
+        sizes = range(32, 513, 8)
+    width = config.head_dim + GATE_PARTS * gates_per_key(config)
+    if width > max(sizes):
+        raise ValueError(f"heads with the decay of their gates need {width} dimensions; vLLM has up to {max(sizes)}.")
+    return min(size for size in sizes if size >= width)
+
+
+class FoxSizes(ModelArchConfigConvertorBase):
+    """Sizes by which vLLM prepares: backends such as Triton's make buffers for heads before they see one."""
+
+    def get_head_size(self):
+        return folded_width(self.hf_config)

@@ -1,0 +1,151 @@
+"""The smallest base for a context against dense grids and the golden data."""
+
+import json
+
+import numpy as np
+import pytest
+from test_rope_bounds import cosine_sum
+
+from hf_longctx.metrics.rope.base import rope_base_bound, rope_base_scan, rope_base_table
+from hf_longctx.metrics.rope.bounds import rope_decay
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data(golden):
+    return json.loads((golden / "rope_bounds.json").read_text())
+
+
+def lowest(base, head_dim, length, non_rotary_dims=0):
+    return rope_decay(range(length + 1), base=base, head_dim=head_dim).min() + non_rotary_dims / 2
+
+
+@pytest.mark.parametrize(
+    "length, head_dim, non_rotary_dims",
+    [(2, 128, 0), (40, 4, 0), (150, 6, 0), (300, 64, 0), (700, 10, 2), (1000, 24, 8), (1000, 256, 0)],
+)
+def test_infimum_against_a_dense_grid(length, head_dim, non_rotary_dims):
+    bound = rope_base_bound(length, head_dim, non_rotary_dims=non_rotary_dims, search_ratio=3)
+
+    def lowest_at(base):
+        return lowest(base, head_dim, length, non_rotary_dims)
+
+    assert all(lowest_at(base) < 0 for base in np.geomspace(1 + 1e-9, bound.base * (1 - 1e-9), 400))
+    assert cosine_sum(bound.critical_distance, bound.base, head_dim) + non_rotary_dims / 2 == pytest.approx(
+        0, abs=1e-9
+    )
+    inside = bound.search_limit if bound.window_end is None else bound.window_end
+    assert all(lowest_at(base) >= 0 for base in np.geomspace(bound.base * (1 + 1e-9), inside * (1 - 1e-9), 400))
+    if bound.window_end is not None:
+        assert lowest_at(bound.window_end * (1 + 1e-7)) < 0
+        assert bound.window_width == pytest.approx(bound.window_end / bound.base - 1)
+    if bound.settled_base is None:
+        assert lowest_at(bound.search_limit) < 0
+    else:
+        above = np.geomspace(bound.settled_base * (1 + 1e-9), bound.search_limit, 400)
+        assert all(lowest_at(base) >= 0 for base in above)
+        assert lowest_at(bound.settled_base * (1 - 1e-7)) < 0
+    assert bound.two_digit_base >= bound.base
+    assert float(f"{bound.two_digit_base:.1e}") == bound.two_digit_base
+    assert lowest_at(bound.two_digit_base) >= 0
+
+
+def test_nothing_to_bound():
+    """At distance 1 no base above 1 is too small."""
+    bound = rope_base_bound(1, 64)
+    assert (bound.base, bound.critical_distance, bound.window_end, bound.settled_base) == (1.0, None, None, 1.0)
+    assert rope_base_bound(500, 24, non_rotary_dims=24).base == 1.0
+
+
+def test_the_text_has_the_numbers():
+    bound = rope_base_bound(100, 32)
+    assert f"{bound.base:.10g}" in str(bound) and f"{bound.settled_base:.10g}" in str(bound)
+
+
+def test_table_and_scan_agree_with_single_lengths():
+    lengths = [2000, 500, 1000, 500]
+    table, scan = rope_base_table(lengths, 64), rope_base_scan(lengths, 64)
+    for length in lengths:
+        bound = rope_base_bound(length, 64, search_ratio=1.5)
+        assert table[length] == pytest.approx(bound.base, rel=1e-15)
+        assert scan[length] == bound.two_digit_base
+
+
+# --- golden data ---
+
+
+def check_exact(data, head_dim, lengths):
+    rows = {row["L"]: row for row in data["exact"][str(head_dim)] if row["L"] <= lengths}
+    for length, base in rope_base_table(rows, head_dim).items():
+        assert base == pytest.approx(float(rows[length]["base"]), rel=5e-16), (head_dim, length)
+
+
+INFIMA = [(64, 33_000), (96, 17_000), (128, 17_000), (256, 9_000)]
+LONG_INFIMA = [(64, 263_000), (96, 263_000), (128, 132_000), (256, 33_000)]
+
+
+@pytest.mark.parametrize("head_dim, lengths", INFIMA + [pytest.param(*case, marks=slow) for case in LONG_INFIMA])
+def test_golden_infima(data, head_dim, lengths):
+    check_exact(data, head_dim, lengths)
+
+
+def check_scan(data, head_dim, digits, lengths):
+    golden = {
+        int(length): base for length, base in data["scan_tables"][f"head_dim_{head_dim}_digits_{digits}"].items()
+    }
+    golden = {length: base for length, base in golden.items() if length <= lengths}
+    assert rope_base_scan(golden, head_dim, digits=digits) == golden
+
+
+SCANS = [(64, 2, 66_000), (96, 2, 66_000), (128, 2, 66_000), (256, 2, 66_000)]
+LONG_SCANS = [(64, 2, 1 << 20), (96, 2, 1 << 20), (128, 2, 1 << 20), (128, 3, 66_000), (256, 2, 1 << 20)]
+
+
+@pytest.mark.parametrize("head_dim, digits, lengths", SCANS + [pytest.param(*case, marks=slow) for case in LONG_SCANS])
+def test_golden_scans(data, head_dim, digits, lengths):
+    check_scan(data, head_dim, digits, lengths)
+
+
+def check_window(row):
+    """The golden widths and last inadmissible bases come from grids (0.2 % steps), which may step over a dip."""
+    length = row["L"]
+    bound = rope_base_bound(length, 128)
+    assert bound.window_width <= 1.02 * row["first_window_rel_width"]
+    if bound.window_width < 0.98 * row["first_window_rel_width"]:
+        assert lowest(bound.window_end * (1 + 1e-8), 128, length) < 0
+    if bound.settled_base is None:
+        assert row["last_infeasible_on_grid"] == pytest.approx(bound.search_limit, rel=1e-3)
+    else:
+        assert bound.settled_base >= row["last_infeasible_on_grid"] * (1 - 1e-3)
+        assert lowest(bound.settled_base * (1 - 1e-8), 128, length) < 0
+
+
+@pytest.mark.parametrize("shortest, longest", [(0, 8_200), pytest.param(8_201, 66_000, marks=slow)])
+def test_golden_windows(data, shortest, longest):
+    rows = [row for row in data["admissible_windows"]["rows"] if shortest <= row["L"] <= longest]
+    assert len(rows) >= 3
+    for row in rows:
+        check_window(row)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: rope_base_bound(0, 128), "context_length is 0"),
+        (lambda: rope_base_bound(-5, 128), "context_length is -5"),
+        (lambda: rope_base_bound(10.5, 128), "context_length is 10.5"),
+        (lambda: rope_base_bound(True, 128), "context_length is True"),
+        (lambda: rope_base_bound(10, 2), "head_dim is 2"),
+        (lambda: rope_base_bound(10, 7), "head_dim is 7"),
+        (lambda: rope_base_bound(10, 8, non_rotary_dims=3), "non_rotary_dims is 3"),
+        (lambda: rope_base_bound(10, 8, search_ratio=1.0), "search_ratio is 1.0"),
+        (lambda: rope_base_table([], 128), "context_lengths is empty"),
+        (lambda: rope_base_table([10, 0], 128), "context_lengths is 0"),
+        (lambda: rope_base_scan([10], 128, digits=0), "digits is 0"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
