@@ -8,6 +8,7 @@ Llama with a window of the size that the HMT sees at a time. The tokens of `Reca
 the HMT also with its recall forced to the right segment, and with the memories of another text.
 """
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -74,9 +75,14 @@ def save(model, task, folder: Path):
     assert len(vocabulary) == task.vocab_size, "a word occurs twice, or there are too few"
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model.generation_config.update(bos_token_id=None, eos_token_id=None, pad_token_id=0)  # Llama's are words here
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0]).save_pretrained(folder)
-    (folder / "custom_backbone_hmt.py").unlink()  # in this repository, the package is the code of the model
+    for code in folder.glob("*.py"):  # in this repository, the package is the code of the model
+        code.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def accuracy(method, model, task, control=None):
