@@ -212,8 +212,7 @@ def forward_span(
     Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
     (p_d), to the first row (a scalar), to row i. The last term is the same for a whole row and is added at the end.
 
-    FIXED: b_m is a bound of all logits instead of the largest so far. This saves work on each logit and makes the
-    blocks independent of each other.
+    FIXED: b_m is a bound of all logits instead of the largest so far, which saves work on each logit.
     """
     for i_k in range(i_from, i_to, BN):
         b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]
@@ -228,11 +227,12 @@ def forward_span(
             b_p = tl.exp2(b_s - b_m_new[:, None])
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
-        # A weight that dominates its row is exactly 1 under a running maximum. Under a bound it is some number below
-        # 1, and its rounding cancels only if the rounded weight is summed. Rounded by hand, because a bf16 number that
-        # is used twice costs an instruction of the slow unit that computes the exponentials.
+        # A weight that dominates its row is 1 under a running maximum. Under a bound, its rounding cancels only if the
+        # rounded weight is summed; by hand, because a bf16 number used twice is converted by the unit of exponentials.
         if FIXED and b_v.dtype == tl.bfloat16:
-            b_p = ((b_p.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
+            b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # the minimum: NaN, 0x7FFFFFFF, would wrap to -0
+            b_p = b_bits.to(tl.float32, bitcast=True)
         b_l += tl.sum(b_p, 1)
         b_o += dot(narrow(b_p, b_v.dtype), b_v)
     return b_o, b_l, b_m

@@ -237,10 +237,10 @@ if triton is not None:
     _SPACE = __package__.removesuffix(".fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? first_key, Tensor? stop_query"
 
-    # Opaque, and not `torch.library.triton_op`, although torch.export could then compile the kernels ahead of time
-    # (torch 2.13): inductor compiles G = 1 into the dk/dv pass in spite of `do_not_specialize`, takes enable_fp_fusion
-    # for an argument of the kernel, and would compile again where a launcher chooses its programs by the length;
-    # and `wrap_triton` of torch 2.6 refuses interpreted kernels.
+    # Opaque, and not `torch.library.triton_op`, with which torch could compile the kernels ahead of time. Inductor
+    # would compile G = 1 into the dk/dv pass in spite of `do_not_specialize`, drop enable_fp_fusion, and compile again
+    # where a launcher chooses by the length, for pruning at each new number of key blocks (all as of torch 2.13); and
+    # `wrap_triton` of torch 2.6 refuses interpreted kernels, which that of 2.13 takes.
     def _operator(name, launcher, schema):
         return torch.library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
 

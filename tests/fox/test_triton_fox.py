@@ -241,13 +241,18 @@ def test_decay_is_exact_far_below_zero(causal):
     check_budget(run(forgetting_attention, *inputs, causal=causal, backend="triton"), plain, exact, inputs)
 
 
-@pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
-def test_a_gate_that_is_no_number_reaches_only_later_rows(value):
-    q, k, v, log_f, _ = draw(1, 1, 1, 120, 120, 16)
+@pytest.mark.parametrize(
+    "name, value",
+    [("log_f", torch.nan), ("k", torch.nan), pytest.param("log_f", torch.inf, marks=pytest.mark.slow)],
+)
+def test_what_is_no_number_reaches_only_later_rows(name, value):
+    """Every later row, also where a bound replaces the running maximum."""
+    q, k, v, log_f, _ = draw(1, 1, 1, 120, 120, 16, dtype=torch.bfloat16)
     q, log_f = q.requires_grad_(), log_f * 1e-3  # nothing is forgotten
-    clean = triton_attention(q, k, v, log_f, log_pruning_tolerance=-10.0)
-    log_f[..., 75] = value
-    o = triton_attention(q, k, v, log_f, log_pruning_tolerance=-10.0)
+    options = dict(log_pruning_tolerance=-10.0, logit_bound=20.0)
+    clean = triton_attention(q, k, v, log_f, **options)
+    {"k": k, "log_f": log_f}[name][:, :, 75] = value
+    o = triton_attention(q, k, v, log_f, **options)
     assert torch.equal(o[:, :, :75], clean[:, :, :75]) and o[:, :, 75:].isnan().any(-1).all()
 
 
