@@ -387,7 +387,7 @@ def limits(card):
             )
         else:
             lines.append(f'Its logits depend on no later token (`recall_mode="{config["recall_mode"]}"`).')
-    claimed, trained = card.model.get("max_position_embeddings"), card.training.get("sequence_length")
+    claimed, trained = config.get("max_position_embeddings"), card.training.get("sequence_length")
     if trained and claimed and claimed > trained:
         lines.append(f"It claims {claimed:,} tokens and was trained on rows of {trained:,}.")
     if any(isinstance(result, ForgettingCurve) for result in card.results.values()):
