@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO, HMT_DEMO = ROOT / "model_cards" / "fox-demo", ROOT / "model_cards" / "hmt-demo"
 MODELS = ("fox", "hmt", "fox-in-hmt", "adapter")
 PROMPT = "The import statement"
+FACTS = "remember Ada red Ada the of Ada Ada in Ada to Ada Ada was Ada a recall Ada Ada is Ada the Ada of Ada Ada and Ada answer"
 METRICS = ("forgetting_curve", "position_loss", "rope_base_check")
 SAVE = """
 import sys
@@ -45,7 +46,8 @@ with torch.no_grad():
     logits = {"ids": ids, "fox": fox.eval()(ids).logits}
     # products round by how weights lie in memory, and in a file they lie otherwise
     for name, folder in (("hmt", hmt_demo), ("fox-in-hmt", "fox-in-hmt")):
-        logits[name] = HMTWrapper.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        hmt = HMTWrapper.from_pretrained(folder, dtype=torch.float32)
+        logits[name] = hmt(ids % hmt.config.vocab_size).logits
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     adapted = get_peft_model(fox, lora).eval()
     adapted.peft_config["default"].base_model_name_or_path = "alice/fox"
@@ -64,17 +66,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 assert importlib.util.find_spec("hf_longctx") is None
 logits, same = load_file("logits.safetensors"), True
 ids = logits["ids"]
-for name in sys.argv[2].split():
+for name in sys.argv[3].split():
     model = AutoModelForCausalLM.from_pretrained(f"alice/{name}", trust_remote_code=True, dtype=torch.float32).eval()
     with torch.no_grad():
-        difference = (model(input_ids=ids).logits - logits[name]).abs().max().item()
+        difference = (model(input_ids=ids % model.config.vocab_size).logits - logits[name]).abs().max().item()
     same &= difference == 0
-    tokenizer = AutoTokenizer.from_pretrained("alice/fox", trust_remote_code=True)
-    prompt = tokenizer(sys.argv[1], return_tensors="pt").input_ids
+    repo, prompt = ("alice/hmt", sys.argv[2]) if name == "hmt" else ("alice/fox", sys.argv[1])
+    tokenizer = AutoTokenizer.from_pretrained(repo, trust_remote_code=True)
+    prompt = tokenizer(prompt, return_tensors="pt").input_ids
     text = tokenizer.decode(model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0])
     print(f"{name}: logits differ by {difference}; it generates {text!r}")
 evaluate.utils.logging.disable_progress_bar()
-curve, loss, rope = (evaluate.load(f"alice/{name}") for name in sys.argv[3:])
+curve, loss, rope = (evaluate.load(f"alice/{name}") for name in sys.argv[4:])
 print(curve.compute(predictions=[[[0, 0, 13, 14], [0, 0, 0, 14]]], references=[[11, 12, 13, 14]])["summary"])
 print(loss.compute(predictions=[[-1.0, -0.5], [-2.0, -0.5]])["summary"])
 print(rope.compute(predictions=[1e4, 5e5], references=[8192, 8192], head_dim=128)["verdicts"])
@@ -178,9 +181,10 @@ def main():
         command = ("push-space", "alice/how-far", "--examples", DEMO)
         step("hf-longctx push-space", sys.executable, "-m", "hf_longctx", *command, **with_package)
         python = bare_python(Path(temporary, "python"))
+        arguments = (PROMPT, FACTS, " ".join(MODELS), *METRICS)
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
-        step("load, generate and score without hf_longctx", python, "-c", LOAD, PROMPT, " ".join(MODELS), *METRICS)
-        step("the same, offline", python, "-c", LOAD, PROMPT, " ".join(MODELS), *METRICS, **offline)
+        step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
+        step("the same, offline", python, "-c", LOAD, *arguments, **offline)
         library = kernels_library(Path(temporary, "library")) if importlib.util.find_spec("triton") else None
         if library is not None:
             interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(library)}

@@ -60,8 +60,7 @@ def main():
     held_out = (work / "corpus" / "held_out.txt").read_bytes()
     HELD_OUT.write_bytes(gzip.compress(held_out, mtime=0))
     for name, architecture in MODELS.items():
-        model, tokenizer = save(train(name, architecture, work), CARDS / name)
-        measure(model, tokenizer, CARDS / name, LENGTHS, train_length=model.config.max_position_embeddings)
+        publish(train(name, architecture, work), CARDS / name)
     curves = {name: read_result(CARDS / name / "forgetting_curve.json") for name in MODELS}
     contexts = {name: curve.settings["train_length"] for name, curve in curves.items()}
     plot_comparison(curves, CARDS / "forgetting_curves.png", train_lengths=contexts, title=TITLE)
@@ -76,28 +75,20 @@ def train(name, architecture, work):
         stage = stage.format(architecture=architecture, before=before)
         commands[work / output] = f"{LAUNCHER} {stage} {SIZES} {TEXTS} --output {output}"
         before = output
-    run(commands.values(), work)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for command in commands.values():
+        print(command, flush=True)
+        arguments = shlex.split(command.removeprefix("torchrun"))
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        subprocess.run([*torchrun, *arguments], cwd=work, env=environment, check=True)
     return commands
 
 
-def run(commands, work):
-    """Run commands of hf-longctx in a folder, one after the other."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launchers = {"torchrun": "-m torch.distributed.run", "hf-longctx": "-m hf_longctx"}
-    for command in commands:
-        print(command, flush=True)
-        launcher, _, arguments = command.partition(" ")
-        subprocess.run(
-            [sys.executable, *shlex.split(f"{launchers[launcher]} {arguments}")], cwd=work, env=environment, check=True
-        )
-
-
-def save(stages, card):
-    """Save model and logs of a training, {folder: command}, in the folder of the card; the model and its tokenizer."""
+def publish(stages, card):
+    """Save model, log, losses and forgetting curve of a training, {folder: command}, in the folder of the card."""
     trained = list(stages)[-1] / "model"
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
-    config = getattr(model.config, "backbone_config", model.config)
-    config.use_cache = True  # Trainer switched it off
+    model.config.use_cache = True  # Trainer switched it off
     model.generation_config.update(**SAMPLING)
     model.save_pretrained(card)
     tokenizer = AutoTokenizer.from_pretrained(trained)
@@ -115,20 +106,17 @@ def save(stages, card):
             for entry in map(json.loads, (stage / "metrics.jsonl").read_text().splitlines()):
                 if "eval_loss" in entry or entry["step"] % LOGGED == 0:
                     log.write(json.dumps({"stage": number} | entry) + "\n")
-    return model, tokenizer
 
-
-def measure(model, tokenizer, card, lengths, train_length):
-    """Save loss by position and forgetting curve of a model, and gates of a FoX, in the folder of its card."""
     model = model.float()
     model.config._name_or_path = tokenizer.name_or_path = card.name
     tokens = tokenizer(load_text(str(HELD_OUT)), add_special_tokens=False, verbose=False)["input_ids"]
+    train_length = model.config.max_position_embeddings
     options = {"tokenizer": tokenizer, "corpus_name": "Persuasion", "train_length": train_length}
     options["run"] = Run(progress=True)
     loss = position_loss(model, tokens, context_length=LENGTHS[-1], **options)
     loss.save(card / "position_loss.json")
     loss.plot(card / "position_loss.png", train_length=train_length)
-    curve = forgetting_curve(model, tokens, lengths=lengths, repeats=REPEATS, **options)
+    curve = forgetting_curve(model, tokens, lengths=LENGTHS, repeats=REPEATS, **options)
     if model.config.model_type == "fox":
         plot_forget_gates(model, tokens[:GATES], card / "gates.png")
     curve.save(card / "forgetting_curve.json")

@@ -72,6 +72,11 @@ def check_inputs(model, input_ids, attention_mask, labels, state, use_cache):
 
 def check_settings(model):
     """Settings may have changed since the parameters were made."""
+    if getattr(model, "_is_replica", False):
+        raise NotImplementedError(
+            "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
+            "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
+        )
     model.config.check()
     if model.config.recall and not hasattr(model.memory, "wq"):
         raise ValueError(

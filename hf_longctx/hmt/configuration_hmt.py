@@ -30,7 +30,8 @@ class HMTConfig(PreTrainedConfig):
             a recall also attends to the best r pages (`pages_hmt.py`). None: no pages.
         page_size: memory embeddings per page at first; pages grow with the square root of the text.
         sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
-            which rounds ties to the even number, as the official code does.
+            which rounds ties to the even number, as the official code does. The single mode needs j < L', because only
+            the tokens behind a recall see a memory.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
@@ -49,8 +50,8 @@ class HMTConfig(PreTrainedConfig):
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
             evaluate with "last").
         bptt_segments: U. Backpropagation is truncated at every U-th segment border. None: not truncated.
-        summary_batch: how many summary passes (or passes over first halves) go through the backbone together, counted
-            as segments times rows. Fewer need less memory.
+        summary_batch: how many summary passes, first halves or first parts (without recurrence, whole segments) go
+            through the backbone together, counted as segments times rows. Fewer need less memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
         backbone_name_or_path, backbone_revision: where the backbone was loaded from.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
@@ -162,7 +163,7 @@ class HMTConfig(PreTrainedConfig):
         if self.recall and self.memory_tokens != 1:
             raise ValueError(
                 f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
-                "per segment. Use memory_tokens=1, or recall=False."
+                "per segment. Use memory_tokens=1, or recall=False with recall_mode='causal'."
             )
         if self.recall_mode == "single" and self.memory_tokens != 1:
             raise ValueError(
@@ -178,6 +179,11 @@ class HMTConfig(PreTrainedConfig):
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
                 f"{self.segment_length} tokens; it needs at least one and at most all. Set it above 0 and up to 1."
+            )
+        if self.recall_mode == "single" and self.summary_length == self.segment_length:
+            raise ValueError(
+                f"sum_fraction is {self.sum_fraction}: the query would read all {self.segment_length} tokens, and with "
+                "recall_mode='single' only the tokens behind it see a memory. Lower sum_fraction."
             )
         choices = {
             "recall_mode": ("single", "causal", "paper"),

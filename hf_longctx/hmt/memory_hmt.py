@@ -75,8 +75,9 @@ class HMTMemory(nn.Module):
 
         Free of scale, in the single mode: softmax(log(1 + c) u(q) Wq^T (u(C) Wk^T)^T / temperature) C, where u(x) is x
         less the mean of C, at length one. Hidden states of a pretrained backbone have most of their length in common,
-        and a length that differs from backbone to backbone. The logarithm of the c memories keeps the weight of the
-        best one as c grows beyond that of training (arXiv 2501.19399, eq. 2).
+        and a length that differs from backbone to backbone. c counts the valid memories of a row, with those of
+        recalled pages; its logarithm lets the best one keep its weight as c grows beyond that of training (arXiv
+        2501.19399, eq. 2).
 
         Args:
             query: summary of the segment that recalls, (B, 1, d).
@@ -195,7 +196,8 @@ class HMTState:
 
         With `recurrence=False` this is exact: no memory depends on others. Tokens of this text behind its last full
         segment are in no memory, and are left out. A row of `other` without a full segment goes on behind the sensory
-        tokens of this text. Of each row, memories beyond memory_size are dropped, the oldest first.
+        tokens of this text. What the open segment of `other` has recalled stays. Of each row, memories beyond
+        memory_size are dropped, the oldest first.
 
         Raises:
             ValueError: states of different models, settings or numbers of rows.

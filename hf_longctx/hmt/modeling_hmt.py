@@ -29,8 +29,8 @@ pass, so those of several segments go through the backbone together, and a call 
 is made, and the segment is read again under its recalled prompt. Segments 0 and 1 have at most one memory and nothing
 to choose from, so one pass serves all their tokens.
 
-`recall_mode="single"` (default) reads every position once: the query is taken and the recall stands in the middle of one pass
-(`single_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
+`recall_mode="single"` (default) reads every position once: the query is taken and the recall stands in the middle of
+one pass (`single_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
 (`parallel_hmt.py`).
 
 Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it

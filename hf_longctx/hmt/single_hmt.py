@@ -82,10 +82,10 @@ class SingleSegments(Segments):
         return [HIDDEN, *[TOKEN] * (sensory + self.j), HIDDEN, PROMPT, *[LATE] * (self.length - self.j + 1)]
 
     def needs(self, sensory):
-        """How many tokens of the segment must be known before each column is read. The prompt waits for token j."""
+        """How many tokens of the segment must be known before each column is read. The prompt waits for x[j]."""
         first, second = range(1, self.j + 1), range(self.j + 1, self.length + 1)
         close = self.length if self.config.recurrence else self.length + 1  # then the memory is made elsewhere
-        return [*[0] * (1 + sensory), *first, self.j, min(self.j + 1, self.length), *second, close]
+        return [*[0] * (1 + sensory), *first, self.j, self.j + 1, *second, close]
 
     def readable(self, sensory, tokens):
         """How many columns can be read when so many tokens are known."""

@@ -294,8 +294,12 @@ def pictures(card, name):
 
 def cost(card):
     """Memory and speed, as scripts/bench measured them."""
-    names = [name for name, benchmark in card.benchmarks.items() if " scripts.bench." in benchmark["command"]]
+    names = [name for name in card.benchmarks if is_cost(card, name)]
     return "\n\n".join(measured(card, name) for name in names) or "Not measured."
+
+
+def is_cost(card, name):
+    return " scripts.bench." in card.benchmarks[name]["command"]
 
 
 def measured(card, name):
@@ -388,7 +392,7 @@ def limits(card):
         lines.append(f"It claims {claimed:,} tokens and was trained on rows of {trained:,}.")
     if any(isinstance(result, ForgettingCurve) for result in card.results.values()):
         lines.append("That it copies a text shows that the text is remembered, not that it would be used.")
-    if not card.results:
+    if not card.results and all(is_cost(card, name) for name in card.benchmarks):
         lines.append("How far it remembers was not measured.")
     if card.bundle.has_code:
         lines.append("It needs code from outside of transformers.")

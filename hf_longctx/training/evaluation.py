@@ -10,7 +10,7 @@ from ..metrics.run.parts import process_rank
 from .data import StreamedRows
 
 
-ROWS = 4  # of the training or evaluation data
+ROWS = 4
 REPEATS = 5  # records of each number of lines
 
 

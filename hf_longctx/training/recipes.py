@@ -270,7 +270,7 @@ class FinetuneSettings(RunSettings):
     )
     train_in_full: str | None = setting(None, "names of modules that are trained beside LoRA; default: the recipe's")
     merge: bool | None = setting(None, "save the model with the adapter in its weights")
-    decay_time: float | None = setting(None, "fox-from-llama: tokens in which a gate forgets by e; default: a context")
+    decay_time: float | None = setting(None, "fox-from-llama: tokens in which a gate forgets by e; default: a row")
     gate_learning_rate: float | None = setting(None, "of forget gates; fox-from-llama: 100 times the other (ours)")
     rope_base: float | None = setting(None, "rope-extend: default: the first above which no length violates the bound")
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
@@ -323,6 +323,11 @@ class FinetuneSettings(RunSettings):
             )
         if self.full and (self.lora_targets or self.train_in_full):
             raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
+        if RECIPES[self.recipe].merge and not (self.full or self.merge):
+            raise ValueError(
+                f"--no-merge would leave an adapter of a model that --recipe {self.recipe} makes and nobody saves. Leave it "
+                "out; the adapter is kept beside the merged model."
+            )
 
 
 __all__ = ["PRESETS", "RECIPES", "FinetuneSettings", "Preset", "Recipe", "RunSettings", "TrainSettings"]

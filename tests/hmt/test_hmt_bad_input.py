@@ -100,6 +100,11 @@ CONFIG = [
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 0.0}, "would read 0 of 512"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "would read 768 of 512"),
+        (
+            "no token behind the recall",
+            {"sum_fraction": 1.0, "recall_mode": "single"},
+            "would read all 512 tokens.*Lower sum_fraction",
+        ),
         ("an unknown recall_mode", {"recall_mode": "fast"}, "recall_mode is 'fast'"),
         ("a misspelt recall_mode", {"recall_mode": "casual"}, "recall_mode is 'casual'"),
         ("an unknown recall_init", {"recall_init": "zero"}, "recall_init is 'zero'"),
@@ -128,7 +133,9 @@ CONFIG += [
         "an unknown name in a saved configuration",
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
     ),
-    harmless("a whole segment as an integer", lambda: (HMTConfig(sum_fraction=1).summary_length, 512)),
+    harmless(
+        "a whole segment as an integer", lambda: (HMTConfig(sum_fraction=1, recall_mode="causal").summary_length, 512)
+    ),
 ]
 
 
@@ -277,6 +284,7 @@ READ += [
     refused(
         "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
     ),
+    refused("DataParallel", lambda it: it.model._replicate_for_data_parallel()(it.tokens), "torchrun"),
     refused("recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "recall=True"),
     refused(
         "a mask that a backbone cannot follow",

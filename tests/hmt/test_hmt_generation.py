@@ -19,7 +19,14 @@ def teacher_forced(model, ids, prompt_length, mask=None):
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"recall": False}, {"sum_fraction": 1.0}, {"memory_size": 1}, SINGLE, SINGLE | {"recurrence": False}],
+    [
+        {},
+        {"recall": False},
+        {"sum_fraction": 1.0, "recall_mode": "causal"},
+        {"memory_size": 1},
+        SINGLE,
+        SINGLE | {"recurrence": False},
+    ],
     ids=str,
 )
 def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cache):

@@ -87,7 +87,9 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
         torch.testing.assert_close(batch_gradients[name], gradient, atol=allowed, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sum_fraction": 1.0}, PAGED, SINGLE, PARALLEL], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"sum_fraction": 1.0, "recall_mode": "causal"}, PAGED, SINGLE, PARALLEL], ids=str
+)
 def test_generation_of_unequal_prompts(make_wrapper, tokens, settings):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)
     arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}

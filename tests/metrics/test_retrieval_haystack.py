@@ -108,9 +108,9 @@ def test_tokens_that_reach_over_the_seam():
     assert split_encoding(pairs.get, "a", "b") == ([0], [1])
 
 
-def cell(length, depth, *found):
-    answers = [Answer(math.log(0.5) * 12, 12, exact=x, reply=None, matched=x) for x in found]
-    return NeedleCell(answers, length, depth, [7] * len(found))
+def cell(length, depth, *matches):
+    answers = [Answer(math.log(0.5) * 12, 12, exact=x, reply=None, matched=x) for x in matches]
+    return NeedleCell(answers, length, depth, [7] * len(matches))
 
 
 GRID = NeedleGrid([cell(100, 0.0, True, False), cell(100, 0.5, True, True), cell(200, 0.0, False, False)], {"seed": 3})

@@ -37,7 +37,7 @@ def llama(request, tmp_path_factory):
         LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO, model_max_length=64).save_pretrained(folder)
     (folder / "text.txt").write_text("The fox forgets what it no longer needs. " * 60)
     return folder
 
@@ -132,6 +132,7 @@ def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and
     assert not list(tmp_path.iterdir())
     assert train(run) == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 512
     assert config.max_position_embeddings == 512
     assert config.rope_parameters["rope_theta"] >= rope_base_bound(511, 8).base
     for when in ("before", "after"):

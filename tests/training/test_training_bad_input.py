@@ -256,6 +256,7 @@ FINETUNING = [
         "128 is more than the 64 tokens.*by --recipe rope-extend",
     ),
     refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
+    refused("adapter of a model that is not saved", finetune(recipe="hmt", merge=False), "--no-merge would leave"),
     refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
     refused("memory of another recipe", finetune(carry_state=True), "--carry-state belongs to --recipe hmt"),
