@@ -76,7 +76,7 @@ def main():
     command = "python -m scripts.train_hmt_demo"
     result = {
         "command": command,
-        "commit": common.commit(),
+        "commit": common.commit(common.ROOT),
         "machine": common.machine(),
         "versions": common.versions(),
         "settings": asdict(RECIPE)
