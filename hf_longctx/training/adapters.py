@@ -107,8 +107,8 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds no adapter (no adapter_config.json); give a folder that finetune wrote.")
     if (folder / BASE).exists():
-        wanted, base = json.loads((folder / BASE).read_text()), identity(model)
-        differing = [f"{name} {wanted[name]}, not {base[name]}" for name in wanted if wanted[name] != base[name]]
+        saved, base = json.loads((folder / BASE).read_text()), identity(model)
+        differing = [f"{name} {saved[name]}, not {base[name]}" for name in saved if saved[name] != base[name]]
         if differing:
             raise ValueError(
                 f"the adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "

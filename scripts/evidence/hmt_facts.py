@@ -69,14 +69,14 @@ class Questions(NamedTuple):
     ids: the questions, up to the colour, (rows, m), long.
     colours: tokens (the first, where a tokenizer makes several), (rows,), long.
     facts: numbers of the segments that tell, (rows,), long.
-    found: numbers of those that BM25 finds, (rows,), long, or None.
+    retrieved: numbers of those that BM25 finds, (rows,), long, or None.
     """
 
     texts: torch.Tensor | None
     ids: torch.Tensor
     colours: torch.Tensor
     facts: torch.Tensor
-    found: torch.Tensor | None
+    retrieved: torch.Tensor | None
 
 
 class Facts:
@@ -124,16 +124,18 @@ class Facts:
         """`Questions` as a method reads them."""
         samples = [self.text(facts, questions, generator) for _ in range(rows)]
         in_turn = [(segments, asked[i]) for i in range(min(facts, questions)) for segments, asked in samples]
-        texts, found = None, None
+        texts, retrieved = None, None
         ids, colours, numbers = [asked[0] for _, asked in in_turn], *zip(*(asked[2:] for _, asked in in_turn))
         if method.startswith("window"):
             ids = [[*segments[-1][-args.sensory_tokens :], *x] for x, (segments, _) in zip(ids, in_turn)]
         elif method.startswith("BM25"):
-            found = [self.best(asked[1], segments) for segments, asked in in_turn]
-            ids = [[*segments[i], *x] for i, x, (segments, _) in zip(found, ids, in_turn)]
+            retrieved = [self.best(asked[1], segments) for segments, asked in in_turn]
+            ids = [[*segments[i], *x] for i, x, (segments, _) in zip(retrieved, ids, in_turn)]
         else:
             texts = [list(itertools.chain(*segments)) for segments, _ in samples]
-        return Questions(*(x and torch.tensor(x, device=args.device) for x in (texts, ids, colours, numbers, found)))
+        return Questions(
+            *(x and torch.tensor(x, device=args.device) for x in (texts, ids, colours, numbers, retrieved))
+        )
 
     def best(self, words, segments):
         """The number of the segment that BM25 finds."""
@@ -266,9 +268,9 @@ def ask(model, method, count, seed, facts, args):
                 values[name] += (logits.argmax(-1) == questions.colours).tolist()
         if weights is not None:
             values["largest"] += weights.amax(-1).tolist()
-        found = questions.found if weights is None else weights.argmax(-1)
-        if found is not None:
-            values["hits"] += (found == questions.facts).tolist()
+        picked = questions.retrieved if weights is None else weights.argmax(-1)
+        if picked is not None:
+            values["hits"] += (picked == questions.facts).tolist()
     return {name: statistics.mean(map(float, x)) for name, x in values.items()}
 
 
