@@ -13,7 +13,14 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 def step(kind):
     """In both processes: the mean loss and the gradients of `kind`, compared with those of the whole batch."""
     rank, ids = dist.get_rank(), torch.randint(3, 61, (4, 43), generator=torch.Generator().manual_seed(2))
-    for settings in ({}, {"recall": False}, {"recall": False, "memory_tokens": 2}, {"recall_mode": "paper"}):
+    causal = {"recall_mode": "causal"}
+    for settings in (
+        {},
+        causal,
+        {"recall": False},
+        causal | {"recall": False, "memory_tokens": 2},
+        {"recall_mode": "paper"},
+    ):
         for length in (43, 6):  # a text of one segment recalls nothing
             torch.manual_seed(0)
             config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3, **settings)

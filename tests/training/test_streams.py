@@ -197,7 +197,9 @@ def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path):  # noqa: F811
-    one, other = (settings(stage_1, tmp_path / name, lora_dropout=0.0) for name in ("one", "other"))
+    # small steps: AdamW makes what sums of another order round to as large as any gradient
+    changes = {"lora_dropout": 0.0, "learning_rate": 1e-4}
+    one, other = (settings(stage_1, tmp_path / name, **changes) for name in ("one", "other"))
     assert apart(one) == 0
     assert apart(other, *FAULTS["killed after a checkpoint"]) == -signal.SIGKILL
     assert apart(other, processes=2) == 0
