@@ -74,11 +74,7 @@ def main():
     proof = json.loads((common.RESULTS / "hmt_recall.json").read_text())["rows"]
     window = next(row["accuracy"] for row in proof if run_of(row) == RUN._replace(method="window"))
     command = "python -m scripts.train_hmt_demo"
-    result = {
-        "command": command,
-        "commit": common.commit(common.ROOT),
-        "machine": common.machine(),
-        "versions": common.versions(),
+    result = common.origin(command) | {
         "settings": asdict(RECIPE)
         | {"seed": RUN.seed, "chance": 1 / task.values, "most_tokens": (FACTS[-1] + READS) * task.segment_length},
         "rows": [

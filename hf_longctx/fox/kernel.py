@@ -90,11 +90,11 @@ def visible_keys(mask) -> VisibleKeys:
         Tk = max(Tq, 1 + int(torch.where(mask, slots, -1).max()))
         mask = mask[..., :Tk]
     keys = torch.arange(Tk, device=mask.device)
-    own = keys[Tk - Tq :, None]  # (Tq, 1)
+    last = keys[Tk - Tq :, None]  # (Tq, 1)
     real = mask.diagonal(Tk - Tq, -2, -1)  # (B, 1, Tq)
     first = torch.where(real, mask.int().argmax(-1), Tk)
     first = first.flip(-1).cummin(-1).values.flip(-1)  # `VisibleKeys` does not decrease along a row
-    span = (keys >= first[..., None]) & (keys <= own)
+    span = (keys >= first[..., None]) & (keys <= last)
     if not torch.equal(mask & real[..., None], span & real[..., None]):
         raise NotImplementedError(
             "forgetting attention knows causal masks with padding on one side, packed documents or a window, but not this "

@@ -206,6 +206,11 @@ def result_name(args):
     return args.name.format(**vars(args)) + ("_cuda" if getattr(args, "device", "cpu") == "cuda" else "")
 
 
+def origin(command, device="cpu"):
+    """Where figures come from: the beginning of a result."""
+    return {"command": command, "commit": commit(ROOT), "machine": machine(device), "versions": versions()}
+
+
 def describe_run(parser, args, arguments):
     """A result without rows. Sets the default of --output, and ends the program if there is no such --device."""
     device = getattr(args, "device", "cpu")
@@ -216,14 +221,7 @@ def describe_run(parser, args, arguments):
     if "--output" in options:
         del options[(i := options.index("--output")) : i + 2]
     args.output = args.output or RESULTS / f"{result_name(args)}.json"
-    return {
-        "command": shlex.join([*threads, *parser.prog.split(), *options]),
-        "commit": commit(ROOT),
-        "machine": machine(device),
-        "versions": versions(),
-        "settings": {},
-        "rows": [],
-    }
+    return origin(shlex.join([*threads, *parser.prog.split(), *options]), device) | {"settings": {}, "rows": []}
 
 
 def save(path, result):
