@@ -41,7 +41,7 @@ from .recipes import RunSettings, TrainSettings
 from .repeated import RowsWithRepeats
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import changed_model, extend_rope, new_model, read_undivided
+from .starts import build_undivided, changed_model, extend_rope, new_model
 from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
@@ -380,7 +380,7 @@ def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     results = folder / "evaluation" / when
     if (results / "lines.json").exists():  # the last one
         return
-    read_undivided()
+    build_undivided()
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())

@@ -31,6 +31,7 @@ def new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCa
         **settings.model_sizes(),
     )
     torch.manual_seed(settings.seed)
+    build_undivided()
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -41,7 +42,7 @@ def changed_model(settings: FinetuneSettings, tokenizer):
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
     """
     torch.manual_seed(settings.seed)  # a new memory is the same whenever this is called
-    read_undivided()
+    build_undivided()
     config = read_config(settings.model)
     vocab_size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -68,8 +69,8 @@ def changed_model(settings: FinetuneSettings, tokenizer):
     return model
 
 
-def read_undivided() -> None:
-    """Models are hashed, converted, merged and measured as they are read, which ZeRO-3 of DeepSpeed would divide then.
+def build_undivided() -> None:
+    """Models are counted, hashed, converted, merged and measured before ZeRO-3 of DeepSpeed may divide them.
 
     The next Trainer notes DeepSpeed again, and divides the model.
     """
@@ -188,4 +189,4 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["changed_model", "extend_rope", "new_model", "read_undivided"]
+__all__ = ["build_undivided", "changed_model", "extend_rope", "new_model"]

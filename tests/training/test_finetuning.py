@@ -1,6 +1,7 @@
 """A pretrained model is changed and trained, and what is saved is what was trained."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 
 from torch.optim.lr_scheduler import StepLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import deepspeed
 
 from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
-from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import dry_run, train
-from hf_longctx.training.starts import changed_model, extend_rope
+from hf_longctx.training.starts import changed_model, extend_rope, new_model
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -181,3 +183,16 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
         train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts))
     plain = dict(sequence_length=160, batch_tokens=160, steps=1)
     assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **plain | texts)) == 0
+
+
+def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, monkeypatch):
+    """Without DeepSpeed, transformers fails where it would divide one."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    for build, run in (
+        (new_model, TrainSettings(data="", tokenizer=DEMO, output=tmp_path, preset="tiny", sequence_length=32)),
+        (changed_model, settings(llama, tmp_path)),
+    ):
+        zero_3 = SimpleNamespace(is_zero3=lambda: True)
+        monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda zero_3=zero_3: zero_3)
+        assert deepspeed.is_deepspeed_zero3_enabled()
+        assert all(parameter.numel() for parameter in build(run, tokenizer).parameters())
