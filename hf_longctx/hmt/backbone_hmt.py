@@ -175,32 +175,44 @@ class Backbone:
                 module.training = True
 
     def can_skip_logits(self, device):
-        """Whether `loss_without_logits` can replace the head; `device` is that of the embeddings.
+        """Whether `loss_without_logits` can replace the head, as for `head_is_linear`. PyTorch before 2.13 lacks it."""
+        return hasattr(F, "linear_cross_entropy") and self.head_is_linear(device)
+
+    def head_is_linear(self, device):
+        """Whether `head` of the last hidden states gives the logits; `device` is that of the embeddings.
 
         The head must be a plain linear layer on the device of the last hidden state, and logits must be the product of
-        the two, without a cap or a scale. PyTorch before 2.13 lacks the function.
+        the two, without a cap or a scale.
         """
         head = self.model.get_output_embeddings()
-        if not hasattr(F, "linear_cross_entropy") or type(head) is not nn.Linear:
-            return False
-        if type(head.weight) is not nn.Parameter:
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or device.type == "meta":
             return False
         if self._head_alone_makes_logits is None:
             self._head_alone_makes_logits = self._probe_head(head, device)
         return self._head_alone_makes_logits
+
+    def can_defer_head(self, device):
+        """Whether a call may apply the head once, to the hidden states of all tokens that it returns.
+
+        A head with a bias gives padding logits, and a compiled model is called as a whole.
+        """
+        head, compiled = self.model.get_output_embeddings(), getattr(self.model, "_compiled_call_impl", None)
+        return self.head_is_linear(device) and head.bias is None and compiled is None
 
     def _probe_head(self, head, device):
         """One tiny pass in which other numbers stand in for the output of the head: the logits must be these numbers.
 
         They are large, so that a soft cap would change them.
         """
-        inputs = []
+        inputs, thread = [], threading.get_ident()
 
         def numbers(like):
             integers = torch.arange(like.numel(), device=like.device) % 199 - 99  # which bfloat16 has exactly
             return integers.view(like.shape).to(like)
 
         def replace_output(module, args, output):
+            if threading.get_ident() != thread:  # which reads a text meanwhile
+                return output
             inputs.append(args[0])
             return numbers(output)
 

@@ -245,18 +245,24 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         rows = Rows.of(state, input_ids, mask, targets, length)
         chunks = rows.chunks(length, first)
 
+        # the head makes all logits at once, and no piece of them is copied
+        defer_head = labels is None and self.lm.can_defer_head(self.memory.initial.device)
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            state, late, early = self._layout()(self, output_recall).read(state, chunks, use_cache)
+            segments = self._layout()(self, output_recall, defer_head)
+            state, late, early = segments.read(state, chunks, use_cache)
         readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
         with_logits = [x.logits for x in readings if x.logits]
         pieces = [
             [piece for row_pieces in with_logits for piece in row_pieces[row] if len(piece)]
             for row in range(len(input_ids))
         ]
-        logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
+        width = self.lm.width if defer_head else self.config.vocab_size
+        logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, width))
         if isinstance(logits_to_keep, torch.Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
+        if defer_head:
+            logits = self.get_output_embeddings()(logits)
         result = HMTOutput(logits=logits)
         if labels is not None:
             result.loss = mean_loss(self, readings, n_scored, n_labelled, num_items_in_batch)

@@ -49,8 +49,9 @@ class Recall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or []; the summed
-    loss, or the hidden states (n, d) and targets (n,) that it will be made of; the recall; the memory."""
+    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or the hidden states
+    (n, d) that they will be made of, or []; the summed loss, or the hidden states (n, d) and targets (n,) that it will
+    be made of; the recall; the memory."""
 
     n: int
     logits: list
@@ -66,11 +67,12 @@ class Segments:
     Args:
         model: `HMTWrapper`.
         output_recall: whether readings hold a `Recall`; those of n segments have up to n * n / 2 weights.
+        defer_head: whether readings hold last hidden states in place of logits.
     """
 
-    def __init__(self, model, output_recall=False):
+    def __init__(self, model, output_recall=False, defer_head=False):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
-        self.output_recall = output_recall
+        self.output_recall, self.defer_head = output_recall, defer_head
 
     def at_once(self, state):
         """How many segments go through the backbone together, where they need no memory."""
@@ -154,6 +156,9 @@ class Segments:
         if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, visible)
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
+        elif self.defer_head:
+            _, hidden, loss, kv_cache = self.run(embeds, mask, (), None, kv_cache, visible)
+            logits = hidden[:, kept]
         else:
             logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, visible, bool(kept))
         rows = [[]] * len(passes)

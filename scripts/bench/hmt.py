@@ -6,8 +6,8 @@
 
 `speed` compares the modes with the loop of the official code: per segment two calls of the causal LM, each with the
 key/value cache, all hidden states and all logits, and the memories kept on the CPU. It reads with all logits and with
-the last alone, makes a training step, and decodes token by token: the median step of a segment, and the slowest place
-in it. On a CPU times are those of the process. `memory`
+the last alone, makes a training step (which returns the last logits, as Trainer asks it to), and decodes token by
+token: the median step of a segment, and the slowest place in it. On a CPU times are those of the process. `memory`
 streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
 of all its tokens in one call adds (of CPU memory). `pages` times
 one recall and one dropped memory, with pages and with one flat memory, over the number of segments; counts the
@@ -113,7 +113,7 @@ def speed(args):
             yield from compare("all logits", {"official loop": official} | readers, length, ids, args)
             yield from compare("last logits", {"official loop": official} | last, length, ids, args)
         steps = {
-            mode: (lambda model=model, ids=ids: train_step(model, model(ids, labels=ids).loss))
+            mode: (lambda model=model, ids=ids: train_step(model, model(ids, labels=ids, logits_to_keep=1).loss))
             for mode, model in models.items()
         }
 

@@ -53,6 +53,8 @@ def step(kind):
                 torch.testing.assert_close(
                     gradient, whole, atol=ROUNDING, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
                 )
+            with torch.no_grad():
+                torch.testing.assert_close(model(half).logits, alone(half).logits, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.slow
