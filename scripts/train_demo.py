@@ -2,7 +2,7 @@
 
     python -m scripts.train_demo [--work FOLDER]
 
-Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in two stages by commands that
+Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages by commands that
 are printed and kept in `training.txt` of each card (`training.yaml`: all settings of the last stage). After an
 interruption, the same command goes on. The models are saved in bfloat16, with their logs, their losses by position
 and their forgetting curves on a novel that was held out.
@@ -34,9 +34,10 @@ CARDS = ROOT / "model_cards"
 HELD_OUT = CARDS / "held_out.txt.gz"
 VOCABULARY = 4096
 MODELS = {"fox-demo": "--pro", "llama-demo": "--architecture llama"}
-STAGES = (  # the text is learned first; copying without mistakes takes more repetitions
+STAGES = (  # the text is learned first; copying without mistakes takes more and more repetitions
     "train --preset 5M {architecture} --repeated-rows 0.4 --steps 1024",
     "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.7 --steps 512 --learning-rate 1e-3",
+    "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.9 --steps 384 --learning-rate 1e-3 --seed 1",
 )
 SIZES = "--sequence-length 512 --batch-tokens 4096 --rows-at-once 4 --dtype bfloat16"
 TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 128 --tokenizer tokenizer"

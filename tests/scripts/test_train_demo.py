@@ -28,7 +28,7 @@ def test_the_commands_beside_the_models_are_those_of_the_script(train_demo, monk
         commands = train_demo.train(name, architecture, tmp_path)
         assert (CARDS / name / "training.txt").read_text().splitlines() == list(commands.values())
         log = [json.loads(line) for line in (CARDS / name / "training_log.jsonl").read_text().splitlines()]
-        assert [entry["step"] for entry in log if "loss" in entry][-1] == 512 and log[-1]["stage"] == 2
+        assert [entry["step"] for entry in log if "loss" in entry][-1] == 384 and log[-1]["stage"] == 3
 
 
 def test_the_fox_remembers_beyond_its_training_length(train_demo):
