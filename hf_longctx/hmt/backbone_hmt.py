@@ -175,7 +175,7 @@ class Backbone:
                 module.training = True
 
     def can_skip_logits(self, device):
-        """Whether `loss_without_logits` can replace the head, as for `head_is_linear`. PyTorch before 2.13 lacks it."""
+        """Whether `loss_without_logits` can replace the head; `head_is_linear`. PyTorch before 2.13 lacks it."""
         return hasattr(F, "linear_cross_entropy") and self.head_is_linear(device)
 
     def head_is_linear(self, device):

@@ -49,9 +49,9 @@ class Recall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or the hidden states
-    (n, d) that they will be made of, or []; the summed loss, or the hidden states (n, d) and targets (n,) that it will
-    be made of; the recall; the memory."""
+    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or [], or what they
+    will be made of, hidden states (n, d); the summed loss, or the hidden states (n, d) and targets (n,) that it will be
+    made of; the recall; the memory."""
 
     n: int
     logits: list
