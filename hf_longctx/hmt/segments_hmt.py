@@ -50,8 +50,8 @@ class Recall(NamedTuple):
 
 class Reading(NamedTuple):
     """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or [], or what they
-    will be made of, hidden states (n, d); the summed loss, or the hidden states (n, d) and targets (n,) that it will be
-    made of; the recall; the memory."""
+    will be made of, hidden states (n, d); the summed loss, or what it will be made of, hidden states (n, d) and
+    targets (n,); the recall; the memory."""
 
     n: int
     logits: list
