@@ -88,7 +88,9 @@ class Backbone:
             and model._supports_default_dynamic_cache()
             and layers <= _CONTINUED_LAYERS
         )
-        self._head_alone_makes_logits = None  # not probed yet
+        # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
+        self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
+        self._head_gives_dtype = None
         self._follows_masks = {}  # by the implementation of attention
         self._check_causal(embedding.weight.device)
 
@@ -188,22 +190,30 @@ class Backbone:
         if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or device.type == "meta":
             return False
         if self._head_alone_makes_logits is None:
-            self._head_alone_makes_logits = self._probe_head(head, device)
+            try:
+                self._head_alone_makes_logits = self._probe_head(head, device)
+            except Exception:  # attention that takes no float32, a head that is not called as a module
+                self._head_alone_makes_logits = False
         return self._head_alone_makes_logits
 
     def can_defer_head(self, device):
         """Whether a call may apply the head once, to the hidden states of all tokens that it returns.
 
-        A head with a bias gives padding logits, and a compiled model is called as a whole.
+        Not where calling the causal LM does more than that: it is compiled, hooked or patched, casts its logits, or
+        has a head with a bias, which would give padding logits.
         """
-        head, compiled = self.model.get_output_embeddings(), getattr(self.model, "_compiled_call_impl", None)
-        return self.head_is_linear(device) and head.bias is None and compiled is None
+        model, head = self.model, self.model.get_output_embeddings()
+        compiled_or_patched = getattr(model, "_compiled_call_impl", None) or "forward" in vars(model)
+        if compiled_or_patched or model._forward_hooks or model._forward_pre_hooks:
+            return False
+        return getattr(head, "bias", None) is None and self.head_is_linear(device) and self._head_gives_dtype
 
     def _probe_head(self, head, device):
         """One tiny pass in which other numbers stand in for the output of the head: the logits must be these numbers.
 
-        They are large, so that a soft cap would change them.
+        They are large, so that a soft cap would change them, and of another dtype, which a cast would change.
         """
+        wide = torch.float16 if device.type == "mps" else torch.float64
         inputs, thread = [], threading.get_ident()
 
         def numbers(like):
@@ -211,10 +221,10 @@ class Backbone:
             return integers.view(like.shape).to(like)
 
         def replace_output(module, args, output):
-            if threading.get_ident() != thread:  # which reads a text meanwhile
+            if not torch.compiler.is_compiling() and threading.get_ident() != thread:  # which reads a text meanwhile
                 return output
             inputs.append(args[0])
-            return numbers(output)
+            return numbers(output).to(wide)
 
         with self._probing(device) as embeds:
             hook = head.register_forward_hook(replace_output)
@@ -222,7 +232,7 @@ class Backbone:
                 logits, hidden = self.run(embeds, None, torch.arange(3, device=device))
             finally:
                 hook.remove()
-        (head_input,) = inputs
+        (head_input,), self._head_gives_dtype = inputs, logits.dtype == wide
         of_input, of_hidden = ((x.dtype, x.shape) for x in (head_input, hidden))
         alike = of_input == of_hidden and head.weight.device == hidden.device
         return alike and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))

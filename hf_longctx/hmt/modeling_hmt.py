@@ -257,8 +257,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             [piece for row_pieces in with_logits for piece in row_pieces[row] if len(piece)]
             for row in range(len(input_ids))
         ]
-        width = self.lm.width if defer_head else self.config.vocab_size
-        logits = rows.restore(pieces, first, tokens, self.memory.initial.new_zeros(0, width))
+        empty = self.memory.initial.new_zeros(0, self.config.vocab_size)
+        if defer_head:
+            empty = self.get_output_embeddings().weight.new_zeros(0, self.lm.width)
+        logits = rows.restore(pieces, first, tokens, empty)
         if isinstance(logits_to_keep, torch.Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
         if defer_head:

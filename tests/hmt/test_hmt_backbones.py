@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 from causality import changed_by
-from transformers import AutoModelForCausalLM
+from tiny_hmt import ROUNDING, VOCAB, tiny_llama
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_longctx
 from hf_longctx.hmt import HMTConfig, HMTWrapper
@@ -110,8 +112,11 @@ def test_every_parameter_learns_with_logits_and_without(models, tokens, mode):
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
 def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
     capped_or_scaled = {"Gemma2ForCausalLM", "CohereForCausalLM"}
-    name = type(model.lm.model).__name__
-    assert model.lm.can_skip_logits(torch.device("cpu")) == (name not in capped_or_scaled)
+    name, cpu = type(model.lm.model).__name__, torch.device("cpu")
+    assert model.lm.can_skip_logits(cpu) == (name not in capped_or_scaled | {"RwkvForCausalLM"})
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    casts = {"MambaForCausalLM", "Mamba2ForCausalLM"}
+    assert model.lm.can_defer_head(cpu) == (model.lm.can_skip_logits(cpu) and bias is None and name not in casts)
 
 
 @pytest.mark.parametrize("mode", ["single", "causal"])
@@ -191,3 +196,51 @@ def test_the_layout_of_the_single_mode(models):
     with torch.autocast("cpu", torch.bfloat16):  # another dtype is no other layout
         assert Backbone(lm.model).takes_masks(15) == lm.takes_masks(15)
     assert Backbone(copy.deepcopy(lm.model).bfloat16()).takes_masks(15) == lm.takes_masks(15)
+
+
+class WithoutCallOfHead(LlamaForCausalLM):
+    def forward(self, logits_to_keep=slice(None), **inputs):
+        hidden = self.model(**inputs)[0][:, logits_to_keep]
+        return CausalLMOutputWithPast(logits=torch.nn.functional.linear(hidden, self.lm_head.weight))
+
+
+def test_a_head_that_is_not_called_is_not_applied_apart(tokens):
+    config = HMTConfig(segment_length=8, sensory_tokens=3)
+    plain = HMTWrapper.from_backbone(tiny_llama(), config).eval()
+    other = copy.deepcopy(plain)
+    other.backbone.__class__ = WithoutCallOfHead
+    with torch.no_grad():
+        assert torch.equal(other(tokens).logits, plain(tokens).logits)
+    assert plain.lm.can_defer_head(tokens.device) and not other.lm.can_defer_head(tokens.device)
+
+
+def hook(backbone):
+    def double(module, args, output):
+        output.logits *= 2
+
+    backbone.register_forward_hook(double)
+
+
+def patch(backbone):
+    forward = backbone.forward
+    backbone.forward = lambda **inputs: forward(**inputs)
+
+
+def add_bias(backbone):
+    backbone.lm_head.bias = torch.nn.Parameter(torch.ones(VOCAB).double())
+
+
+@pytest.mark.parametrize("change", [hook, patch, add_bias])
+def test_a_causal_lm_that_does_more_is_called_whole(tokens, change):
+    """The head is not applied apart where hooks or a patched call would be lost, or padding would get a bias."""
+    model = HMTWrapper.from_backbone(tiny_llama(), HMTConfig(segment_length=8, sensory_tokens=3)).eval()
+    mask = torch.ones_like(tokens)
+    mask[0, -5:] = 0
+    with torch.no_grad():
+        before = model(tokens, attention_mask=mask).logits
+        assert model.lm.can_defer_head(tokens.device)
+        change(model.backbone)
+        after = model(tokens, attention_mask=mask).logits
+    assert not model.lm.can_defer_head(tokens.device)
+    expected = {hook: 2 * before, patch: before, add_bias: before + mask[..., None]}[change]
+    torch.testing.assert_close(after, expected, atol=ROUNDING, rtol=0)
