@@ -109,13 +109,13 @@ class SingleSegments(Segments):
         initial, close = (self.prompt(x, state.bank) for x in (self.memory.initial, self.memory.summary_prompt))
         parts = (initial, 1), (ids[:, :split], split), (close, 1), (state.prompt, 1)
         parts += (ids[:, split:], self.length - self.j), (close, 1)
-        pieces = [self.lm.embed(ids[:, :0])]
+        pieces = []
         for part, width in parts:
             if max(start, 0) < min(stop, width):
                 cut = part[:, max(start, 0) : min(stop, width)]
                 pieces.append(self.lm.embed(cut) if cut.dim() == 2 else cut.to(state.bank))
             start, stop = start - width, stop - width
-        return torch.cat(pieces, 1)
+        return torch.cat(pieces, 1) if pieces else self.lm.embed(ids[:, :0])
 
     def visible(self, roles, embeds):
         """The mask of the new positions over all, added to attention scores: (B, 1, n, P), 0 or a minimum.
