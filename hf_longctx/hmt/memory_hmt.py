@@ -172,7 +172,8 @@ class HMTState:
     def forget(self, *numbers: int, row: int = 0) -> "HMTState":
         """The state without some memories of a row, which no later recall finds.
 
-        What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens.
+        What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens. With a
+        memory_size, the next memories take their places.
 
         Args:
             numbers: indices into `segments()[row]`.
@@ -189,6 +190,8 @@ class HMTState:
             if not 0 <= number < len(columns):
                 raise IndexError(f"Row {row} has {len(columns)} memories, and there is no number {number}.")
             bank[row, columns[number]] = ends[row, columns[number]] = 0
+        if self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
+            _, bank, ends = align(ends > 0, bank, ends, left=False)
         return replace(self, bank=bank, ends=ends)
 
     def merge(self, other: "HMTState") -> "HMTState":

@@ -135,7 +135,7 @@ def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens):
 
 @pytest.mark.parametrize("mode", ["single", "causal"])
 def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
-    model = make_wrapper(recall_mode=mode)
+    model = make_wrapper(recall_mode=mode, memory_size=4)
     with torch.no_grad():
         state = model(tokens[:, :40], use_cache=True).state
         assert state.segments() == [[range(8, 16), range(16, 24), range(24, 32), range(32, 40)]] * 2
@@ -148,7 +148,9 @@ def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
         state = state.forget(strongest, row=0)
         assert span not in state.segments()[0] and len(state.segments()[1]) == 4
         later = model(tokens[:, :9], state=state, output_recall=True)
-    assert later.recall_scores[0][0, strongest] == 0
+    assert later.recall_scores[0][0, 0] == 0  # the bank of row 1 has a memory there
+    assert [len(row) for row in later.state.segments()] == [4, 4]  # the next memory took the place
+    assert later.state.segments()[0] == [*state.segments()[0], range(40, 48)]
     assert span not in [x for x, _ in later.recalled(0)[0]]
     assert torch.equal(later.recall_scores[0][1], out.recall_scores[0][1])
     with pytest.raises(IndexError, match="has 3 memories, and there is no number 3"):
