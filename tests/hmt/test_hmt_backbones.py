@@ -244,3 +244,20 @@ def test_a_causal_lm_that_does_more_is_called_whole(tokens, change):
     assert not model.lm.can_defer_head(tokens.device)
     expected = {hook: 2 * before, patch: before, add_bias: before + mask[..., None]}[change]
     torch.testing.assert_close(after, expected, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "backbone, memory", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_at_the_end_gives_what_it_gives_in_the_model(tokens, monkeypatch, backbone, memory, autocast):
+    dtypes = [getattr(torch, name) for name in (backbone, memory)]
+    model = HMTWrapper.from_backbone(tiny_llama().to(dtypes[0]), HMTConfig(segment_length=8, sensory_tokens=3)).eval()
+    model.memory.to(dtypes[1])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        at_the_end, probed = model(tokens).logits, model.lm.can_defer_head(tokens.device)
+        monkeypatch.setattr(model.lm, "can_defer_head", lambda device: False)
+        whole = model(tokens).logits
+    assert probed and at_the_end.dtype == whole.dtype
+    rounding = 4 * torch.finfo(whole.dtype).eps * whole.abs().max().item()  # one product, of rows grouped differently
+    torch.testing.assert_close(at_the_end, whole, atol=rounding, rtol=0)
