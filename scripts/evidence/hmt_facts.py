@@ -1,14 +1,16 @@
-"""Facts in natural text around SmolLM2-135M: does a memory beside a pretrained model find them again?
+"""Facts in natural text around a pretrained Llama: does a memory beside it find them again?
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.hmt_facts --device cuda
-    python -m scripts.evidence.hmt_facts --segment-length 32 --sensory-tokens 4 --first-steps 100 --steps 100
+    python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M
+    python -m scripts.evidence.hmt_facts --backbone llama-demo --segment-length 32 --sensory-tokens 4 --rows 16 \
+        --first-steps 600 --steps 1200 --learning-rate 1e-3 --seeds 0   # model_cards/llama-demo, on a CPU
 
 Each of the first W segments of a text is a piece of a novel with one sentence in it: "The colour of Ada's house is
 teal." After them stand questions, each one a segment of its own that the others do not see: a piece of a novel,
 and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
 recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
-arg-max over the vocabulary. Every model is trained on the answers alone, first on texts of one fact (HMT without
+arg-max over the vocabulary. (Where a tokenizer makes several tokens of a colour, they begin differently, and the first
+is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without
 recall), then on texts of up to 8, and asked on texts of up to 64. All parameters but the token embeddings (which are
 also the head) are trained, under bfloat16 autocast.
 
@@ -31,10 +33,11 @@ from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
-from scripts.fetch_smollm2 import FOLDER
+from scripts.fetch_smollm2 import FOLDER as SMOLLM2
 from scripts.prove_hmt import CONTROLS, changed_recall
 
 
+BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
 TEXT = common.ROOT / "demo_output" / "corpus"
 FACT, QUESTION = "The colour of {name}'s house is {colour}.", "The colour of {name}'s house is"
 NAMES = [
@@ -230,7 +233,7 @@ def trained(method, seed, facts, args):
     """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(args.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(BACKBONES[args.backbone], dtype=torch.float32).to(args.device).eval()
     model.get_input_embeddings().requires_grad_(False)  # and the head, which is tied to them
     name = method.removesuffix(AS_IT_IS)
     if name in HMT:
@@ -275,7 +278,7 @@ def ask(model, method, count, seed, facts, args):
 
 
 def one_model(method, seed, args):
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
     config = HMTConfig(segment_length=args.segment_length, sensory_tokens=args.sensory_tokens)
     sizes = (args.segment_length, config.summary_length)
     model, losses = trained(method, seed, Facts(tokenizer, TEXT / "train", *sizes), args)
@@ -354,13 +357,9 @@ def main(arguments=None):
     sizes |= {"asked": 64, "most_asked": 64}
     training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
     options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
-    run(
-        make_parser(__spec__.name, __doc__, "hmt_facts", **sizes, **training, **options),
-        measure,
-        table,
-        plot,
-        arguments,
-    )
+    parser = make_parser(__spec__.name, __doc__, "hmt_facts_{backbone}", **sizes, **training, **options)
+    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
+    run(parser, measure, table, plot, arguments)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,10 @@ def smollm2(load, monkeypatch, tmp_path):
     (tmp_path / "text" / "train").mkdir(parents=True)
     (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
-    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts"):
+    monkeypatch.setitem(load("hmt_facts").BACKBONES, "smollm2", tmp_path / "model")
+    for name in ("rope_smollm2", "llama_to_fox"):
         monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
+    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts"):
         monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
 
 

@@ -81,7 +81,7 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     assert small == ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "window", "RMT"]
     proof.main(arguments)
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert rows[:5] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 8
+    assert rows[:5] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 9
     assert all(set(row["accuracy"]) == {"2", "16"} for row in rows)
     assert set(rows[0]["controls"]) == {*proof.CONTROLS, *proof.SMALL_MEMORY}
     assert all(row["first_steps"] == 2 for row in rows), "trained until one fact is solved, or for the budget"
