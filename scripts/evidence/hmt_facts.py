@@ -1,17 +1,19 @@
 """Facts in natural text around a pretrained Llama: does a memory beside it find them again?
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M
+    python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M, in full
+    python -m scripts.evidence.hmt_facts --segment-length 32 --sensory-tokens 4 --first-steps 300 --steps 800 \
+        --most-facts 4 --learning-rate 3e-4 --save-steps 50             # on a CPU, an hour for each model and seed
     python -m scripts.evidence.hmt_facts --backbone llama-demo --segment-length 32 --sensory-tokens 4 --rows 16 \
-        --first-steps 600 --steps 1200 --learning-rate 1e-3 --seeds 0   # model_cards/llama-demo, on a CPU
+        --first-steps 600 --steps 1200 --learning-rate 1e-3 --seeds 0   # model_cards/llama-demo, half an hour for each
 
 Each of the first W segments of a text is a piece of a novel with one sentence in it: "The colour of Ada's house is
 teal." After them stand questions, each one a segment of its own that the others do not see: a piece of a novel,
 and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
 recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
 arg-max over the vocabulary. (Where a tokenizer makes several tokens of a colour, they begin differently, and the first
-is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without
-recall), then on texts of up to 8, and asked on texts of up to 64. All parameters but the token embeddings (which are
+is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), then on
+texts of up to 8 (`--most-facts`), and asked on texts of up to 64. All parameters but the token embeddings (which are
 also the head) are trained, under bfloat16 autocast.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
@@ -334,21 +336,27 @@ def tenth(losses):
 
 
 def plot(result, path):
-    """Accuracy over the number of facts: means over seeds, ranges as bars."""
+    """Accuracy over the number of facts: means over seeds, ranges as bars; dashed without training."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    for i, method in enumerate(METHODS):
+    axes.axhline(1 / len(COLOURS), ls=":", color="grey", label=f"one of {len(COLOURS)} colours")
+    ticks = sorted({int(count) for row in result["rows"] for count in row["accuracy"]})
+    for method in METHODS:
         shares = [row["accuracy"] for row in result["rows"] if row["model"] == method]
         if shares:
+            name = method.removesuffix(AS_IT_IS)
             values = {int(count): [x[count] for x in shares] for count in shares[0]}
-            means = [sum(v) / len(v) for v in values.values()]
+            means = [statistics.mean(v) for v in values.values()]
             ranges = [[m - min(v) for m, v in zip(means, values.values())]]
             ranges.append([max(v) - m for m, v in zip(means, values.values())])
-            axes.errorbar(list(values), means, ranges, fmt="o-", color=f"C{i}", capsize=3, label=method)
+            style = {"fmt": "o-" if name == method else "o--", "color": f"C{METHODS.index(name)}", "label": method}
+            axes.errorbar(list(values), means, ranges, capsize=3, markersize=4, **style)
     axes.set(xscale="log", xlabel="facts in the text", ylabel="right answers", ylim=(0, 1.03))
-    axes.legend(fontsize="small")
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.minorticks_off()
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=90)
 
 
