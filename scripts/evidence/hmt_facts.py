@@ -12,9 +12,9 @@ teal." After them stand questions, each one a segment of its own that the others
 and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
 recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
 arg-max over the vocabulary. (Where a tokenizer makes several tokens of a colour, they begin differently, and the first
-is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), then on
-texts of up to 8 (`--most-facts`), and asked on texts of up to 64. All parameters but the token embeddings (which are
-also the head) are trained, under bfloat16 autocast.
+is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), in up to
+four rounds of steps until it solves them, then on texts of up to 8 (`--most-facts`), and asked on texts of up to 64.
+All parameters but the token embeddings (which are also the head) are trained, under bfloat16 autocast.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
 sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
@@ -63,6 +63,7 @@ HMT = {  # arguments of HMTConfig in the second stage
 }
 AS_IT_IS = ", as it is"
 PLAIN = ("full attention", "window", "BM25 and window")
+SOLVED, ROUNDS = 0.5, 4  # a loss of the first stage, and how many times its steps it may take
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found", "largest": "largest weight of a recall"}
 METHODS = (*HMT, *PLAIN, *(f"{method}{AS_IT_IS}" for method in ("HMT, single", "full attention", "BM25 and window")))
 
@@ -245,15 +246,21 @@ def trained(method, seed, facts, args):
     if name != method:
         return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
-    files = [args.work / f"{common.result_name(args)}_{METHODS.index(method)}_{seed}_{stage}.pt" for stage in (1, 2)]
-    losses = [train(model, facts, method, (1,), args.first_steps, files[0], args, generator)]
+    path = args.work / f"{common.result_name(args)}_{METHODS.index(method)}_{seed}.pt"
+    files = [path.with_stem(f"{path.stem}_{stage}") for stage in range(ROUNDS + 1)]
+    first = []
+    for file in files[:ROUNDS]:
+        of_round = train(model, facts, method, (1,), args.first_steps, file, args, generator)
+        first += of_round
+        if name == "window" or tenth(of_round[::-1]) < SOLVED:  # a window cannot
+            break
     if name in HMT and config.get("recall", True):
         stage_1 = model.state_dict()
         model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
         model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
-    losses.append(train(model, facts, method, counts, args.steps, files[1], args, generator))
+    losses = [first, train(model, facts, method, counts, args.steps, files[ROUNDS], args, generator)]
     for file in files:
-        file.unlink()
+        file.unlink(missing_ok=True)
     return model, losses
 
 
@@ -313,8 +320,9 @@ def table(result):
     | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} |
     """
     text = (
-        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} and "
-        f"{s['steps']} steps on {s['rows']} texts of up to {s['most_facts']} facts and {s['questions']} questions, learning rate "
+        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} steps (in "
+        f"up to {ROUNDS} rounds, until the loss is below {SOLVED}) and {s['steps']} on {s['rows']} texts of up to "
+        f"{s['most_facts']} facts and {s['questions']} questions, learning rate "
         f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
         f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses (of the first "
         "seed) are means over tenths of a stage."
