@@ -25,6 +25,7 @@ repeated: the same command goes on after an interruption, and other seeds add to
 
 import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -373,18 +374,25 @@ def draw(result, path):
         axes.plot(FACTS, [1 / facts for facts in FACTS], ":", color="grey", label="one of W")
         for name, by_facts in shares.items():
             method, _, control = name.partition(": ")
-            means = [sum(values) / len(values) for values in by_facts.values()]
-            ranges = [[m - min(v) for m, v in zip(means, by_facts.values())]]
-            ranges.append([max(v) - m for m, v in zip(means, by_facts.values())])
-            colour = f"C{list(METHODS).index(method)}"
-            axes.errorbar(
-                list(by_facts), means, ranges, fmt=STYLES[control], color=colour, capsize=3, markersize=4, label=name
-            )
-        axes.set(xscale="log", xlabel="W, facts in the text", ylabel="right answers", ylim=(0, 1.03))
-        axes.set_xticks(FACTS, [str(facts) for facts in FACTS])
-        axes.minorticks_off()
-        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+            plot_shares(axes, by_facts, STYLES[control], list(METHODS).index(method), name)
+        label_axes(axes, FACTS)
     figure.savefig(path, dpi=90)
+
+
+def plot_shares(axes, by_facts, style, colour, label):
+    """A line of means with ranges as bars, of {facts in the text: shares of right answers of all seeds}."""
+    means = [statistics.mean(values) for values in by_facts.values()]
+    ranges = [[mean - min(values) for mean, values in zip(means, by_facts.values())]]
+    ranges.append([max(values) - mean for mean, values in zip(means, by_facts.values())])
+    axes.errorbar(list(by_facts), means, ranges, fmt=style, color=f"C{colour}", capsize=3, markersize=4, label=label)
+
+
+def label_axes(axes, facts):
+    """Of accuracy over the numbers of `facts` in a text, with the legend beside them."""
+    axes.set(xscale="log", xlabel="W, facts in the text", ylabel="right answers", ylim=(0, 1.03))
+    axes.set_xticks(facts, map(str, facts))
+    axes.minorticks_off()
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def main(arguments=None):

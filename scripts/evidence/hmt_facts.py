@@ -36,7 +36,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
 from scripts.fetch_smollm2 import FOLDER as SMOLLM2
-from scripts.prove_hmt import CONTROLS, changed_recall
+from scripts.prove_hmt import CONTROLS, changed_recall, label_axes, plot_shares
 
 
 BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
@@ -350,21 +350,13 @@ def plot(result, path):
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(1 / len(COLOURS), ls=":", color="grey", label=f"one of {len(COLOURS)} colours")
-    ticks = sorted({int(count) for row in result["rows"] for count in row["accuracy"]})
     for method in METHODS:
         shares = [row["accuracy"] for row in result["rows"] if row["model"] == method]
         if shares:
             name = method.removesuffix(AS_IT_IS)
-            values = {int(count): [x[count] for x in shares] for count in shares[0]}
-            means = [statistics.mean(v) for v in values.values()]
-            ranges = [[m - min(v) for m, v in zip(means, values.values())]]
-            ranges.append([max(v) - m for m, v in zip(means, values.values())])
-            style = {"fmt": "o-" if name == method else "o--", "color": f"C{METHODS.index(name)}", "label": method}
-            axes.errorbar(list(values), means, ranges, capsize=3, markersize=4, **style)
-    axes.set(xscale="log", xlabel="facts in the text", ylabel="right answers", ylim=(0, 1.03))
-    axes.set_xticks(ticks, map(str, ticks))
-    axes.minorticks_off()
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+            by_facts = {int(count): [x[count] for x in shares] for count in shares[0]}
+            plot_shares(axes, by_facts, "o-" if name == method else "o--", METHODS.index(name), method)
+    label_axes(axes, sorted({int(count) for row in result["rows"] for count in row["accuracy"]}))
     figure.savefig(path, dpi=90)
 
 
