@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
-from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
+from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, require, run
 from scripts.fetch_smollm2 import FOLDER as SMOLLM2
 from scripts.prove_hmt import CONTROLS, changed_recall, label_axes, plot_shares
 
@@ -302,6 +302,10 @@ def one_model(method, seed, args):
 
 
 def measure(args):
+    for name in ("most_facts", "most_asked"):
+        if getattr(args, name) < 2:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 2: texts have 2, 4, 8, ... facts.")
+    require(BACKBONES[args.backbone], TEXT)
     yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args)
 
 

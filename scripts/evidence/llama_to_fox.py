@@ -29,7 +29,7 @@ from hf_longctx.training.data import pack
 from hf_longctx.training.gates import GateMeter
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
-from scripts.evidence.parts import make_parser, measure_parts, run
+from scripts.evidence.parts import make_parser, measure_parts, require, run
 from scripts.fetch_smollm2 import FOLDER
 
 
@@ -157,6 +157,7 @@ def one_part(kind, model, *length_and_args):
 
 
 def measure(args):
+    require(FOLDER, TEXT)
     trained = [model for model in RUNS if args.full_steps or "--full" not in RUNS[model]]
     keys = [("loss", model) for model in ("Llama", *CONVERTED)]
     keys += [(kind, model) for model in trained for kind in ("training", "loss")]

@@ -9,6 +9,7 @@ from scripts.bench import common
 
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
+PREPARE = "python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus"
 OF_KEYS = ("seeds", "methods", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
 
 
@@ -26,6 +27,13 @@ def run(parser, measure, table, draw, arguments=None):
     result = common.run(parser, measure, table, arguments)
     args = parser.parse_args(arguments)
     draw(result, args.picture or PICTURES / f"{common.result_name(args)}.png")
+
+
+def require(*paths):
+    """Raise a FileNotFoundError, with the command that makes it, for the first path that does not exist."""
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing. Make it by\n    {PREPARE}")
 
 
 def measure_parts(measure, keys, args):

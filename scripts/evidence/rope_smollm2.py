@@ -21,7 +21,7 @@ from hf_longctx.metrics import Run, line_retrieval, needle_in_a_haystack, positi
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.starts import extend_rope
 from scripts.bench import common
-from scripts.evidence.parts import make_parser, measure_parts
+from scripts.evidence.parts import make_parser, measure_parts, require
 from scripts.fetch_smollm2 import FOLDER
 
 
@@ -122,6 +122,7 @@ def one_part(kind, name, size, args):
 
 
 def measure(args):
+    require(FOLDER, TEXT)
     report = rope_report(AutoConfig.from_pretrained(FOLDER))
     (group,) = report.groups
     yield {"kind": "verdict", "verdict": report.verdict, "claimed": report.claimed_context, "base": group.base,

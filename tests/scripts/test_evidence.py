@@ -3,8 +3,10 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from demo_model import DEMO, VOCABULARY
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -65,6 +67,44 @@ def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, mo
     monkeypatch.setattr(module, "torch", None)  # what is kept is not computed again
     module.main(arguments)
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize("name", ["hmt_facts", "llama_to_fox", "rope_smollm2"])
+@pytest.mark.parametrize("missing", ["model", "text"])
+def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, missing, load, smollm2, tmp_path):
+    module = load(name)
+    (tmp_path / missing).rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=f"{missing} is missing.*\n.*scripts.fetch_smollm2 && .*demo_corpus"):
+        module.main(["--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"])
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("step", [3, 9], ids=["first stage, second round", "second stage"])
+def test_an_interrupted_training_on_facts_ends_as_one_that_was_not(step, load, smollm2, tmp_path, monkeypatch):
+    module, steps = load("hmt_facts"), iter(range(100))
+
+    def rows_of(folder):
+        sizes = [*TINY["hmt_facts"].split(), "--first-steps", "2", "--save-steps", "1", "--methods", "HMT, single"]
+        files = [f"--{name}={tmp_path}/{folder}/{name}" for name in ("work", "output", "picture")]
+        module.main([*sizes, *files[:2], f"{files[2]}.png"])
+        return json.loads((tmp_path / folder / "output").read_text())["rows"]
+
+    def cross_entropy(*arguments):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return torch.nn.functional.cross_entropy(*arguments)
+
+    whole = rows_of("whole")
+    monkeypatch.setattr(module, "F", SimpleNamespace(cross_entropy=cross_entropy))
+    with pytest.raises(KeyboardInterrupt):
+        rows_of("interrupted")
+    assert rows_of("interrupted") == whole and next(steps) == 11  # each of the 10 steps once, and the one interrupted
+
+
+@pytest.mark.parametrize("option", ["--most-facts", "--most-asked"])
+def test_texts_of_one_fact_are_refused_before_training(option, load, smollm2, tmp_path):
+    with pytest.raises(ValueError, match=f"{option} must be at least 2"):
+        load("hmt_facts").main([option, "1", "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"])
 
 
 @pytest.fixture
