@@ -232,6 +232,12 @@ def train(model, facts, method, counts, steps, file, args, generator):
     return losses
 
 
+def checkpoints(method, seed, args):
+    """The files of a training: one for each round of the first stage, and one for the second stage."""
+    name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
+    return [args.work / f"{name}_{stage}.pt" for stage in range(ROUNDS + 1)]
+
+
 def trained(method, seed, facts, args):
     """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
@@ -246,10 +252,9 @@ def trained(method, seed, facts, args):
     if name != method:
         return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
-    path = args.work / f"{common.result_name(args)}_{METHODS.index(method)}_{seed}.pt"
-    files = [path.with_stem(f"{path.stem}_{stage}") for stage in range(ROUNDS + 1)]
+    *rounds, second = checkpoints(method, seed, args)
     first = []
-    for file in files[:ROUNDS]:
+    for file in rounds:
         of_round = train(model, facts, method, (1,), args.first_steps, file, args, generator)
         first += of_round
         if name == "window" or tenth(of_round[::-1]) < SOLVED:  # a window cannot
@@ -258,10 +263,7 @@ def trained(method, seed, facts, args):
         stage_1 = model.state_dict()
         model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
         model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
-    losses = [first, train(model, facts, method, counts, args.steps, files[ROUNDS], args, generator)]
-    for file in files:
-        file.unlink(missing_ok=True)
-    return model, losses
+    return model, [first, train(model, facts, method, counts, args.steps, second, args, generator)]
 
 
 @torch.no_grad()
@@ -297,6 +299,8 @@ def one_model(method, seed, args):
         limit = model.config.max_position_embeddings
         counts = [count for count in counts if (count + 1) * args.segment_length <= limit]
     values = {str(count): ask(model, method, count, seed, held_out, args) for count in counts}
+    for file in checkpoints(method, seed, args):
+        file.unlink(missing_ok=True)
     lines = {name: {count: x[name] for count, x in values.items()} for name in values[str(counts[0])]}
     return {"model": method, "seed": seed, "losses": losses} | lines
 

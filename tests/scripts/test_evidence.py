@@ -79,7 +79,7 @@ def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, miss
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize("step", [3, 9], ids=["first stage, second round", "second stage"])
+@pytest.mark.parametrize("step", [3, 9, 10], ids=["first stage, second round", "second stage", "questions"])
 def test_an_interrupted_training_on_facts_ends_as_one_that_was_not(step, load, smollm2, tmp_path, monkeypatch):
     module, steps = load("hmt_facts"), iter(range(100))
 
@@ -89,16 +89,21 @@ def test_an_interrupted_training_on_facts_ends_as_one_that_was_not(step, load, s
         module.main([*sizes, *files[:2], f"{files[2]}.png"])
         return json.loads((tmp_path / folder / "output").read_text())["rows"]
 
-    def cross_entropy(*arguments):
-        if next(steps) == step:
-            raise KeyboardInterrupt
-        return torch.nn.functional.cross_entropy(*arguments)
+    def interrupted(function):
+        def counted(*arguments):
+            if next(steps) == step:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        return counted
 
     whole = rows_of("whole")
-    monkeypatch.setattr(module, "F", SimpleNamespace(cross_entropy=cross_entropy))
+    monkeypatch.setattr(module, "F", SimpleNamespace(cross_entropy=interrupted(torch.nn.functional.cross_entropy)))
+    monkeypatch.setattr(module, "ask", interrupted(module.ask))
     with pytest.raises(KeyboardInterrupt):
         rows_of("interrupted")
-    assert rows_of("interrupted") == whole and next(steps) == 11  # each of the 10 steps once, and the one interrupted
+    assert rows_of("interrupted") == whole and not list(tmp_path.rglob("*.pt"))
+    assert next(steps) == 13  # each of the 10 steps and 2 numbers of facts once, and the one interrupted
 
 
 @pytest.mark.parametrize("option", ["--most-facts", "--most-asked"])
