@@ -310,7 +310,7 @@ def measure(args):
         if getattr(args, name) < 2:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 2: texts have 2, 4, 8, ... facts.")
     require(BACKBONES[args.backbone], TEXT)
-    yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args)
+    yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args, args.so_far)
 
 
 def table(result):
@@ -375,6 +375,7 @@ def main(arguments=None):
     options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
     parser = make_parser(__spec__.name, __doc__, "hmt_facts_{backbone}", **sizes, **training, **options)
     parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
+    parser.add_argument("--so-far", action="store_true", help="show what is measured of it, and measure nothing more")
     run(parser, measure, table, plot, arguments)
 
 

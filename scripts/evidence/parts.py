@@ -36,17 +36,26 @@ def require(*paths):
             raise FileNotFoundError(f"{path} is missing. Make it by\n    {PREPARE}")
 
 
-def measure_parts(measure, keys, args):
-    """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work."""
+def measure_parts(measure, keys, args, so_far=False):
+    """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work.
+
+    `so_far` leaves out the keys that are not in the journal.
+
+    Raises:
+        ValueError: `so_far`, and none of the keys is in the journal.
+    """
     torch.set_num_threads(1)
     settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *OF_KEYS)}
     settings |= {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
     with Journal(args.work / f"{common.result_name(args)}.jsonl", settings) as journal:
+        if so_far and journal.done.keys().isdisjoint(keys):
+            raise ValueError(f"{journal.path} has none of these parts yet. Leave out --so-far to measure them.")
         for key in keys:
-            if key not in journal.done:
+            if key not in journal.done and not so_far:
                 journal.append(key, measure(*key, args))
-            yield journal.done[key]
+            if key in journal.done:
+                yield journal.done[key]
 
 
 def mean_and_range(values, decimals=2):

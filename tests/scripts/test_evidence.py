@@ -106,6 +106,20 @@ def test_an_interrupted_training_on_facts_ends_as_one_that_was_not(step, load, s
     assert next(steps) == 13  # each of the 10 steps and 2 numbers of facts once, and the one interrupted
 
 
+def test_what_is_done_so_far_is_shown_without_measuring_more(load, smollm2, tmp_path):
+    module = load("hmt_facts")
+    files = [f"--{name}={tmp_path}/{name}" for name in ("work", "output")]
+    arguments = [*TINY["hmt_facts"].split(), *files, f"--picture={tmp_path}/x.png"]
+    with pytest.raises(ValueError, match="none of these parts yet"):
+        module.main([*arguments, "--so-far"])
+    module.main([*arguments, "--methods", "BM25 and window, as it is"])
+    measured = json.loads((tmp_path / "output").read_text())
+    module.main([*arguments, "--so-far"])
+    result = json.loads((tmp_path / "output").read_text())
+    assert result["rows"] == measured["rows"] and "--so-far" in result["command"]
+    assert "so_far" not in result["settings"]
+
+
 @pytest.mark.parametrize("option", ["--most-facts", "--most-asked"])
 def test_texts_of_one_fact_are_refused_before_training(option, load, smollm2, tmp_path):
     with pytest.raises(ValueError, match=f"{option} must be at least 2"):
