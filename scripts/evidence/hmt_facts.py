@@ -36,7 +36,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, require, run
 from scripts.fetch_smollm2 import FOLDER as SMOLLM2
-from scripts.prove_hmt import CONTROLS, changed_recall, label_axes, plot_shares
+from scripts.prove_hmt import CONTROLS, changed_recall, label_axes
 
 
 BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
@@ -332,8 +332,8 @@ def table(result):
         f"up to {ROUNDS} rounds, until the loss is below {SOLVED}) and {s['steps']} on {s['rows']} texts of up to "
         f"{s['most_facts']} facts and {s['questions']} questions, learning rate "
         f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
-        f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses (of the first "
-        "seed) are means over tenths of a stage."
+        f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses are means "
+        "over tenths of a stage, those of one seed after those of another."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 
@@ -342,7 +342,9 @@ def line_of(name, shares, rows=()):
     line = {"name": name, "seeds": len(shares)}
     line |= {f"of{count}": mean_and_range([x[count] for x in shares]) for count in shares[0]}
     if rows and rows[0]["losses"]:
-        line["losses"] = "; ".join(f"{tenth(stage):.2f}, {tenth(stage[::-1]):.2f}" for stage in rows[0]["losses"])
+        line["losses"] = " / ".join(
+            "; ".join(f"{tenth(stage):.2f}, {tenth(stage[::-1]):.2f}" for stage in row["losses"]) for row in rows
+        )
     return line
 
 
@@ -352,18 +354,20 @@ def tenth(losses):
 
 
 def plot(result, path):
-    """Accuracy over the number of facts: means over seeds, ranges as bars; dashed without training."""
+    """Accuracy over the number of facts, a line for each seed; dashed without training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(1 / len(COLOURS), ls=":", color="grey", label=f"one of {len(COLOURS)} colours")
-    for method in METHODS:
-        shares = [row["accuracy"] for row in result["rows"] if row["model"] == method]
-        if shares:
-            name = method.removesuffix(AS_IT_IS)
-            by_facts = {int(count): [x[count] for x in shares] for count in shares[0]}
-            plot_shares(axes, by_facts, "o-" if name == method else "o--", METHODS.index(name), method)
+    labelled = set()
+    for row in result["rows"]:
+        method, shares = row["model"], row["accuracy"]
+        name = method.removesuffix(AS_IT_IS)
+        style = {"ls": "-" if name == method else "--", "color": f"C{METHODS.index(name)}", "marker": "o"}
+        label = None if method in labelled else method
+        axes.plot(list(map(int, shares)), list(shares.values()), markersize=4, label=label, **style)
+        labelled.add(method)
     label_axes(axes, sorted({int(count) for row in result["rows"] for count in row["accuracy"]}))
     figure.savefig(path, dpi=90)
 
