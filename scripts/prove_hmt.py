@@ -19,7 +19,7 @@ Each trained HMT is asked again under control: with the recall forced to the seg
 is missed then was read badly, and not searched badly), with the memories of another text ("shuffled memories": what is
 right then does not come from memories), and one mode also with room for four memories, without and with pages.
 
-The result is scripts/results/hmt_recall.json, and a picture. Each run adds a row, and runs that have a row are not
+The result is scripts/results/hmt_recall.json, and a picture (with --small both are in demo_output/prove_hmt). Each run adds a row, and runs that have a row are not
 repeated: the same command goes on after an interruption, and other seeds add to the same file.
 """
 
@@ -56,6 +56,7 @@ METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
     "HMT, paper": {"recall_mode": "paper"},
     "HMT, single, j = L'/4": {"recall_mode": "single", "sum_fraction": 0.25},
 }
+SMALL = common.ROOT / "demo_output" / "prove_hmt"  # where --small writes
 LEFT_OUT = ("RMT, 4 tokens", "full attention", "HMT, paper", "HMT, single, j = L'/4")  # of --small
 UNTIL_SOLVED = ("RMT", "RMT, 4 tokens", "full attention")
 SMALL_MEMORY = {  # changes to the trained single mode
@@ -398,9 +399,12 @@ def label_axes(axes, facts):
 def main(arguments=None):
     parser = common.make_parser("scripts.prove_hmt", __doc__, "hmt_recall", seeds=[0, 1, 2])
     parser.add_argument("--small", action="store_true", help="the first seed of a few models, on the first task only")
-    picture = PICTURES / "hmt_recall.png"
-    parser.add_argument("--picture", type=Path, default=picture, metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="default: model_cards/evidence/hmt_recall.png")
     args = parser.parse_args(arguments)
+    if args.small:
+        SMALL.mkdir(parents=True, exist_ok=True)
+        args.output = args.output or SMALL / "hmt_recall.json"
+    args.picture = args.picture or (SMALL if args.small else PICTURES) / "hmt_recall.png"
     if args.table is not None:
         result = json.loads(args.table.read_text())
     else:

@@ -195,10 +195,11 @@ class HMTState:
         return replace(self, bank=bank, ends=ends)
 
     def merge(self, other: "HMTState") -> "HMTState":
-        """The memories of this text, then those of `other`, as if its text had followed; goes on where `other` does.
+        """The memories of this text, then those of `other`, placed as if its text had followed; goes on where it does.
 
-        With `recurrence=False` this is exact: no memory depends on others. Tokens of this text behind its last full
-        segment are in no memory, and are left out. A row of `other` without a full segment goes on behind the sensory
+        With `recurrence=False` they are those of one text, but for the first one of `other`, which was made without
+        the sensory tokens of this text. With recurrence, the memories of `other` know nothing of this text. Tokens of
+        this text behind its last full segment are in no memory, and are left out. A row of `other` without a full segment goes on behind the sensory
         tokens of this text. What the open segment of `other` has recalled stays. Of each row, memories beyond
         memory_size are dropped, the oldest first.
 

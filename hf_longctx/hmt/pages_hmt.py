@@ -10,8 +10,8 @@ embeddings; when there are more than 4 r S pages, neighbours join, and S doubles
 sqrt(r n) tags and sqrt(r n) recalled embeddings: the cost of a segment grows with the square root of the text. Up to r
 pages are all recalled, and the result is that of one flat memory.
 
-An embedding stands out in the tag of its page by sqrt(d / S) standard deviations if all are unrelated, and by more in
-a text, where neighbours are related. Among ten thousand random embeddings of width 512, a recall finds most
+An embedding stands out in the tag of its page by sqrt(d / S) standard deviations if all are unrelated, and by less
+where they have much in common. Among ten thousand random embeddings of width 512, a recall finds most
 (`python -m scripts.bench.hmt pages`).
 """
 

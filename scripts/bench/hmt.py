@@ -11,7 +11,7 @@ token: the median step of a segment, and the slowest place in it. On a CPU times
 streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
 of all its tokens in one call adds (of CPU memory). `pages` times
 one recall and one dropped memory, with pages and with one flat memory, over the number of segments; counts the
-vectors that a recall touches; and recalls random memories, which are the hardest to find by the tag of their page.
+vectors that a recall touches; and recalls random memories by the published scores.
 """
 
 import statistics

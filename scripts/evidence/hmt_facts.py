@@ -7,13 +7,14 @@
     python -m scripts.evidence.hmt_facts --backbone llama-demo --segment-length 32 --sensory-tokens 4 --rows 16 \
         --first-steps 600 --steps 1200 --learning-rate 1e-3 --seeds 0   # model_cards/llama-demo, half an hour for each
 
-Each of the first W segments of a text is a piece of a novel with one sentence in it: "The colour of Ada's house is
-teal." After them stand questions, each one a segment of its own that the others do not see: a piece of a novel,
+Each of the first W segments of a text is a piece of prose with one sentence in it: "The colour of Ada's house is
+gold." After them stand questions, each one a segment of its own that the others do not see: a piece of prose,
 and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
 recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
 arg-max over the vocabulary. (Where a tokenizer makes several tokens of a colour, they begin differently, and the first
 is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), in up to
 four rounds of steps until it solves them, then on texts of up to 8 (`--most-facts`), and asked on texts of up to 64.
+The prose is that of `scripts.demo_corpus`: speeches and novels to train, another novel to ask.
 All parameters but the token embeddings (which are also the head) are trained, under bfloat16 autocast.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
@@ -133,7 +134,10 @@ class Facts:
         texts, retrieved = None, None
         ids, colours, numbers = [asked[0] for _, asked in in_turn], *zip(*(asked[2:] for _, asked in in_turn))
         if method.startswith("window"):
-            ids = [[*segments[-1][-args.sensory_tokens :], *x] for x, (segments, _) in zip(ids, in_turn)]
+            ids = [
+                [*segments[-1][args.segment_length - args.sensory_tokens :], *x]
+                for x, (segments, _) in zip(ids, in_turn)
+            ]
         elif method.startswith("BM25"):
             retrieved = [self.best(asked[1], segments) for segments, asked in in_turn]
             ids = [[*segments[i], *x] for i, x, (segments, _) in zip(retrieved, ids, in_turn)]
@@ -289,15 +293,12 @@ def ask(model, method, count, seed, facts, args):
 
 
 def one_model(method, seed, args):
+    counts = counts_asked(method, args)
     tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
     config = HMTConfig(segment_length=args.segment_length, sensory_tokens=args.sensory_tokens)
     sizes = (args.segment_length, config.summary_length)
     model, losses = trained(method, seed, Facts(tokenizer, TEXT / "train", *sizes), args)
     held_out = Facts(tokenizer, TEXT / "held_out.txt", *sizes)
-    counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
-    if method.startswith("full attention"):
-        limit = model.config.max_position_embeddings
-        counts = [count for count in counts if (count + 1) * args.segment_length <= limit]
     values = {str(count): ask(model, method, count, seed, held_out, args) for count in counts}
     for file in checkpoints(method, seed, args):
         file.unlink(missing_ok=True)
@@ -305,10 +306,35 @@ def one_model(method, seed, args):
     return {"model": method, "seed": seed, "losses": losses} | lines
 
 
+def check(args):
+    """Raise a ValueError for options that no model can be trained with."""
+    unknown = sorted(set(args.methods) - set(METHODS))
+    if unknown:
+        raise ValueError(f"--methods has {unknown}: choose from {', '.join(map(repr, METHODS))}.")
+    least = {"most_facts": 2, "most_asked": 2}  # texts have 2, 4, 8, ... facts
+    least |= dict.fromkeys(("rows", "questions", "asked", "first_steps", "steps", "save_steps"), 1)
+    for name, minimum in least.items():
+        if getattr(args, name) < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, and is {getattr(args, name)}.")
+
+
+def counts_asked(method, args):
+    """Numbers of facts in the texts that a method is asked about: full attention, as many as its context holds."""
+    counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
+    if not method.startswith("full attention"):
+        return counts
+    context = AutoConfig.from_pretrained(BACKBONES[args.backbone]).max_position_embeddings
+    facts = context // args.segment_length - 1  # beside the question
+    if facts < max(2, args.most_facts):
+        raise ValueError(
+            f"{method} reads at most {facts} facts and a question in its {context} tokens, and --most-facts is "
+            f"{args.most_facts}. Shorten the segments, or train on fewer facts (at least 2)."
+        )
+    return [count for count in counts if count <= facts]
+
+
 def measure(args):
-    for name in ("most_facts", "most_asked"):
-        if getattr(args, name) < 2:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 2: texts have 2, 4, 8, ... facts.")
+    check(args)
     require(BACKBONES[args.backbone], TEXT)
     yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args, args.so_far)
 

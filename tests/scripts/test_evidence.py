@@ -120,10 +120,24 @@ def test_what_is_done_so_far_is_shown_without_measuring_more(load, smollm2, tmp_
     assert "so_far" not in result["settings"]
 
 
-@pytest.mark.parametrize("option", ["--most-facts", "--most-asked"])
-def test_texts_of_one_fact_are_refused_before_training(option, load, smollm2, tmp_path):
-    with pytest.raises(ValueError, match=f"{option} must be at least 2"):
-        load("hmt_facts").main([option, "1", "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--most-facts 1", "--most-facts must be at least 2, and is 1"),
+        ("--most-asked 1", "--most-asked must be at least 2, and is 1"),
+        ("--save-steps 0", "--save-steps must be at least 1, and is 0"),
+        ("--methods HMT", "--methods has .'HMT'.: choose from 'HMT, single'"),
+        ("--segment-length 1024 --methods RMT window full attention", "--methods has .'attention', 'full'.: choose"),
+        ("--segment-length 1024", "full attention reads at most 1 facts and a question in its 2048 tokens"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_training(options, message, load, smollm2, tmp_path):
+    arguments = [*options.split(), "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"]
+    if "--methods" not in options:
+        arguments += ["--methods", "full attention"]
+    with pytest.raises(ValueError, match=message):
+        load("hmt_facts").main(arguments)
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 @pytest.fixture
