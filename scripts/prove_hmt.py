@@ -19,8 +19,9 @@ Each trained HMT is asked again under control: with the recall forced to the seg
 is missed then was read badly, and not searched badly), with the memories of another text ("shuffled memories": what is
 right then does not come from memories), and one mode also with room for four memories, without and with pages.
 
-The result is scripts/results/hmt_recall.json, and a picture (with --small both are in demo_output/prove_hmt). Each run adds a row, and runs that have a row are not
-repeated: the same command goes on after an interruption, and other seeds add to the same file.
+The result is scripts/results/hmt_recall.json, and a picture; of --small both are in demo_output/prove_hmt. Each run
+adds a row, and runs that have a row are not repeated: the same command goes on after an interruption, and other seeds
+add to the same file.
 """
 
 import itertools

@@ -199,9 +199,9 @@ class HMTState:
 
         With `recurrence=False` they are those of one text, but for the first one of `other`, which was made without
         the sensory tokens of this text. With recurrence, the memories of `other` know nothing of this text. Tokens of
-        this text behind its last full segment are in no memory, and are left out. A row of `other` without a full segment goes on behind the sensory
-        tokens of this text. What the open segment of `other` has recalled stays. Of each row, memories beyond
-        memory_size are dropped, the oldest first.
+        this text behind its last full segment are in no memory, and are left out. A row of `other` without a full
+        segment goes on behind the sensory tokens of this text. What the open segment of `other` has recalled stays.
+        Of each row, memories beyond memory_size are dropped, the oldest first.
 
         Raises:
             ValueError: states of different models, settings or numbers of rows.

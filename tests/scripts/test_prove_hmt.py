@@ -73,14 +73,16 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(proof, "Recipe", lambda: recipe)
     monkeypatch.setattr(proof, "FACTS", (2, 16))
-    arguments = f"--seeds 3 --output {tmp_path}/x.json --picture {tmp_path}/x.png".split()
+    monkeypatch.setattr(proof, "SMALL", tmp_path / "small")
+    arguments = f"--seeds 3 --output {tmp_path}/small/hmt_recall.json --picture {tmp_path}/x.png".split()
     monkeypatch.setattr(proof, "CONDITIONS", dict([*proof.CONDITIONS.items()][:1]))
-    proof.main([*arguments, "--small"])
-    result = json.loads((tmp_path / "x.json").read_text())
+    proof.main(["--seeds", "3", "--small"])  # beside the committed proof, whose rows it does not take over
+    assert (tmp_path / "small" / "hmt_recall.png").exists()
+    result = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())
     small = [row["method"] for row in result["rows"]]
     assert small == ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "window", "RMT"]
     proof.main(arguments)
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())["rows"]
     assert rows[:5] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 9
     assert all(set(row["accuracy"]) == {"2", "16"} for row in rows)
     assert set(rows[0]["controls"]) == {*proof.CONTROLS, *proof.SMALL_MEMORY}
@@ -91,7 +93,7 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "x.png").stat().st_size > 10_000
     monkeypatch.setattr(proof, "measure", None)
     proof.main(arguments)
-    assert json.loads((tmp_path / "x.json").read_text())["rows"] == rows
+    assert json.loads((tmp_path / "small" / "hmt_recall.json").read_text())["rows"] == rows
     monkeypatch.setattr(proof, "Recipe", lambda: replace(recipe, texts=8))
     with pytest.raises(ValueError, match="another recipe"):
         proof.main(arguments)
