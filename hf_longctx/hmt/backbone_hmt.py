@@ -28,6 +28,7 @@ _WINDOWS = (
     "attention_chunk_size",
     "window_size",
     "attention_window_size",
+    "local_attention",
 )  # names in configurations
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
@@ -71,6 +72,8 @@ class Backbone:
             raise ValueError(f"{name} has no input embeddings; HMT needs them to embed tokens beside its memory.")
         self.model = model
         self.base = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
+        if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM calls its head so
+            self.base = model.base_model
         if self.base is model:  # a text model within a larger architecture, such as Llama4ForCausalLM
             self.base = getattr(model, "model", model)
         if self.base is model:

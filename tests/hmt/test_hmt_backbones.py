@@ -42,6 +42,10 @@ BACKBONES = {
     },
     "MiniMaxForCausalLM": {**SIZES, **ROOM, **LINEAR},
     "Llama4ForCausalLM": {**SIZES, **ROOM, **HEADS, "intermediate_size_mlp": 24, "num_local_experts": 2},
+    "ModernBertDecoderForCausalLM": {
+        **{**SIZES, **ROOM, "local_attention": 12, "global_attn_every_n_layers": 2, "decoder_bias": False},
+        **{"cls_token_id": 1, "sep_token_id": 2},
+    },
     "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4},
     "Mamba2ForCausalLM": {
         **{"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4, "chunk_size": 8},
@@ -56,7 +60,9 @@ BACKBONES = {
 
 # How the single mode reads them. Windows shorter than a segment and position biases do not go with its mask.
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Mamba2", "Rwkv")}
-WITHOUT_MASK = RECURRENT | {f"{name}ForCausalLM" for name in ("Mistral", "Gemma2", "Gemma3", "Bloom")}
+WITHOUT_MASK = RECURRENT | {
+    f"{name}ForCausalLM" for name in ("Mistral", "Gemma2", "Gemma3", "Bloom", "ModernBertDecoder")
+}
 
 
 @pytest.fixture(params=BACKBONES, scope="module")
@@ -111,9 +117,9 @@ def test_every_parameter_learns_with_logits_and_without(models, tokens, mode):
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
 def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
-    capped_or_scaled = {"Gemma2ForCausalLM", "CohereForCausalLM"}
+    more_than_a_product = {f"{x}ForCausalLM" for x in ("Gemma2", "Cohere", "Rwkv", "ModernBertDecoder")}
     name, cpu = type(model.lm.model).__name__, torch.device("cpu")
-    assert model.lm.can_skip_logits(cpu) == (name not in capped_or_scaled | {"RwkvForCausalLM"})
+    assert model.lm.can_skip_logits(cpu) == (name not in more_than_a_product)
     bias = getattr(model.get_output_embeddings(), "bias", None)
     casts = {"MambaForCausalLM", "Mamba2ForCausalLM"}
     assert model.lm.can_defer_head(cpu) == (model.lm.can_skip_logits(cpu) and bias is None and name not in casts)
