@@ -70,6 +70,12 @@ class Backbone:
             embedding = None
         if embedding is None:
             raise ValueError(f"{name} has no input embeddings; HMT needs them to embed tokens beside its memory.")
+        counters = [getattr(x, "create_position_ids_from_inputs_embeds", None) for x in model.modules()]
+        if any(list(inspect.signature(x).parameters) == ["inputs_embeds", "padding_idx"] for x in counters if x):
+            raise ValueError(
+                f"{name} gives embeddings the positions of a text's beginning, whatever is in its cache (as RoBERTa and "
+                "its relatives do), so HMT cannot read a text in pieces with it. Use another backbone."
+            )
         self.model = model
         self.base = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
         if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM calls its head so
