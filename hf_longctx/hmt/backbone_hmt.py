@@ -28,7 +28,6 @@ _WINDOWS = (
     "attention_chunk_size",
     "window_size",
     "attention_window_size",
-    "local_attention",
 )  # names in configurations
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 

@@ -336,6 +336,8 @@ def counts_asked(method, args):
 def measure(args):
     check(args)
     require(BACKBONES[args.backbone], TEXT)
+    for method in args.methods:  # before the first of them trains for an hour
+        counts_asked(method, args)
     yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args, args.so_far)
 
 

@@ -133,8 +133,6 @@ def test_what_is_done_so_far_is_shown_without_measuring_more(load, smollm2, tmp_
 )
 def test_options_that_cannot_work_are_refused_before_training(options, message, load, smollm2, tmp_path):
     arguments = [*options.split(), "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"]
-    if "--methods" not in options:
-        arguments += ["--methods", "full attention"]
     with pytest.raises(ValueError, match=message):
         load("hmt_facts").main(arguments)
     assert not list(tmp_path.rglob("*.pt"))
