@@ -5,15 +5,16 @@
     python -m scripts.evidence.hmt_facts --segment-length 32 --sensory-tokens 4 --first-steps 300 --steps 800 \
         --most-facts 4 --learning-rate 3e-4 --save-steps 50             # on a CPU, an hour for each model and seed
     python -m scripts.evidence.hmt_facts --backbone llama-demo --segment-length 32 --sensory-tokens 4 --rows 16 \
-        --first-steps 600 --steps 1200 --learning-rate 1e-3 --seeds 0   # model_cards/llama-demo, half an hour for each
+        --rounds 1 --first-steps 600 --steps 1200 --learning-rate 1e-3  # model_cards/llama-demo, half an hour for each
 
 Each of the first W segments of a text is a piece of prose with one sentence in it: "The colour of Ada's house is
 gold." After them stand questions, each one a segment of its own that the others do not see: a piece of prose,
 and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
 recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
 arg-max over the vocabulary. (Where a tokenizer makes several tokens of a colour, they begin differently, and the first
-is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), in up to
-four rounds of steps until it solves them, then on texts of up to 8 (`--most-facts`), and asked on texts of up to 64.
+is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), then on
+texts of up to 8 (`--most-facts`), and asked on texts of up to 64. Each stage takes up to four rounds (`--rounds`) of
+its steps, until one ends below a loss of 0.5.
 The prose is that of `scripts.demo_corpus`: speeches and novels to train, another novel to ask.
 All parameters but the token embeddings (which are also the head) are trained, under bfloat16 autocast.
 
@@ -64,7 +65,7 @@ HMT = {  # arguments of HMTConfig in the second stage
 }
 AS_IT_IS = ", as it is"
 PLAIN = ("full attention", "window", "BM25 and window")
-SOLVED, ROUNDS = 0.5, 4  # a loss of the first stage, and how many times its steps it may take
+SOLVED = 0.5  # a loss, the mean of the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found", "largest": "largest weight of a recall"}
 METHODS = (*HMT, *PLAIN, *(f"{method}{AS_IT_IS}" for method in ("HMT, single", "full attention", "BM25 and window")))
 
@@ -237,9 +238,20 @@ def train(model, facts, method, counts, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """The files of a training: one for each round of the first stage, and one for the second stage."""
+    """The files of a training, one for each round of the first stage and of the second."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
-    return [args.work / f"{name}_{stage}.pt" for stage in range(ROUNDS + 1)]
+    return [[args.work / f"{name}_{stage}_{i}.pt" for i in range(args.rounds)] for stage in (1, 2)]
+
+
+def train_rounds(model, facts, method, counts, steps, files, args, generator):
+    """Train in rounds, each of them with a schedule of its own, until the loss is below `SOLVED`; the losses."""
+    losses = []
+    for file in files:
+        of_round = train(model, facts, method, counts, steps, file, args, generator)
+        losses += of_round
+        if method == "window" or tenth(of_round[::-1]) < SOLVED:  # a window cannot
+            break
+    return losses
 
 
 def trained(method, seed, facts, args):
@@ -256,18 +268,13 @@ def trained(method, seed, facts, args):
     if name != method:
         return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
-    *rounds, second = checkpoints(method, seed, args)
-    first = []
-    for file in rounds:
-        of_round = train(model, facts, method, (1,), args.first_steps, file, args, generator)
-        first += of_round
-        if name == "window" or tenth(of_round[::-1]) < SOLVED:  # a window cannot
-            break
+    files, files_2 = checkpoints(method, seed, args)
+    first = train_rounds(model, facts, method, (1,), args.first_steps, files, args, generator)
     if name in HMT and config.get("recall", True):
         stage_1 = model.state_dict()
         model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
         model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
-    return model, [first, train(model, facts, method, counts, args.steps, second, args, generator)]
+    return model, [first, train_rounds(model, facts, method, counts, args.steps, files_2, args, generator)]
 
 
 @torch.no_grad()
@@ -300,7 +307,7 @@ def one_model(method, seed, args):
     model, losses = trained(method, seed, Facts(tokenizer, TEXT / "train", *sizes), args)
     held_out = Facts(tokenizer, TEXT / "held_out.txt", *sizes)
     values = {str(count): ask(model, method, count, seed, held_out, args) for count in counts}
-    for file in checkpoints(method, seed, args):
+    for file in itertools.chain(*checkpoints(method, seed, args)):
         file.unlink(missing_ok=True)
     lines = {name: {count: x[name] for count, x in values.items()} for name in values[str(counts[0])]}
     return {"model": method, "seed": seed, "losses": losses} | lines
@@ -312,7 +319,7 @@ def check(args):
     if unknown:
         raise ValueError(f"--methods has {unknown}: choose from {', '.join(map(repr, METHODS))}.")
     least = {"most_facts": 2, "most_asked": 2}  # texts have 2, 4, 8, ... facts
-    least |= dict.fromkeys(("rows", "questions", "asked", "first_steps", "steps", "save_steps"), 1)
+    least |= dict.fromkeys(("rows", "questions", "asked", "rounds", "first_steps", "steps", "save_steps"), 1)
     for name, minimum in least.items():
         if getattr(args, name) < minimum:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, and is {getattr(args, name)}.")
@@ -356,9 +363,9 @@ def table(result):
     | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} |
     """
     text = (
-        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} steps (in "
-        f"up to {ROUNDS} rounds, until the loss is below {SOLVED}) and {s['steps']} on {s['rows']} texts of up to "
-        f"{s['most_facts']} facts and {s['questions']} questions, learning rate "
+        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} steps on "
+        f"texts of one fact and {s['steps']} on texts of up to {s['most_facts']}, each in at most {s['rounds']} rounds, until "
+        f"the loss is below {SOLVED}; {s['rows']} texts and {s['questions']} questions on each in a step, learning rate "
         f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
         f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses are means "
         "over tenths of a stage, those of one seed after those of another."
@@ -403,7 +410,7 @@ def plot(result, path):
 def main(arguments=None):
     sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 4, "questions": 4, "most_facts": 8}
     sizes |= {"asked": 64, "most_asked": 64}
-    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
+    training = {"rounds": 4, "first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
     options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
     parser = make_parser(__spec__.name, __doc__, "hmt_facts_{backbone}", **sizes, **training, **options)
     parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
