@@ -41,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.utils import logging
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics.result import commit
 from hf_longctx.training.recall_task import RecallTask
 from scripts.bench import common
 from scripts.evidence.parts import PICTURES, mean_and_range
@@ -259,6 +260,7 @@ def measure(run, recipe):
     begin = time.process_time()
     model, (first_steps, steps) = trained(run, recipe)
     row = run._asdict() | {
+        "commit": commit(common.ROOT),  # rows of older ones stay
         "first_steps": first_steps,
         "steps": steps,
         "training_cpu_seconds": round(time.process_time() - begin, 1),

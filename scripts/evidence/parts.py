@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from hf_longctx.metrics import Journal
+from hf_longctx.metrics.result import commit
 from scripts.bench import common
 
 
@@ -39,6 +40,7 @@ def require(*paths):
 def measure_parts(measure, keys, args, so_far=False):
     """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work.
 
+    Each is a dictionary, and says at which commit it was measured: those of a journal may be older than the result.
     `so_far` leaves out the keys that are not in the journal.
 
     Raises:
@@ -53,7 +55,7 @@ def measure_parts(measure, keys, args, so_far=False):
             raise ValueError(f"{journal.path} has none of these parts yet. Leave out --so-far to measure them.")
         for key in keys:
             if key not in journal.done and not so_far:
-                journal.append(key, measure(*key, args))
+                journal.append(key, {"commit": commit(common.ROOT)} | measure(*key, args))
             if key in journal.done:
                 yield journal.done[key]
 
