@@ -69,12 +69,6 @@ class Backbone:
             embedding = None
         if embedding is None:
             raise ValueError(f"{name} has no input embeddings; HMT needs them to embed tokens beside its memory.")
-        counters = [getattr(x, "create_position_ids_from_inputs_embeds", None) for x in model.modules()]
-        if any(list(inspect.signature(x).parameters) == ["inputs_embeds", "padding_idx"] for x in counters if x):
-            raise ValueError(
-                f"{name} gives embeddings the positions of a text's beginning, whatever is in its cache (as RoBERTa and "
-                "its relatives do), so HMT cannot read a text in pieces with it. Use another backbone."
-            )
         self.model = model
         self.base = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
         if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM calls its head so
@@ -85,17 +79,16 @@ class Backbone:
             raise ValueError(f"{name} has no head beside its base model; pass a causal LM such as LlamaForCausalLM.")
         self.width = embedding.weight.shape[-1]
         self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
-        # False where several tokens, some of them padding, cannot continue a `DynamicCache`; the wrapper then reads
-        # the open segment again.
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        self.continues = (
+        self._has_dynamic_cache = (
             "past_key_values" in self.forward_arguments
             and not self.stateful
             and isinstance(model, GenerationMixin)
             and model._supports_default_dynamic_cache()
             and layers <= _CONTINUED_LAYERS
         )
+        self._continues = None  # not probed yet
         # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self._head_gives_dtype = None
@@ -106,22 +99,52 @@ class Backbone:
         """Raise ValueError if the first of three positions sees the last: one tiny pass for each of two last
         embeddings.
 
-        Skipped for weights on the meta device and for attention kernels that may need another device or dtype than the
-        model has so far. Recurrent backbones cannot see ahead.
+        Recurrent backbones cannot see ahead.
         """
-        attention = getattr(self.model.config, "_attn_implementation", None)
-        if device.type == "meta" or self.stateful or attention not in (None, "eager", "sdpa"):
+        if self.stateful or not self._can_probe(device):
             return
         with self._probing(device) as embeds:
             changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
-            first, second = (self.run(x, None, None)[1][0, 0].float() for x in (embeds, changed))
-        # 3e-4: a mixture of experts groups the positions differently, and rounds differently
-        if (first - second).norm() > max(8 * torch.finfo(embeds.dtype).eps, 3e-4) * first.norm():
+            first, second = (self.run(x, None, None)[1][0, 0] for x in (embeds, changed))
+        if not alike(second, first):
             raise ValueError(
                 f"{type(self.model).__name__} is not causal: its first position sees a later one, so it would read the "
                 "tokens that it is asked to predict. Configure it for language modelling (BERT and its relatives: "
                 "is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
             )
+
+    @property
+    def continues(self):
+        """Whether several tokens, some of them padding, can continue a `DynamicCache`. Where they cannot, the wrapper
+        reads the open segment again.
+
+        Probed once: ProphetNet continues its cache by one token only, and RoBERTa and its relatives give embeddings
+        the positions of a text's beginning, whatever is in the cache.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        if not self._has_dynamic_cache or device.type == "meta":
+            return self._has_dynamic_cache
+        if self._continues is None:
+            try:
+                self._continues = self._probe_cache(device)
+            except Exception:  # a backbone that does not take several tokens may raise anything
+                if not self._can_probe(device):
+                    return True
+                self._continues = False
+        return self._continues
+
+    def _probe_cache(self, device):
+        """Tiny passes over three positions and, below their cache, three more, beside one pass over all."""
+        with self._probing(device, 6) as embeds:
+            embeds = 0.01 * embeds  # small beside learned position embeddings, so that wrong ones show in bfloat16 too
+            kv_cache = DynamicCache(config=self.model.config)
+            self.run(embeds[:, :3], None, None, kv_cache)
+            return alike(self.run(embeds[:, 3:], None, None, kv_cache)[1], self.run(embeds, None, None)[1][:, 3:])
+
+    def _can_probe(self, device):
+        """False on the meta device, and where attention may need another device or dtype than the model has so far."""
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        return device.type != "meta" and attention in (None, "eager", "sdpa")
 
     def takes_masks(self, positions):
         """Whether passes of up to so many positions below a cache can follow a mask of four dimensions.
@@ -154,21 +177,19 @@ class Backbone:
             def second_part(embeds):
                 kv_cache = DynamicCache(config=self.model.config)
                 self.run(embeds[:, :3], None, None, kv_cache)
-                return self.run(embeds[:, 3:], None, None, kv_cache, visible=mask[:, :, 3:])[1].float()
-
-            def alike(a, b):
-                return (a - b).norm() <= max(8 * torch.finfo(embeds.dtype).eps, 3e-4) * b.norm()  # as in _check_causal
+                return self.run(embeds[:, 3:], None, None, kv_cache, visible=mask[:, :, 3:])[1]
 
             changed = [
                 embeds * torch.tensor([-1 if i == column else 1 for i in range(6)], device=device)[:, None].to(embeds)
                 for column in (1, 2)
             ]
-            expected = self.run(embeds, None, None, visible=mask)[1][:, 3:].float()
+            expected = self.run(embeds, None, None, visible=mask)[1][:, 3:]
             result, of_token, of_hidden = map(second_part, (embeds, *changed))
             follows = alike(result, expected) and alike(of_hidden, result) and alike(of_token[:, :1], result[:, :1])
             # The token may change less than half precision rounds, but far more than what must not change.
-            changes = of_token - result
-            effect, rest = changes[:, 1:].norm(), max(changes[:, :1].norm(), (of_hidden - result).norm())
+            changes = of_token.float() - result.float()
+            rest = max(changes[:, :1].norm(), (of_hidden.float() - result.float()).norm())
+            effect = changes[:, 1:].norm()
             return bool(follows and effect > 4 * rest)
 
     @contextmanager
@@ -349,6 +370,13 @@ class Backbone:
         vocabulary, device = self.model.get_input_embeddings().weight.shape[0], self.model.device
         ids = torch.linspace(0, vocabulary - 1, min(vocabulary, 4096), device=device).long()
         return self.embed(ids[None]).float().std().item()
+
+
+def alike(x, y):
+    """Whether x differs from y by rounding only."""
+    # 3e-4: a mixture of experts groups the positions differently, and rounds differently
+    tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
+    return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
 
 
 def fork(kv_cache, rows=slice(None), length=None):

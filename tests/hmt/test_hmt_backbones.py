@@ -46,6 +46,7 @@ BACKBONES = {
         **{**SIZES, **ROOM, "local_attention": 12, "global_attn_every_n_layers": 2, "decoder_bias": False},
         **{"cls_token_id": 1, "sep_token_id": 2},
     },
+    "RobertaForCausalLM": {**SIZES, **ROOM, "is_decoder": True},
     "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4},
     "Mamba2ForCausalLM": {
         **{"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4, "chunk_size": 8},
@@ -60,7 +61,8 @@ BACKBONES = {
 
 # How the single mode reads them. Windows shorter than a segment and position biases do not go with its mask.
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Mamba2", "Rwkv")}
-WITHOUT_MASK = RECURRENT | {
+WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
+WITHOUT_MASK = WITHOUT_CACHE | {
     f"{name}ForCausalLM" for name in ("Mistral", "Gemma2", "Gemma3", "Bloom", "ModernBertDecoder")
 }
 
@@ -117,7 +119,7 @@ def test_every_parameter_learns_with_logits_and_without(models, tokens, mode):
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
 def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
-    more_than_a_product = {f"{x}ForCausalLM" for x in ("Gemma2", "Cohere", "Rwkv", "ModernBertDecoder")}
+    more_than_a_product = {f"{x}ForCausalLM" for x in ("Gemma2", "Cohere", "Rwkv", "ModernBertDecoder", "Roberta")}
     name, cpu = type(model.lm.model).__name__, torch.device("cpu")
     assert model.lm.can_skip_logits(cpu) == (name not in more_than_a_product)
     bias = getattr(model.get_output_embeddings(), "bias", None)
@@ -198,10 +200,11 @@ def test_no_position_sees_a_later_token(models, tokens, mode):
 def test_the_layout_of_the_single_mode(models):
     lm, name = models["single"].lm, type(models["single"].lm.model).__name__
     assert lm.takes_masks(15) == (name not in WITHOUT_MASK)
-    assert lm.continues == (name not in RECURRENT)
+    assert lm.continues == (name not in WITHOUT_CACHE)
     with torch.autocast("cpu", torch.bfloat16):  # another dtype is no other layout
         assert Backbone(lm.model).takes_masks(15) == lm.takes_masks(15)
-    assert Backbone(copy.deepcopy(lm.model).bfloat16()).takes_masks(15) == lm.takes_masks(15)
+    half = Backbone(copy.deepcopy(lm.model).bfloat16())
+    assert half.takes_masks(15) == lm.takes_masks(15) and half.continues == lm.continues
 
 
 class WithoutCallOfHead(LlamaForCausalLM):
