@@ -363,9 +363,9 @@ def table(result):
     | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} |
     """
     text = (
-        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} steps on "
-        f"texts of one fact and {s['steps']} on texts of up to {s['most_facts']}, each in at most {s['rounds']} rounds, until "
-        f"the loss is below {SOLVED}; {s['rows']} texts and {s['questions']} questions on each in a step, learning rate "
+        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; rounds of {s['first_steps']} "
+        f"steps on texts of one fact, then of {s['steps']} on texts of up to {s['most_facts']}, at most {s['rounds']} of "
+        f"each, until the loss is below {SOLVED}; {s['rows']} texts in a step, {s['questions']} questions, learning rate "
         f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
         f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses are means "
         "over tenths of a stage, those of one seed after those of another."
