@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from .memory_hmt import HMTState
+
 
 def check_ids(name, ids, vocab_size, ignored=None):
     """Raise ValueError unless `ids` are integers of the vocabulary, or `ignored`.
@@ -38,8 +40,9 @@ def check_generation(config):
 
 def check_inputs(model, input_ids, attention_mask, labels, state, use_cache):
     """The state to start from, and the mask as (B, T) bool or None if nothing is padding; or ValueError."""
-    if input_ids is not None and not isinstance(input_ids, torch.Tensor):
-        raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor: torch.tensor(input_ids).")
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask), ("labels", labels)):
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}; it must be a tensor: torch.tensor({name}).")
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
@@ -56,15 +59,15 @@ def check_inputs(model, input_ids, attention_mask, labels, state, use_cache):
         state = model.new_state(len(input_ids), device=input_ids.device)
     else:
         check_state(model, state, len(input_ids))
-    if attention_mask is None or attention_mask.all():
+    if attention_mask is None or (attention_mask == 1).all():
         check_ids("input_ids", input_ids, vocab_size)
         return state, None
-    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+    mask = attention_mask == 1
+    if not (mask | (attention_mask == 0)).all():
         raise ValueError(
             f"attention_mask holds {attention_mask.min()} to {attention_mask.max()}; it must be 1 on tokens and 0 "
             "on padding."
         )
-    mask = attention_mask.bool()
     check_padding(model, mask, state, use_cache)
     check_ids("input_ids", input_ids[mask], vocab_size)
     return replace(state, padded=model.config.recall_mode == "paper"), mask
@@ -115,8 +118,12 @@ def settle_mask(model):
 
 
 def check_loss_arguments(config, labels, logits_to_keep, score_from):
-    if not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep is {logits_to_keep}; it counts the last positions, 0 is all of them.")
+    counts = isinstance(logits_to_keep, int) and logits_to_keep >= 0
+    if not counts and not isinstance(logits_to_keep, torch.Tensor):
+        raise ValueError(
+            f"logits_to_keep is {logits_to_keep!r}; it counts the last positions, 0 is all of them, or it is a tensor "
+            "that lists positions."
+        )
     if labels is None and score_from is not None:
         raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
     last = config.segment_length - 1
@@ -143,6 +150,8 @@ def first_position(logits_to_keep, tokens):
 
 
 def check_state(model, state, rows):
+    if not isinstance(state, HMTState):
+        raise ValueError(f"state is a {type(state).__name__}; it must be the HMTState of an earlier call, out.state.")
     differing = {name: value for name, value in model._signature().items() if state.signature.get(name) != value}
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}

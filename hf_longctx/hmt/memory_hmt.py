@@ -6,9 +6,10 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 
 import json
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -54,35 +55,40 @@ class HMTMemory(nn.Module):
             if single:
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
 
-    def direction(self, query, bank=None, valid=None):
-        """What memory embeddings are multiplied with for their scores, (B, 1, d) in at least fp32.
+    def scores(self, query, bank, origin, count):
+        """Scores of memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
-        q Wq^T Wk / sqrt(h); scale-free, with the `bank` of c `valid` memories, whose mean is the origin: log(1 + c)
-        u(q) Wq^T Wk / temperature.
+        Free of scale, in the single mode: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is x less
+        the `origin`, at length one.
+
+        Args:
+            query, bank: as in `recall`.
+            origin: the mean of all memories of a row, (B, 1, d).
+            count: their number, (B,).
         """
         with torch.autocast(query.device.type, enabled=False):
-            query, wq, wk = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, self.wq, self.wk))
+            wide = torch.promote_types(bank.dtype, torch.float32)
+            query, bank, wq, wk, origin = (x.to(wide) for x in (query, bank, self.wq, self.wk, origin))
             if self.single:
-                query = unit(query, mean_memory(bank.to(query), valid))
-                factor = valid.to(wq).sum(1).log1p()[:, None, None] * (-self.log_temperature.to(wq)).exp()
+                query, bank = unit(query, origin), unit(bank, origin)
+                factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
             # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
-            return query @ wq.mT @ wk * factor
+            return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
-    def recall(self, query, bank, valid):
-        """Attend to the remembered segments (paper, sec. 3.2): softmax(q Wq^T (C Wk^T)^T / sqrt(h)) C.
+    def recall(self, query, bank, valid, origin=None, count=None):
+        """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
-        Free of scale, in the single mode: softmax(log(1 + c) u(q) Wq^T (u(C) Wk^T)^T / temperature) C, where u(x) is x
-        less the mean of C, at length one. Hidden states of a pretrained backbone have most of their length in common,
-        and a length that differs from backbone to backbone. c counts the valid memories of a row, with those of
-        recalled pages; its logarithm lets the best one keep its weight as c grows beyond that of training (arXiv
-        2501.19399, eq. 2).
+        Hidden states of a pretrained backbone have most of their length in common, and a length that differs from
+        backbone to backbone: hence the scale-free scores. The logarithm of the number of memories in them lets the
+        best one keep its weight as they grow more than those of training (arXiv 2501.19399, eq. 2).
 
         Args:
             query: summary of the segment that recalls, (B, 1, d).
             bank: memory embeddings C, oldest first, (B, c, d).
             valid: False where a row has no such memory, (B, c), bool.
+            origin, count: those of all memories, as in `scores`, where `bank` has only some of them.
 
         Returns:
             prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32, 0 where not valid. A row without any memory
@@ -90,8 +96,9 @@ class HMTMemory(nn.Module):
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
-            keys = unit(bank_wide, mean_memory(bank_wide, valid)) if self.single else bank_wide
-            scores = (self.direction(query, bank_wide, valid).to(keys) @ keys.mT).squeeze(1)  # (B, c)
+            if origin is None:
+                origin, count = mean_memory(bank_wide, valid)
+            scores = self.scores(query, bank_wide, origin, count)
             scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
         return self.or_initial(prompt, valid), scores
@@ -179,9 +186,12 @@ class HMTState:
             numbers: indices into `segments()[row]`.
 
         Raises:
+            TypeError: something else than a number.
             IndexError: there is no such memory.
             NotImplementedError: the state has pages.
         """
+        if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers):
+            raise TypeError(f"forget takes numbers of memories, such as forget(0, 3), and not {numbers}.")
         if self.pages is not None:
             raise NotImplementedError("A memory that has gone to a page cannot be forgotten; keep memory_size large.")
         columns = self.ends[row].nonzero().flatten()
@@ -204,9 +214,11 @@ class HMTState:
         Of each row, memories beyond memory_size are dropped, the oldest first.
 
         Raises:
-            ValueError: states of different models, settings or numbers of rows.
+            ValueError: no state, or one of another model, of other settings or of another number of rows.
             NotImplementedError: a state has pages.
         """
+        if not isinstance(other, HMTState):
+            raise ValueError(f"other is a {type(other).__name__}; it must be the HMTState of another text.")
         if self.signature != other.signature or len(self.lengths) != len(other.lengths):
             raise ValueError("Only states of one model, one setting and the same number of rows can be merged.")
         if self.pages is not None:
@@ -252,7 +264,8 @@ class HMTState:
         return replace(replace(self, pages=None).map(lambda x: x.to(device)), pages=pages)
 
     def select_rows(self, index) -> "HMTState":
-        """A new state of the rows in `index` (rows,), long, without the key/value cache."""
+        """A new state of the rows in `index` (rows,), ints, without the key/value cache."""
+        index = torch.as_tensor(index, dtype=torch.long)
         state = replace(self, pages=None).map(lambda x: x.index_select(0, index.to(x.device)))
         rows = index.tolist()
         pages = self.pages and tuple(self.pages[row] for row in rows)
@@ -304,9 +317,13 @@ class HMTState:
         """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
 
         Raises:
-            ValueError: the file holds something else.
+            ValueError: the file holds something else, or is damaged.
         """
-        with safe_open(str(path), "pt", device=str(device)) as file:
+        try:
+            opened = safe_open(str(path), "pt", device=str(device))
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}. It must be written by HMTState.save.") from error
+        with opened as file:
             metadata = file.metadata() or {}
             if "hmt_state" not in metadata:
                 raise ValueError(f"{path} is not a saved HMTState; it must be written by HMTState.save.")
@@ -326,10 +343,16 @@ class HMTState:
         )
 
 
-def mean_memory(bank, valid):
-    """The mean of the memories of each row, (B, 1, d)."""
-    weights = valid.to(bank)[..., None]
-    return (bank * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)
+def mean_memory(bank, valid, total=0, count=0):
+    """The mean of the memories of each row, (B, 1, d), and their number, (B,).
+
+    Args:
+        bank, valid: as in `HMTMemory.recall`.
+        total: the sum of those that are not in `bank`, (B, 1, d).
+        count: their number, (B,).
+    """
+    total, count = total + (bank * valid[..., None]).sum(1, keepdim=True), count + valid.sum(1)
+    return total / count.clamp(min=1)[:, None, None], count
 
 
 def unit(x, origin):
@@ -354,4 +377,4 @@ def pad_front(x, width):
     return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 
-__all__ = ["HMTMemory", "HMTState", "pad_front", "pick"]
+__all__ = ["HMTMemory", "HMTState", "mean_memory", "pad_front", "pick"]

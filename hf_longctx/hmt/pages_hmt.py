@@ -1,18 +1,18 @@
 """The second level of memory: embeddings that fell out of the bank are kept in pages, and a recall chooses pages.
 
-Embeddings fill pages in the order of the text. The tag of a page is the mean of its embeddings, so the recall score of
-a tag is the mean score of the page (in the single mode, of embeddings that were not brought to one length). A recall
-scores the tags, takes the best r pages of each row, and attends to the embeddings in them. A recall always attends to
-the newest embeddings, which do not fill a page yet.
+A page holds embeddings that are alike, from anywhere in the text, and its tag is their mean. A new embedding goes to
+the page whose tag is nearest, by the angle around the mean of all: embeddings of one text have most of their length
+in common. A page that grows beyond S embeddings is split in half, across the direction in which they differ most. A
+recall scores the tags as if they were embeddings, takes the best r pages of each row, and attends to the embeddings in
+them. It is the recall of one flat memory with the embeddings of all other pages left out, and while there are at most
+r pages, none is.
 
-With n embeddings in pages of S, a recall scores n / S tags and r S embeddings. Pages start with `page_size`
-embeddings; when there are more than 4 r S pages, neighbours join, and S doubles. From then on there are at most 2
-sqrt(r n) tags and sqrt(r n) recalled embeddings: the cost of a segment grows with the square root of the text. Up to r
-pages are all recalled, and the result is that of one flat memory.
+With n embeddings, S is the larger of `page_size` and sqrt(n / r). Then a recall attends to at most sqrt(r n)
+embeddings, and there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost
+of a segment grows with the square root of the text.
 
-An embedding stands out in the tag of its page by sqrt(d / S) standard deviations if all are unrelated, and by less
-where they have much in common. Among ten thousand random embeddings of width 512, a recall finds most
-(`python -m scripts.bench.hmt pages`).
+`python -m scripts.bench.pages` counts how often the embedding that a flat memory would recall first is in one of
+the pages, for unrelated vectors and for the memories of a text.
 """
 
 from dataclasses import dataclass, replace
@@ -20,10 +20,10 @@ from pathlib import Path
 from threading import Lock
 
 import torch
+import torch.nn.functional as F
 
 
 _STORING = Lock()  # branches of one state, read by several threads, share a file
-TAGS_PER_EMBEDDING = 4  # a tag costs less: it is only scored; an embedding is fetched, copied, scored and averaged
 
 
 class PageFile:
@@ -71,26 +71,27 @@ class MemoryPages:
     """Pages of the n memory embeddings that one row has dropped. Immutable: `append` returns a new object, so states
     can branch, and rows can share pages.
 
-    block_size: embeddings per block, the unit of storage; a page is `page_blocks` neighbouring blocks.
-    recalled: r, pages that a recall attends to; S = block_size * page_blocks embeddings each.
-    blocks: tuple of (block_size, d), in CPU memory or in `file`.
-    rest: (t, d), t < block_size, the newest embeddings, which do not fill a block yet.
-    sums: (P, d) fp32, of the embeddings of each page; sums / S are the tags.
+    page_size: embeddings that a page may hold at least.
+    recalled: r, pages that a recall attends to.
+    blocks: tuple of (page_size, d), all embeddings in the order of the text, in CPU memory or in `file`.
+    rest: (t, d), t < page_size, the newest ones, which do not fill a block yet.
+    members: tuple of P tuples of ints, the numbers of the embeddings in each page.
+    sums: (P, d) fp32, of the embeddings of each page.
     """
 
-    block_size: int
+    page_size: int
     recalled: int
     rest: torch.Tensor
     sums: torch.Tensor
+    members: tuple = ()
     blocks: tuple = ()
-    page_blocks: int = 1
     file: PageFile | None = None
 
     @classmethod
-    def empty(cls, width, dtype, device, block_size, recalled, file=None):
+    def empty(cls, width, dtype, device, page_size, recalled, file=None):
         """No pages yet. Tags live on `device`, embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return cls(block_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
+        return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
     def __getstate__(self):
         """Pickles and deep copies are in RAM: a second `PageFile` at the same path would write over the first."""
@@ -98,58 +99,74 @@ class MemoryPages:
 
     def emptied(self):
         """Pages like these without any embedding."""
-        return replace(self, rest=self.rest[:0], sums=self.sums[:0], blocks=(), page_blocks=1)
+        return replace(self, rest=self.rest[:0], sums=self.sums[:0], members=(), blocks=())
 
     def __len__(self):
         """n, embeddings in all."""
-        return len(self.blocks) * self.block_size + len(self.rest)
+        return len(self.blocks) * self.page_size + len(self.rest)
 
     def append(self, embeddings):
         """New pages with `embeddings` (n, d) added, oldest first."""
-        rest, blocks, size = (
-            torch.cat([self.rest, embeddings.to(self.rest.device)]),
-            list(self.blocks),
-            self.block_size,
-        )
+        rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
         while len(rest) >= size:
             block, rest = rest[:size], rest[size:]
             blocks.append(block if self.file is None else self.file.store(block))
-        pages = replace(self, rest=rest)
-        return pages if len(blocks) == len(self.blocks) else replace(pages, blocks=(*blocks,))._tag()
+        pages = replace(self, rest=rest, blocks=(*blocks,), members=[*self.members], sums=self.sums.clone())
+        for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
+            pages._put(number, embedding)
+        return replace(pages, members=(*pages.members,))
 
-    def _tag(self):
-        """Tag the pages that have become full, and join neighbours when there are too many pages."""
-        sums, width = [self.sums], self.page_blocks
-        for start in range(len(self.sums) * width, len(self.blocks) - width + 1, width):
-            page = torch.cat(self.blocks[start : start + width])
-            sums.append(page.to(self.sums.device, self.sums.dtype).sum(0, keepdim=True))
-        pages = replace(self, sums=torch.cat(sums))
-        while len(pages.sums) > TAGS_PER_EMBEDDING * self.recalled * self.block_size * pages.page_blocks:
-            pairs = len(pages.sums) // 2  # an odd last page goes back to the blocks that are in no page
-            sums = pages.sums[: 2 * pairs].unflatten(0, (pairs, 2)).sum(1)
-            pages = replace(pages, sums=sums, page_blocks=2 * pages.page_blocks)
-        return pages
+    @torch.no_grad()  # which page it is has no gradient
+    def _put(self, number, embedding):
+        """Put an embedding (d,) into the page that it is most like; in place."""
+        if not self.members:
+            self.members, self.sums = [(number,)], embedding[None].clone()
+            return
+        mean = self.sums.sum(0) / number
+        page = (F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax().item()
+        self.members[page] += (number,)
+        self.sums[page] += embedding
+        if len(self.members[page]) > max(self.page_size, int((number / self.recalled) ** 0.5)):
+            self._split(page, mean.to(self.rest.device))
 
-    def look_up(self, direction):
-        """The embeddings that a recall attends to, oldest first, on the device of `direction`.
+    def _split(self, page, mean):
+        """Move half of a page to a new one; in place."""
+        numbers = torch.tensor(self.members[page])
+        embeddings = self._rows(self.members[page]).to(mean)
+        rest = F.normalize(embeddings - mean, dim=-1)
+        rest = rest - rest.mean(0)
+        places = torch.linalg.eigh(rest @ rest.mT).eigenvectors[:, -1]  # along their principal component
+        halves = [half.sort().values for half in places.argsort().tensor_split(2)]
+        self.members[page : page + 1] = [tuple(numbers[half].tolist()) for half in halves]
+        sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
+        self.sums = torch.cat([self.sums[:page], sums, self.sums[page + 1 :]])
+
+    def tags(self):
+        """The mean of each page, (P, d)."""
+        return self.sums / torch.tensor([*map(len, self.members)], device=self.sums.device)[:, None]
+
+    def look_up(self, score):
+        """The embeddings that a recall attends to, oldest first, on the device of the tags.
 
         Args:
-            direction: `HMTMemory.direction` of the query, (1, d). Recall scores are products with it.
+            score: a function that gives the recall scores (P,) of tags (P, d).
 
         Returns:
             embeddings (c, d) and ages (c,), long: 0 is the newest of all n.
         """
-        width, n_pages = self.page_blocks, len(self.sums)
-        with torch.no_grad():  # the choice has no gradient
-            scores = (direction @ self.sums.to(direction).mT).squeeze(0)  # tags differ from sums by one factor
-            chosen = scores.topk(min(n_pages, self.recalled)).indices.sort().values.tolist()
-        block_ids = [i for page in chosen for i in range(page * width, (page + 1) * width)]
-        block_ids += range(n_pages * width, len(self.blocks))  # in no page yet
-        embeddings = torch.cat([*(self.blocks[i] for i in block_ids), self.rest])
-        places = torch.tensor(block_ids, dtype=torch.long)[:, None] * self.block_size + torch.arange(self.block_size)
-        newest = torch.arange(len(self) - len(self.rest), len(self))
-        ages = len(self) - 1 - torch.cat([places.flatten(), newest])
-        return embeddings.to(direction.device), ages.to(direction.device)
+        with torch.no_grad():
+            chosen = score(self.tags()).topk(min(len(self.members), self.recalled)).indices.tolist()
+        numbers = sorted(number for page in chosen for number in self.members[page])
+        ages = len(self) - 1 - torch.tensor(numbers, dtype=torch.long)
+        return self._rows(numbers).to(self.sums.device), ages.to(self.sums.device)
+
+    def _rows(self, numbers):
+        """Embeddings by their numbers, (c, d)."""
+        full = len(self) - len(self.rest)
+        rows = [
+            self.blocks[i // self.page_size][i % self.page_size] if i < full else self.rest[i - full] for i in numbers
+        ]
+        return torch.stack(rows) if rows else self.rest[:0]
 
     def to(self, device):
         """The tags on another device; the embeddings stay where they are."""
@@ -162,14 +179,24 @@ class MemoryPages:
 
     def pack(self):
         """Tensors and numbers for a file; `unpack` makes the same pages of them, in RAM."""
-        tensors = {"rest": self.rest, "sums": self.sums} | ({"blocks": torch.cat(self.blocks)} if self.blocks else {})
-        return tensors, {name: getattr(self, name) for name in ("block_size", "recalled", "page_blocks")}
+        members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
+        tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
+        sizes = [*map(len, self.members)]
+        return tensors, {"page_size": self.page_size, "recalled": self.recalled, "sizes": sizes}
 
     @classmethod
     def unpack(cls, tensors, numbers):
         """The pages of what `pack` returned."""
-        blocks = tensors["blocks"].cpu().split(numbers["block_size"]) if "blocks" in tensors else ()
-        return cls(rest=tensors["rest"].cpu(), sums=tensors["sums"], blocks=blocks, **numbers)
+        size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
+        full = len(embeddings) // size * size
+        return cls(
+            size,
+            numbers["recalled"],
+            rest=embeddings[full:],
+            sums=tensors["sums"],
+            members=tuple(tuple(page.tolist()) for page in tensors["members"].cpu().split(numbers["sizes"])),
+            blocks=embeddings[:full].split(size) if full else (),
+        )
 
 
 __all__ = ["MemoryPages", "PageFile"]

@@ -7,12 +7,13 @@ the new state with a `Reading` for each pass. `HMTWrapper.forward` puts logits a
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from .backbone_hmt import fork
-from .memory_hmt import pad_front, pick
+from .memory_hmt import mean_memory, pad_front, pick
 from .rows_hmt import Chunk, Span
 
 
@@ -92,23 +93,38 @@ class Segments:
 
     def recall(self, state, chunk, query):
         """Recall from the bank and, if there are pages, from the best of them: prompt (B, 1, d); `Recall` or None."""
-        bank, ends, count = state.bank, state.ends, state.bank.shape[1]
+        bank, ends, of_all = state.bank, state.ends, ()
         length = self.config.segment_length
         begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
         if state.pages is not None:
-            directions = self.memory.direction(query, bank, state.valid)
-            looked_up = [pages.look_up(row) for pages, row in zip(state.pages, directions)]
-            width = max(len(ages) for _, ages in looked_up)
-            paged = torch.stack([pad_front(x, width) for x, _ in looked_up])
-            paged_ends = begins - length * (count + torch.stack([pad_front(x, width) for _, x in looked_up]))
-            counts = torch.tensor([len(x) for _, x in looked_up], device=bank.device)[:, None]
-            paged_ends = paged_ends * (torch.arange(width, device=bank.device) >= width - counts)
+            paged, ages, of_all = self.look_up(state, query)
+            paged_ends = (begins - length * (bank.shape[1] + ages)) * (ages >= 0)
             bank, ends = torch.cat([paged, bank], 1), torch.cat([paged_ends, ends], 1)
-        prompt, weights = self.memory.recall(query, bank, ends > 0)
+        prompt, weights = self.memory.recall(query, bank, ends > 0, *of_all)
         if not self.output_recall:
             return prompt, None
         distance = 1 + (begins - ends.gather(1, weights.argmax(1, keepdim=True))).squeeze(1) // length
         return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
+
+    def look_up(self, state, query):
+        """The embeddings of the best pages (B, c, d), their ages (B, c), -1 where a row has fewer, and the origin and
+        the number of all memories, as `HMTMemory.recall` takes them."""
+        pages, bank = state.pages, state.bank.to(state.pages[0].sums.dtype)
+        sums = torch.stack([row.sums.sum(0, keepdim=True) for row in pages])
+        counts = torch.tensor([len(row) for row in pages], device=bank.device)
+        origin, count = mean_memory(bank, state.valid, sums, counts)
+
+        def score(tags, i):
+            row = slice(i, i + 1)
+            return self.memory.scores(query[row], tags[None], origin[row], count[row]).squeeze(0)
+
+        looked_up = [row.look_up(partial(score, i=i)) for i, row in enumerate(pages)]
+        width = max(len(ages) for _, ages in looked_up)
+        embeddings = torch.stack([pad_front(x, width) for x, _ in looked_up])
+        ages = torch.stack([pad_front(x + 1, width) for _, x in looked_up]) - 1
+        # the gradient of the origin reaches the embeddings that are attended to
+        total = sums + (embeddings - embeddings.detach()).to(sums).sum(1, keepdim=True)
+        return embeddings, ages, mean_memory(bank, state.valid, total, counts)
 
     def close(self, state, chunk, memory, full):
         """The state after the segment of the `full` rows: its memory is in the bank, its last tokens are sensory."""

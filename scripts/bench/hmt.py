@@ -2,16 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
-    OMP_NUM_THREADS=1 python -m scripts.bench.hmt pages
 
 `speed` compares the modes with the loop of the official code: per segment two calls of the causal LM, each with the
 key/value cache, all hidden states and all logits, and the memories kept on the CPU. It reads with all logits and with
 the last alone, makes a training step (which returns the last logits, as Trainer asks it to), and decodes token by
 token: the median step of a segment, and the slowest place in it. On a CPU times are those of the process. `memory`
 streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
-of all its tokens in one call adds (of CPU memory). `pages` times
-one recall and one dropped memory, with pages and with one flat memory, over the number of segments; counts the
-vectors that a recall touches; and recalls random memories by the published scores.
+of all its tokens in one call adds (of CPU memory).
 """
 
 import statistics
@@ -23,8 +20,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.hmt import HMTConfig, HMTMemory, HMTWrapper
-from hf_longctx.hmt.pages_hmt import MemoryPages
+from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 
 
@@ -37,10 +33,6 @@ TABLES = {
 | tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
 | {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} | {loss_mb:.0f} | {all_logits_mb:.0f} | {perplexity:.0f} |
 """,
-    "pages": """
-| segments | flat ms | pages ms | tags | recalled | found |
-| {segments} | {flat_ms:.2f} | {pages_ms:.2f} | {tags} | {recalled} | {found:.1%} |
-""",
 }
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "tiny": (64, 2, 4, 176, 1024),
@@ -49,7 +41,6 @@ SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "100m": (640, 10, 10, 1728, 32000),
 }
 PIECE = 8192  # tokens that `memory` reads at a time
-PAGES = {"width": 512, "page_size": 16, "recalled_pages": 8}
 
 
 def build(size, recall_mode, args, segment_length=222):
@@ -122,8 +113,8 @@ def speed(args):
             train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]))
 
         yield from compare("training step", {"official loop": official_step} | steps, length, ids, args)
-        for mode in ("causal", "single"):
-            yield {"segment_length": length, "task": "decoding", "name": mode} | decode(models[mode], length, args)
+        for name, row in decode({mode: models[mode] for mode in ("causal", "single")}, length, args).items():
+            yield {"segment_length": length, "task": "decoding", "name": name} | row
 
 
 def compare(task, readers, length, ids, args):
@@ -146,25 +137,31 @@ def train_step(model, loss):
 
 
 @torch.no_grad()
-def decode(model, length, args):
-    """Of each place in a segment the median over segments: the median and the largest of these."""
-    ids = torch.randint(model.config.vocab_size, (1, length), device=args.device)
-    state, places = model(ids, use_cache=True, logits_to_keep=1).state, [[] for _ in range(length)]
+def decode(models, length, args):
+    """For each model, of each place in a segment the median over segments: the median and the largest of these.
+
+    Models take turns, segment by segment.
+    """
+    ids = torch.randint(next(iter(models.values())).config.vocab_size, (1, length), device=args.device)
+    states = {name: model(ids, use_cache=True, logits_to_keep=1).state for name, model in models.items()}
+    places = {name: [[] for _ in range(length)] for name in models}
     for _ in range(max(3, args.rounds)):
-        for place in range(length):
-            seconds, out = common.timed(
-                model, ids[:, place : place + 1], None, None, state, clock=clock(args), device=args.device
-            )
-            state = out.state
-            places[place].append(seconds)
-    medians = [statistics.median(x) for x in places]
-    typical = statistics.median(medians)
-    slowest = max(medians)
-    return {
-        "us_per_token": 1e6 * typical,
-        "slowest_to_median": slowest / typical,
-        "slowest_place": medians.index(slowest),
-    }
+        for name, model in models.items():
+            for place in range(length):
+                arguments = ids[:, place : place + 1], None, None, states[name]
+                seconds, out = common.timed(model, *arguments, clock=clock(args), device=args.device)
+                states[name] = out.state
+                places[name][place].append(seconds)
+    rows = {}
+    for name, of_places in places.items():
+        medians = [statistics.median(x) for x in of_places]
+        typical, slowest = statistics.median(medians), max(medians)
+        rows[name] = {
+            "us_per_token": 1e6 * typical,
+            "slowest_to_median": slowest / typical,
+            "slowest_place": medians.index(slowest),
+        }
+    return rows
 
 
 def memory(args):
@@ -202,46 +199,9 @@ def perplexity(model, ids):
     return model(ids, labels=ids, logits_to_keep=1).loss.exp().item()
 
 
-@torch.no_grad()
-def pages(args):
-    """Milliseconds per segment, vectors touched and the share of memories found, over the number of segments."""
-    torch.manual_seed(0)
-    width, mask = PAGES["width"], torch.ones(1, 1, dtype=torch.bool)
-    memory = HMTMemory(width, 1, width)
-    for projection in (memory.wq, memory.wk):
-        torch.nn.init.eye_(projection)
-    embeddings = torch.randn(max(args.segments), width)
-    kept = MemoryPages.empty(width, embeddings.dtype, "cpu", PAGES["page_size"], PAGES["recalled_pages"])
-    start = 0
-    for n in sorted(args.segments):
-        kept, start = kept.append(embeddings[start:n]), n
-
-        def flat(n=n):
-            query = torch.randn(1, 1, width)
-            bank = torch.cat([embeddings[None, : n - 1], query], 1)
-            memory.recall(query, bank, mask.expand(1, n))
-
-        def paged(kept=kept):
-            query = torch.randn(1, 1, width)
-            recalled, _ = kept.append(query[0]).look_up(memory.direction(query)[0])
-            memory.recall(query, recalled[None], mask.expand(1, len(recalled)))
-
-        seconds = common.time_in_turn({"flat": flat, "paged": paged}, args.rounds)
-        places = torch.randint(n, (200,)).tolist()
-        hits = [(n - 1 - kept.look_up(memory.direction(embeddings[i : i + 1]))[1] == i).any() for i in places]
-        yield {
-            "segments": n,
-            "flat_ms": 1e3 * statistics.median(seconds["flat"]),
-            "pages_ms": 1e3 * statistics.median(seconds["paged"]),
-            "tags": len(kept.sums),
-            "recalled": len(kept.look_up(torch.zeros(1, width))[0]),
-            "found": sum(map(bool, hits)) / len(places),
-        }
-
-
 def measure(args):
     args.size = args.size or ("small" if args.what == "speed" else "tiny")
-    return {"speed": speed, "memory": memory, "pages": pages}[args.what](args)
+    return {"speed": speed, "memory": memory}[args.what](args)
 
 
 def table(result):
@@ -254,7 +214,6 @@ def main(arguments=None):
         "segment_lengths": [222, 512, 1024],
         "sensory_tokens": 32,
         "lengths": [10_000, 100_000, 1_000_000],
-        "segments": [1_000, 3_000, 10_000, 30_000, 100_000],
     }
     options = {**sizes, "rounds": 3, "device": "cpu", "dtype": "float32"}
     parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}", **options)

@@ -17,8 +17,6 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MistralForCausalLM,
-    RobertaConfig,
-    RobertaForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
     T5Config,
@@ -182,7 +180,6 @@ BUILD = [
     refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "takes no inputs_embeds"),
     refused("a model without a head", lambda it: build(LlamaModel(tiny_llama().config)), "LlamaModel has no head"),
     refused("an encoder", lambda it: build(BertModel(BertConfig(**BERT))), "BertModel"),
-    refused("RoBERTa", lambda it: build(RobertaForCausalLM(RobertaConfig(**BERT, is_decoder=True))), "as RoBERTa and"),
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "is an encoder-decoder"),
     refused("no embeddings", lambda it: build(without_embeddings()), "LlamaForCausalLM has no input embeddings"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
@@ -218,6 +215,14 @@ BUILD = [
         "loses the gradients",
     ),
 ]
+
+
+def cut_state(it):
+    it.state.save(it.folder / "state")
+    (it.folder / "cut").write_bytes((it.folder / "state").read_bytes()[:-9])
+    HMTState.load(it.folder / "cut")
+
+
 READ = [
     refused(name, lambda it, arguments=arguments: it.model(**{"input_ids": it.tokens, **arguments(it)}), says)
     for name, arguments, says in [
@@ -239,6 +244,9 @@ READ = [
             lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)},
             "attention_mask has sh",
         ),
+        ("a mask as a list", lambda it: {"attention_mask": LEFT.tolist()}, "attention_mask is a list"),
+        ("labels as a list", lambda it: {"labels": it.tokens.tolist()}, "labels is a list"),
+        ("a mask of NaN", lambda it: {"attention_mask": LEFT / 0.0 * 0}, "must be 1 .* and 0"),
         ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
         ("a row of padding", lambda it: {"attention_mask": EMPTY}, "all padding"),
         ("nothing but padding", lambda it: {"attention_mask": 0 * LEFT, "use_cache": True}, "all padding"),
@@ -251,6 +259,9 @@ READ = [
         ("a cache", lambda it: {"past_key_values": it.state}, "does not use past_key_values"),
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep is -1"),
+        ("no logits_to_keep", lambda it: {"logits_to_keep": None}, "logits_to_keep is None"),
+        ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep is 1.5"),
+        ("a word for a state", lambda it: {"state": {}}, "state is a dict"),
         (
             "logits of no position",
             lambda it: {"logits_to_keep": torch.tensor([], dtype=torch.long)},
@@ -302,6 +313,15 @@ READ += [
         "memory_tokens set to 3 without recall",
         lambda it: changed(build(recall=False, recall_mode="causal"), memory_tokens=3)(it.tokens),
         "was built with 1",
+    ),
+    refused("a cut state", cut_state, "cannot be read"),
+    refused("merging nothing", lambda it: it.state.merge(None), "other is a NoneType"),
+    refused("forgetting by truth", lambda it: it.state.forget(True), r"and not \(True,\)"),
+    refused("forgetting by name", lambda it: it.state.forget("0"), r"and not \('0',\)"),
+    refused("forgetting a list", lambda it: it.state.forget([0, 1]), "takes numbers of memories"),
+    harmless(
+        "rows as a list",
+        lambda it: (it.state.select_rows([1]).bank, it.state.select_rows(torch.tensor([1])).bank),
     ),
     refused("what no call recalled", lambda it: it.model(it.tokens).recalled(), "output_recall=True"),
     refused(

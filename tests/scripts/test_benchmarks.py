@@ -16,7 +16,6 @@ TINY = {
     "curve": "--setups small --scale 0.03",
     "hmt speed": "--size tiny --tokens 80 --segment-lengths 40 --rounds 1",
     "hmt memory": "--lengths 300 600",
-    "hmt pages": "--segments 40 100 --rounds 1",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
     "import_time": "--rounds 1",
 }
@@ -43,6 +42,20 @@ def test_benchmark(load, name, tmp_path, capsys):
     module.main(["--table", str(output)])
     table = capsys.readouterr().out
     assert "| --- |" in table and printed.endswith(table)
+
+
+def test_pages(load, tmp_path, monkeypatch):
+    module = load("pages")
+    monkeypatch.setattr(module, "SMOLLM2", ROOT / "model_cards" / "llama-demo")
+    monkeypatch.setattr(module, "TEXT", ROOT / "README.md")
+    monkeypatch.setattr(module, "ASKED", 20)
+    module.main(f"--unrelated 40 300 --novel 70 --page-size 4 --rounds 1 --output {tmp_path}/x.json".split())
+    few, many, novel = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert few["recalled"] < 40 and few["found"] == 1  # an unrelated vector stands out in its page
+    assert many["weight"] > 0.9 and 0 < novel["recalled"] < 70
+    assert 0 < novel["weight"] < 1 and 0 < novel["neighbours_weight"] < 1
+    with pytest.raises(ValueError, match="tokens, and 9999 memories take"):
+        module.main(f"--unrelated 20 --novel 9999 --rounds 1 --output {tmp_path}/y.json".split())
 
 
 @pytest.mark.slow  # compiles

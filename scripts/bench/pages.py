@@ -1,0 +1,150 @@
+"""Pages of HMT's memory beside one flat memory: what a recall costs, and what it finds.
+
+    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    OMP_NUM_THREADS=1 python -m scripts.bench.pages
+
+The memories are of two kinds. Unrelated vectors ask for themselves. Those of a novel are made by SmolLM2-135M, which
+was not trained for it, of segments of 32 tokens (`recurrence=False`), and the first half of a segment asks, as it does
+in a model. Of each number of memories, 200 ask.
+
+"found" is how often the memory that a flat recall weighs most is in the recalled pages, and "weight" what the flat
+recall gives to all memories in them. Beside them stand pages of neighbours in the text, of which as many, with as many
+memories, are chosen by their means. Milliseconds are those of one recall and one dropped memory.
+"""
+
+import statistics
+from collections import defaultdict
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longctx.corpus import load_tokens
+from hf_longctx.hmt import HMTConfig, HMTMemory, HMTWrapper
+from hf_longctx.hmt.pages_hmt import MemoryPages
+from scripts.bench import common
+from scripts.evidence.parts import require
+from scripts.fetch_smollm2 import FOLDER as SMOLLM2
+
+
+TEXT = common.ROOT / "demo_output" / "corpus" / "held_out.txt"
+TABLE = """
+| memories | of | flat ms | pages ms | tags | recalled | found | weight | found by neighbours | weight by neighbours |
+| {memories} | {of} | {flat_ms:.2f} | {pages_ms:.2f} | {tags} | {recalled:.0f} | {found:.1%} | {weight:.1%} | {neighbours_found:.1%} | {neighbours_weight:.1%} |
+"""
+ASKED = 200
+
+
+def unrelated(count, args):
+    """(count, d) vectors, their queries (count, d), and a memory that compares them as they are."""
+    torch.manual_seed(0)
+    memory = HMTMemory(args.width, 1, args.width, single=True)
+    for projection in (memory.wq, memory.wk):
+        torch.nn.init.eye_(projection)
+    torch.nn.init.constant_(memory.log_temperature, -2)
+    embeddings = torch.randn(count, args.width)
+    return embeddings, embeddings, memory
+
+
+def of_a_novel(count, args):
+    """Memories of the segments of a text (count, d), the queries of these segments (count, d), and the memory."""
+    require(SMOLLM2, TEXT)
+    backbone = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
+    config = HMTConfig(segment_length=32, sensory_tokens=4, memory_size=None, recurrence=False, summary_batch=32)
+    torch.manual_seed(0)
+    model = HMTWrapper.from_backbone(backbone, config).eval()
+    tokens = torch.tensor(load_tokens(AutoTokenizer.from_pretrained(SMOLLM2), str(TEXT)).tokens[: 32 * count])
+    if len(tokens) < 32 * count:
+        raise ValueError(f"{TEXT} has {len(tokens)} tokens, and {count} memories take {32 * count}. Ask for fewer.")
+    queries, recall, state = [], model.memory.recall, None
+
+    def recorded(query, *rest):
+        queries.append(query[0])
+        return recall(query, *rest)
+
+    model.memory.recall = recorded
+    for ids in tokens.long()[None].split(1024, 1):
+        state = model(ids, state=state, logits_to_keep=1, use_cache=True).state
+    del model.memory.recall  # that of the class is left
+    queries = torch.cat([queries[0], *queries])  # the first segment has nothing to recall
+    return state.bank[0], queries, model.memory
+
+
+@torch.no_grad()
+def measure(args):
+    for kind, make, counts in (("unrelated", unrelated, args.unrelated), ("a novel", of_a_novel, args.novel)):
+        embeddings, queries, memory = make(max(counts), args)
+        pages = MemoryPages.empty(embeddings.shape[1], embeddings.dtype, "cpu", args.page_size, args.recalled_pages)
+        for n in sorted(counts):
+            pages = pages.append(embeddings[len(pages) : n])
+            row = {"memories": n, "of": kind, "tags": len(pages.members)}
+            yield (
+                row
+                | cost(embeddings[:n], queries, memory, pages, args)
+                | quality(embeddings[:n], queries, memory, pages)
+            )
+
+
+def scorer(query, memory, embeddings):
+    """A function that gives the scores (c,) of embeddings or tags (c, d) for a query (d,)."""
+    origin, count = embeddings.mean(0)[None, None], torch.tensor([len(embeddings)])
+    return lambda keys: memory.scores(query[None, None], keys[None], origin, count)[0]
+
+
+def cost(embeddings, queries, memory, pages, args):
+    """Milliseconds of a recall and of a memory that is dropped, or added to the flat ones."""
+    n, query = len(embeddings), queries[None, :1]
+    origin, count = embeddings.mean(0)[None, None], torch.tensor([n])
+
+    def recall(bank):
+        memory.recall(query, bank[None], torch.ones(1, len(bank), dtype=torch.bool), origin, count)
+
+    def flat():
+        recall(torch.cat([embeddings[: n - 1], query[0]]))
+
+    def paged():
+        recall(pages.append(query[0]).look_up(lambda tags: memory.scores(query, tags[None], origin, count)[0])[0])
+
+    seconds = common.time_in_turn({"flat": flat, "pages": paged}, args.rounds)
+    return {f"{name}_ms": 1e3 * statistics.median(x) for name, x in seconds.items()}
+
+
+def quality(embeddings, queries, memory, pages):
+    """Means over questions: memories recalled; whether the best is found; the weight of all that are found."""
+    n, generator, values = len(embeddings), torch.Generator().manual_seed(0), defaultdict(list)
+    for i in torch.randint(n, (ASKED,), generator=generator).tolist():
+        score = scorer(queries[i], memory, embeddings)
+        weights = score(embeddings).softmax(-1)
+        _, ages = pages.look_up(score)
+        values["recalled"].append(len(ages))
+        for name, numbers in (
+            ("", n - 1 - ages),
+            ("neighbours_", neighbours(embeddings, score, len(ages), pages.recalled)),
+        ):
+            values[f"{name}found"].append((numbers == weights.argmax()).any().item())
+            values[f"{name}weight"].append(weights[numbers].sum().item())
+    return {name: statistics.mean(map(float, x)) for name, x in values.items()}
+
+
+def neighbours(embeddings, score, count, pages):
+    """The numbers of about `count` embeddings in pages of neighbours in the text, chosen by their means."""
+    size = max(1, round(count / pages))
+    tags = torch.stack([page.mean(0) for page in embeddings.split(size)])
+    chosen = score(tags).topk(min(len(tags), pages)).indices
+    numbers = (chosen[:, None] * size + torch.arange(size)).flatten()
+    return numbers[numbers < len(embeddings)]
+
+
+def table(result):
+    return common.markdown(result["rows"], TABLE)
+
+
+def main(arguments=None):
+    sizes = {"unrelated": [1_000, 3_000, 10_000, 30_000, 100_000], "novel": [300, 1_000, 3_000], "width": 512}
+    parser = common.make_parser(
+        __spec__.name, __doc__, "hmt_pages", **sizes, page_size=16, recalled_pages=8, rounds=20, device="cpu"
+    )
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()
