@@ -112,8 +112,9 @@ class MemoryPages:
             block, rest = rest[:size], rest[size:]
             blocks.append(block if self.file is None else self.file.store(block))
         pages = replace(self, rest=rest, blocks=(*blocks,), members=[*self.members], sums=self.sums.clone())
-        for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
-            pages._put(number, embedding)
+        with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
+            for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
+                pages._put(number, embedding)
         return replace(pages, members=(*pages.members,))
 
     @torch.no_grad()  # which page it is has no gradient

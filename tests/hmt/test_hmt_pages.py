@@ -214,6 +214,13 @@ def test_a_fact_ten_thousand_segments_back():
     assert without.recall_distance.item() <= 4
 
 
+def test_autocast_changes_no_page():
+    embeddings = torch.randn(300, 2, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        members = filled(embeddings).members
+    assert members == filled(embeddings).members
+
+
 def test_pages_train_the_projections(make_wrapper, long_tokens):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=2)
     model(long_tokens, labels=long_tokens).loss.backward()
