@@ -78,6 +78,10 @@ class Backbone:
         if self.base is model:
             raise ValueError(f"{name} has no head beside its base model; pass a causal LM such as LlamaForCausalLM.")
         self.width = embedding.weight.shape[-1]
+        tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+        # None, or how many tokens have a position, where the first positions are kept for padding, as in RoBERTa
+        counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
+        self.positions = min(counts, default=None)
         self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
@@ -88,7 +92,7 @@ class Backbone:
             and model._supports_default_dynamic_cache()
             and layers <= _CONTINUED_LAYERS
         )
-        self._continues = None  # not probed yet
+        self._continues = {}  # by what decides it
         # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self._head_gives_dtype = None
@@ -118,28 +122,34 @@ class Backbone:
         """Whether several tokens, some of them padding, can continue a `DynamicCache`. Where they cannot, the wrapper
         reads the open segment again.
 
-        Probed once: ProphetNet continues its cache by one token only, and RoBERTa and its relatives give embeddings
-        the positions of a text's beginning, whatever is in the cache.
+        Probed once for each way to compute: ProphetNet continues its cache by one token only, and RoBERTa and its
+        relatives give embeddings the positions of a text's beginning, whatever is in the cache.
         """
-        device = self.model.get_input_embeddings().weight.device
-        if not self._has_dynamic_cache or device.type == "meta":
+        weight = self.model.get_input_embeddings().weight
+        if not self._has_dynamic_cache or weight.device.type == "meta":
             return self._has_dynamic_cache
-        if self._continues is None:
-            try:
-                self._continues = self._probe_cache(device)
-            except Exception:  # a backbone that does not take several tokens may raise anything
-                if not self._can_probe(device):
-                    return True
-                self._continues = False
-        return self._continues
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        way = getattr(self.model.config, "_attn_implementation", None), weight.device.type, weight.dtype, autocast
+        if way not in self._continues:
+            self._continues[way] = self._probe_cache(weight.device)
+        return self._continues[way]
 
     def _probe_cache(self, device):
         """Tiny passes over three positions and, below their cache, three more, beside one pass over all."""
-        with self._probing(device, 6) as embeds:
-            embeds = 0.01 * embeds  # small beside learned position embeddings, so that wrong ones show in bfloat16 too
-            kv_cache = DynamicCache(config=self.model.config)
-            self.run(embeds[:, :3], None, None, kv_cache)
-            return alike(self.run(embeds[:, 3:], None, None, kv_cache)[1], self.run(embeds, None, None)[1][:, 3:])
+        for autocast in sorted(
+            {False, torch.is_autocast_enabled(device.type)}
+        ):  # FlashAttention may need the caller's
+            try:
+                with self._probing(device, 6, autocast) as embeds:
+                    # small beside learned position embeddings, so that wrong ones show in bfloat16 too; and clones,
+                    # because CTRL writes into its embeddings
+                    embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
+                    self.run(embeds[:, :3].clone(), None, None, kv_cache)
+                    _, below = self.run(embeds[:, 3:].clone(), None, None, kv_cache)
+                    return alike(below, self.run(embeds, None, None)[1][:, 3:])
+            except Exception:  # a backbone that does not take several tokens may raise anything
+                continue
+        return False
 
     def _can_probe(self, device):
         """False on the meta device, and where attention may need another device or dtype than the model has so far."""
@@ -176,14 +186,14 @@ class Backbone:
 
             def second_part(embeds):
                 kv_cache = DynamicCache(config=self.model.config)
-                self.run(embeds[:, :3], None, None, kv_cache)
-                return self.run(embeds[:, 3:], None, None, kv_cache, visible=mask[:, :, 3:])[1]
+                self.run(embeds[:, :3].clone(), None, None, kv_cache)
+                return self.run(embeds[:, 3:].clone(), None, None, kv_cache, visible=mask[:, :, 3:])[1]
 
             changed = [
                 embeds * torch.tensor([-1 if i == column else 1 for i in range(6)], device=device)[:, None].to(embeds)
                 for column in (1, 2)
             ]
-            expected = self.run(embeds, None, None, visible=mask)[1][:, 3:]
+            expected = self.run(embeds.clone(), None, None, visible=mask)[1][:, 3:]
             result, of_token, of_hidden = map(second_part, (embeds, *changed))
             follows = alike(result, expected) and alike(of_hidden, result) and alike(of_token[:, :1], result[:, :1])
             # The token may change less than half precision rounds, but far more than what must not change.
@@ -193,12 +203,12 @@ class Backbone:
             return bool(follows and effect > 4 * rest)
 
     @contextmanager
-    def _probing(self, device, positions=3):
-        """Embeddings for tiny passes without gradient, dropout and autocast, (1, positions, d)."""
+    def _probing(self, device, positions=3, autocast=False):
+        """Embeddings for tiny passes without gradient and dropout, (1, positions, d)."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            with torch.no_grad(), torch.autocast(device.type, enabled=autocast):
                 like = self.embed(torch.zeros(1, positions, dtype=torch.long, device=device))
                 yield torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
         finally:
@@ -263,8 +273,8 @@ class Backbone:
                 hook.remove()
         (head_input,), self._head_gives_dtype = inputs, logits.dtype == wide
         of_input, of_hidden = ((x.dtype, x.shape) for x in (head_input, hidden))
-        alike = of_input == of_hidden and head.weight.device == hidden.device
-        return alike and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))
+        like_hidden = of_input == of_hidden and head.weight.device == hidden.device
+        return like_hidden and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))
 
     def loss_without_logits(self, hidden, targets):
         """Summed cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.

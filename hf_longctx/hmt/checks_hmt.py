@@ -1,10 +1,9 @@
 """What a caller of `HMTWrapper` can get wrong, and what does not show in a shape."""
 
 from dataclasses import replace
+from numbers import Integral
 
 import torch
-
-from .memory_hmt import HMTState
 
 
 def check_ids(name, ids, vocab_size, ignored=None):
@@ -80,7 +79,7 @@ def check_settings(model):
             "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
             "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
         )
-    model.config.check()
+    model.config.check(model.lm.positions)
     if model.config.recall and not hasattr(model.memory, "wq"):
         raise ValueError(
             "config.recall is True, and this model was built without recall: it has no projections. Save it, and "
@@ -118,7 +117,7 @@ def settle_mask(model):
 
 
 def check_loss_arguments(config, labels, logits_to_keep, score_from):
-    counts = isinstance(logits_to_keep, int) and logits_to_keep >= 0
+    counts = isinstance(logits_to_keep, Integral) and logits_to_keep >= 0
     if not counts and not isinstance(logits_to_keep, torch.Tensor):
         raise ValueError(
             f"logits_to_keep is {logits_to_keep!r}; it counts the last positions, 0 is all of them, or it is a tensor "
@@ -150,7 +149,7 @@ def first_position(logits_to_keep, tokens):
 
 
 def check_state(model, state, rows):
-    if not isinstance(state, HMTState):
+    if not hasattr(state, "signature"):  # not isinstance: a model of remote code has an HMTState of its own
         raise ValueError(f"state is a {type(state).__name__}; it must be the HMTState of an earlier call, out.state.")
     differing = {name: value for name, value in model._signature().items() if state.signature.get(name) != value}
     if differing:

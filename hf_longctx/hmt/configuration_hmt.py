@@ -146,8 +146,11 @@ class HMTConfig(PreTrainedConfig):
                 hint = f"; close to it: {', '.join(closest)}" if closest else ""
                 raise ValueError(f"{name!r} is no field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
 
-    def check(self):
-        """Raise ValueError for a value outside its range (also run when a model is built, after later assignments)."""
+    def check(self, positions=None):
+        """Raise ValueError for a value outside its range (also run when a model is built, after later assignments).
+
+        positions: of the backbone, where they are not its `max_position_embeddings`.
+        """
         counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "bptt_segments")
         least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "summary_batch"), 1)}
         for name, smallest in least.items():
@@ -200,7 +203,7 @@ class HMTConfig(PreTrainedConfig):
                 "recalled_pages at None."
             )
         text_config = self.backbone_config and self.backbone_config.get_text_config()
-        positions = getattr(text_config, "max_position_embeddings", None)
+        positions = positions or getattr(text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
             longest = self.segment_length - self.positions_per_segment + positions
             remedy = f"Set segment_length to at most {longest}."

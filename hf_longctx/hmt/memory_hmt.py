@@ -5,8 +5,8 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 """
 
 import json
+import operator
 from dataclasses import dataclass, field, fields, replace
-from numbers import Integral
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -190,13 +190,15 @@ class HMTState:
             IndexError: there is no such memory.
             NotImplementedError: the state has pages.
         """
-        if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers):
+        if any(
+            str(getattr(x, "dtype", type(x).__name__)).endswith("bool") or not hasattr(x, "__index__") for x in numbers
+        ):
             raise TypeError(f"forget takes numbers of memories, such as forget(0, 3), and not {numbers}.")
         if self.pages is not None:
             raise NotImplementedError("A memory that has gone to a page cannot be forgotten; keep memory_size large.")
         columns = self.ends[row].nonzero().flatten()
         bank, ends = self.bank.clone(), self.ends.clone()
-        for number in numbers:
+        for number in map(operator.index, numbers):
             if not 0 <= number < len(columns):
                 raise IndexError(f"Row {row} has {len(columns)} memories, and there is no number {number}.")
             bank[row, columns[number]] = ends[row, columns[number]] = 0
@@ -217,7 +219,7 @@ class HMTState:
             ValueError: no state, or one of another model, of other settings or of another number of rows.
             NotImplementedError: a state has pages.
         """
-        if not isinstance(other, HMTState):
+        if not hasattr(other, "signature"):
             raise ValueError(f"other is a {type(other).__name__}; it must be the HMTState of another text.")
         if self.signature != other.signature or len(self.lengths) != len(other.lengths):
             raise ValueError("Only states of one model, one setting and the same number of rows can be merged.")
@@ -265,7 +267,10 @@ class HMTState:
 
     def select_rows(self, index) -> "HMTState":
         """A new state of the rows in `index` (rows,), ints, without the key/value cache."""
-        index = torch.as_tensor(index, dtype=torch.long)
+        index = torch.as_tensor(index)
+        if index.numel() and (index.dtype == torch.bool or index.is_floating_point()):
+            raise TypeError(f"select_rows takes numbers of rows, such as [0, 2], and not {index.tolist()}.")
+        index = index.long()
         state = replace(self, pages=None).map(lambda x: x.index_select(0, index.to(x.device)))
         rows = index.tolist()
         pages = self.pages and tuple(self.pages[row] for row in rows)

@@ -147,7 +147,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             backbone = build(config.backbone_config)
         lm = Backbone(backbone)
         config.backbone_config = lm.model.config
-        config.check()
+        config.check(lm.positions)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name) is None:
                 setattr(config, name, getattr(config.backbone_config, name, None))

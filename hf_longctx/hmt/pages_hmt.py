@@ -7,9 +7,9 @@ recall scores the tags as if they were embeddings, takes the best r pages of eac
 them. It is the recall of one flat memory with the embeddings of all other pages left out, and while there are at most
 r pages, none is.
 
-With n embeddings, S is the larger of `page_size` and sqrt(n / r). Then a recall attends to at most sqrt(r n)
-embeddings, and there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost
-of a segment grows with the square root of the text.
+With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings, and
+there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost of a segment
+grows with the square root of the text.
 
 `python -m scripts.bench.pages` counts how often the embedding that a flat memory would recall first is in one of
 the pages, for unrelated vectors and for the memories of a text.
@@ -136,7 +136,8 @@ class MemoryPages:
         embeddings = self._rows(self.members[page]).to(mean)
         rest = F.normalize(embeddings - mean, dim=-1)
         rest = rest - rest.mean(0)
-        places = torch.linalg.eigh(rest @ rest.mT).eigenvectors[:, -1]  # along their principal component
+        products = (rest @ rest.mT).nan_to_num(0, 0, 0)  # a memory that is not finite fails where it is recalled
+        places = torch.linalg.eigh(products).eigenvectors[:, -1]  # along their principal component
         halves = [half.sort().values for half in places.argsort().tensor_split(2)]
         self.members[page : page + 1] = [tuple(numbers[half].tolist()) for half in halves]
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)

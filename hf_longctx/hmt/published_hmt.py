@@ -120,7 +120,7 @@ class PublishedSegments(Segments):
             kv_cache = state.kv_cache
             embeds, mask, starts = self.continue_layout(state, chunk, close=not stays_open)
         else:
-            new_cache = stays_open and all(chunk.ongoing) and self.lm.continues and not torch.is_grad_enabled()
+            new_cache = self.lm.continues and stays_open and all(chunk.ongoing) and not torch.is_grad_enabled()
             kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
             layout = (state, state.prompt, chunk, chunk.counts)
             embeds, mask, starts = self.layout(*layout, close=not stays_open, left=not new_cache)

@@ -176,7 +176,7 @@ class SingleSegments(Segments):
         """
         sensory_ids, sensory_mask = self.sensory(state, chunk)
         sensory, kv_cache = sensory_ids.shape[1], self.cached(state, chunk) if chunk.n == 0 else None
-        keeps, start, stop = self.alike(chunk) and self.lm.continues, 0, 2 + sensory_ids.shape[1] + self.j
+        keeps, start, stop = self.lm.continues and self.alike(chunk), 0, 2 + sensory_ids.shape[1] + self.j
         if keeps and kv_cache is not None:
             start = self.readable(sensory, chunk.read[0])
         embeds = self.embeds(state, sensory_ids, chunk, start, stop)
@@ -232,7 +232,7 @@ class SingleSegments(Segments):
             state = replace(state, prompt=pick(rows, prompt, state.prompt))
         full = [count == self.length for count in chunk.counts]
         stays_open = use_cache and not any(full)
-        keeps = stays_open and all(chunk.ongoing) and self.lm.continues and not torch.is_grad_enabled()
+        keeps = self.lm.continues and stays_open and all(chunk.ongoing) and not torch.is_grad_enabled()
         embeds, spans, roles, mask, kv_cache = self.layout(state, chunk, first, keeps)
         reading, memory, hidden = Reading(chunk.n, []), None, None
         if embeds.shape[1]:

@@ -8,7 +8,10 @@ import transformers
 from causality import changed_by
 from tiny_hmt import ROUNDING, VOCAB, tiny_llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_longctx
 from hf_longctx.hmt import HMTConfig, HMTWrapper
@@ -46,6 +49,7 @@ BACKBONES = {
         **{**SIZES, **ROOM, "local_attention": 12, "global_attn_every_n_layers": 2, "decoder_bias": False},
         **{"cls_token_id": 1, "sep_token_id": 2},
     },
+    "CTRLLMHeadModel": {**{"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 64, "dff": 24}},
     "RobertaForCausalLM": {**SIZES, **ROOM, "is_decoder": True},
     "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4},
     "Mamba2ForCausalLM": {
@@ -205,6 +209,25 @@ def test_the_layout_of_the_single_mode(models):
         assert Backbone(lm.model).takes_masks(15) == lm.takes_masks(15)
     half = Backbone(copy.deepcopy(lm.model).bfloat16())
     assert half.takes_masks(15) == lm.takes_masks(15) and half.continues == lm.continues
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "RobertaForCausalLM"])
+def test_the_cache_is_probed_as_the_model_is_called(name):
+    """FlashAttention takes float32 under autocast alone."""
+
+    def half_alone(module, query, *arguments, **options):
+        assert torch.is_autocast_enabled("cpu")
+        return sdpa_attention_forward(module, query, *arguments, **options)
+
+    for registry, function in zip((ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS), (half_alone, sdpa_mask)):
+        registry.register("half_alone", function)
+    model_class = getattr(transformers, name)
+    model = model_class(model_class.config_class(**BACKBONES[name]))
+    model.config._attn_implementation = "half_alone"
+    lm = Backbone(model)
+    assert not lm.continues
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lm.continues == (name == "LlamaForCausalLM")
 
 
 class WithoutCallOfHead(LlamaForCausalLM):

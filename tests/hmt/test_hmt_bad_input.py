@@ -4,6 +4,7 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from mistakes import harmless, refused
@@ -17,6 +18,8 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MistralForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
     T5Config,
@@ -177,6 +180,11 @@ BUILD = [
     refused(
         "too few positions for k", lambda it: build(segment_length=100, sensory_tokens=50), "Lower sensory_tokens"
     ),
+    refused(
+        "positions that are kept for padding",
+        lambda it: build(RobertaForCausalLM(RobertaConfig(**BERT, is_decoder=True, max_position_embeddings=16))),
+        "allows 14 positions, and a segment needs 15",
+    ),
     refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "takes no inputs_embeds"),
     refused("a model without a head", lambda it: build(LlamaModel(tiny_llama().config)), "LlamaModel has no head"),
     refused("an encoder", lambda it: build(BertModel(BertConfig(**BERT))), "BertModel"),
@@ -319,6 +327,15 @@ READ += [
     refused("forgetting by truth", lambda it: it.state.forget(True), r"and not \(True,\)"),
     refused("forgetting by name", lambda it: it.state.forget("0"), r"and not \('0',\)"),
     refused("forgetting a list", lambda it: it.state.forget([0, 1]), "takes numbers of memories"),
+    refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "takes numbers of rows"),
+    harmless(
+        "forgetting what topk finds",
+        lambda it: (it.state.forget(*torch.tensor([0, 2])).bank, it.state.forget(0, np.int64(2)).bank),
+    ),
+    harmless(
+        "numpy's logits_to_keep",
+        lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
+    ),
     harmless(
         "rows as a list",
         lambda it: (it.state.select_rows([1]).bank, it.state.select_rows(torch.tensor([1])).bank),

@@ -221,6 +221,13 @@ def test_autocast_changes_no_page():
     assert members == filled(embeddings).members
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_memory_that_is_not_finite_is_kept(number):
+    embeddings = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    embeddings[20, 3] = number
+    assert sorted(sum(filled(embeddings).members, ())) == list(range(50))
+
+
 def test_pages_train_the_projections(make_wrapper, long_tokens):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=2)
     model(long_tokens, labels=long_tokens).loss.backward()
