@@ -215,15 +215,17 @@ def test_the_layout_of_the_single_mode(models):
 def test_the_cache_is_probed_as_the_model_is_called(name):
     """FlashAttention takes float32 under autocast alone."""
 
-    def half_alone(module, query, *arguments, **options):
+    def autocast_alone(module, query, *arguments, **options):
         assert torch.is_autocast_enabled("cpu")
         return sdpa_attention_forward(module, query, *arguments, **options)
 
-    for registry, function in zip((ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS), (half_alone, sdpa_mask)):
-        registry.register("half_alone", function)
+    for registry, function in zip(
+        (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS), (autocast_alone, sdpa_mask)
+    ):
+        registry.register("autocast_alone", function)
     model_class = getattr(transformers, name)
     model = model_class(model_class.config_class(**BACKBONES[name]))
-    model.config._attn_implementation = "half_alone"
+    model.config._attn_implementation = "autocast_alone"
     lm = Backbone(model)
     assert not lm.continues
     with torch.autocast("cpu", torch.bfloat16):
