@@ -117,7 +117,7 @@ def settle_mask(model):
 
 
 def check_loss_arguments(config, labels, logits_to_keep, score_from):
-    counts = isinstance(logits_to_keep, Integral) and logits_to_keep >= 0
+    counts = isinstance(logits_to_keep, Integral) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0
     if not counts and not isinstance(logits_to_keep, torch.Tensor):
         raise ValueError(
             f"logits_to_keep is {logits_to_keep!r}; it counts the last positions, 0 is all of them, or it is a tensor "

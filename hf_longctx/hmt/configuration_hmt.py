@@ -178,10 +178,10 @@ class HMTConfig(PreTrainedConfig):
                 f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single mode can make memories "
                 "without their recall. Set recall_mode='single'."
             )
-        if not 1 <= self.summary_length <= self.segment_length:
+        if not 0 < self.sum_fraction <= 1 or not self.summary_length:
             raise ValueError(
-                f"sum_fraction is {self.sum_fraction}: the query would read {self.summary_length} of "
-                f"{self.segment_length} tokens; it needs at least one and at most all. Set it above 0 and up to 1."
+                f"sum_fraction is {self.sum_fraction} of {self.segment_length} tokens, and the query needs at least one "
+                "token and at most all. Set it above 0 and up to 1."
             )
         if self.recall_mode == "single" and self.summary_length == self.segment_length:
             raise ValueError(

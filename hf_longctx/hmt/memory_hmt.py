@@ -7,6 +7,7 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 import json
 import operator
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -166,13 +167,19 @@ class HMTState:
         """False where a row has no such memory, (B, c)."""
         return self.ends > 0
 
+    def closed(self) -> torch.Tensor:
+        """Columns of the bank of a state with pages that hold a memory, or held one that was forgotten, (B, c)."""
+        segments = torch.tensor(self.lengths, device=self.bank.device) // self.signature["segment_length"]
+        newest_first = torch.arange(self.bank.shape[1], device=self.bank.device).flip(0)
+        return newest_first < segments[:, None]
+
     def segments(self) -> list[list[range]]:
         """For each row the tokens of the text that each memory was made of, oldest first, pages before the bank."""
         length = self.signature["segment_length"]
-        paged = [len(row) for row in self.pages] if self.pages else [0] * len(self.lengths)
         rows = []
-        for n, row in zip(paged, self.ends.tolist()):
-            ends = [*range(length, (n + 1) * length, length), *(end for end in row if end)]
+        for i, row in enumerate(self.ends.tolist()):
+            paged = self.pages[i].numbers if self.pages else []
+            ends = [*(length * (number + 1) for number in paged), *filter(None, row)]
             rows.append([range(end - length, end) for end in ends])
         return rows
 
@@ -180,7 +187,8 @@ class HMTState:
         """The state without some memories of a row, which no later recall finds.
 
         What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens. With a
-        memory_size, the next memories take their places.
+        memory_size and no pages, the next memories take their places. A page file holds them still; `save` leaves
+        them out.
 
         Args:
             numbers: indices into `segments()[row]`.
@@ -188,23 +196,25 @@ class HMTState:
         Raises:
             TypeError: something else than a number.
             IndexError: there is no such memory.
-            NotImplementedError: the state has pages.
         """
         if any(
             str(getattr(x, "dtype", type(x).__name__)).endswith("bool") or not hasattr(x, "__index__") for x in numbers
         ):
             raise TypeError(f"forget takes numbers of memories, such as forget(0, 3), and not {numbers}.")
-        if self.pages is not None:
-            raise NotImplementedError("A memory that has gone to a page cannot be forgotten; keep memory_size large.")
-        columns = self.ends[row].nonzero().flatten()
-        bank, ends = self.bank.clone(), self.ends.clone()
-        for number in map(operator.index, numbers):
-            if not 0 <= number < len(columns):
-                raise IndexError(f"Row {row} has {len(columns)} memories, and there is no number {number}.")
-            bank[row, columns[number]] = ends[row, columns[number]] = 0
-        if self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
+        paged = self.pages[row].numbers if self.pages else []
+        places = [*paged, *self.ends[row].nonzero().flatten().tolist()]
+        numbers = [*map(operator.index, numbers)]
+        for number in numbers:
+            if not 0 <= number < len(places):
+                raise IndexError(f"Row {row} has {len(places)} memories, and there is no number {number}.")
+        columns = [places[i] for i in numbers if i >= len(paged)]
+        bank, ends, pages = self.bank.clone(), self.ends.clone(), self.pages and [*self.pages]
+        bank[row, columns] = ends[row, columns] = 0
+        if pages:  # whose embeddings have the numbers of their segments: the columns stay in their places
+            pages[row] = pages[row].forget(places[i] for i in numbers if i < len(paged))
+        elif self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
             _, bank, ends = align(ends > 0, bank, ends, left=False)
-        return replace(self, bank=bank, ends=ends)
+        return replace(self, bank=bank, ends=ends, pages=pages and (*pages,))
 
     def merge(self, other: "HMTState") -> "HMTState":
         """The memories of this text, then those of `other`, placed as if its text had followed; goes on where it does.
@@ -213,23 +223,26 @@ class HMTState:
         the sensory tokens of this text. With recurrence, the memories of `other` know nothing of this text. Tokens of
         this text behind its last full segment are in no memory, and are left out. A row of `other` without a full
         segment goes on behind the sensory tokens of this text. What the open segment of `other` has recalled stays.
-        Of each row, memories beyond memory_size are dropped, the oldest first.
+        Of each row, memories beyond memory_size are dropped, the oldest first, or go to the pages of this state.
 
         Raises:
             ValueError: no state, or one of another model, of other settings or of another number of rows.
-            NotImplementedError: a state has pages.
         """
         if not hasattr(other, "signature"):
             raise ValueError(f"other is a {type(other).__name__}; it must be the HMTState of another text.")
         if self.signature != other.signature or len(self.lengths) != len(other.lengths):
             raise ValueError("Only states of one model, one setting and the same number of rows can be merged.")
-        if self.pages is not None:
-            raise NotImplementedError("States with pages cannot be merged; use memory_size=None in place of pages.")
         length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
         read = [n - n % length for n in self.lengths]
         moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
-        bank, ends = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1)
-        _, bank, ends = align(ends > 0, bank, ends, left=False)  # rows of unequal length have gaps between the texts
+        bank, ends, pages = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1), self.pages
+        # rows of unequal length have gaps between the texts; with pages, what was forgotten keeps its number
+        kept = torch.cat([self.closed(), other.closed()], 1) if pages else ends > 0
+        kept, bank, ends = align(kept, bank, ends, left=False)
+        if pages:
+            beyond = [x[:, :-size] for x in (bank, ends > 0, kept)]
+            pages = tuple(row.append(x[of_row], valid[of_row]) for row, x, valid, of_row in zip(pages, *beyond))
+            pages = tuple(row.append(x.embeddings, x.valid) for row, x in zip(pages, other.pages))
         begin = [n < length for n in other.lengths]
         if any(begin):  # read again, with the sensory tokens
             other = other.without_kv_cache()
@@ -237,6 +250,7 @@ class HMTState:
             other,
             bank=bank[:, -size:],
             ends=ends[:, -size:],
+            pages=pages,
             lengths=tuple(a + b for a, b in zip(read, other.lengths)),
             sensory_ids=pick(begin, self.sensory_ids, other.sensory_ids),
             sensory_mask=pick(begin, self.sensory_mask, other.sensory_mask),
@@ -323,7 +337,10 @@ class HMTState:
 
         Raises:
             ValueError: the file holds something else, or is damaged.
+            FileNotFoundError: there is no such file.
         """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path} is no file; it must be one that HMTState.save has written.")
         try:
             opened = safe_open(str(path), "pt", device=str(device))
         except SafetensorError as error:

@@ -15,6 +15,7 @@ grows with the square root of the text.
 the pages, for unrelated vectors and for the memories of a text.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -75,7 +76,7 @@ class MemoryPages:
     recalled: r, pages that a recall attends to.
     blocks: tuple of (page_size, d), all embeddings in the order of the text, in CPU memory or in `file`.
     rest: (t, d), t < page_size, the newest ones, which do not fill a block yet.
-    members: tuple of P tuples of ints, the numbers of the embeddings in each page.
+    members: tuple of P tuples of ints, the numbers of the embeddings in each page. One that was forgotten is in none.
     sums: (P, d) fp32, of the embeddings of each page.
     """
 
@@ -102,11 +103,38 @@ class MemoryPages:
         return replace(self, rest=self.rest[:0], sums=self.sums[:0], members=(), blocks=())
 
     def __len__(self):
-        """n, embeddings in all."""
+        """n, embeddings in all, with those that were forgotten."""
         return len(self.blocks) * self.page_size + len(self.rest)
 
-    def append(self, embeddings):
-        """New pages with `embeddings` (n, d) added, oldest first."""
+    @property
+    def count(self) -> int:
+        """How many embeddings a recall may find."""
+        return sum(map(len, self.members))
+
+    @property
+    def numbers(self) -> list:
+        """Those of the embeddings in pages, oldest first."""
+        return sorted(itertools.chain(*self.members))
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """False for what was forgotten, (n,)."""
+        valid = torch.zeros(len(self), dtype=torch.bool)
+        valid[self.numbers] = True
+        return valid
+
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """All of them, (n, d), zeros for those that were forgotten."""
+        return torch.cat([*self.blocks, self.rest]).masked_fill(~self.valid[:, None], 0)
+
+    def append(self, embeddings, valid=None):
+        """New pages with `embeddings` (n, d) added, oldest first.
+
+        Args:
+            valid: False for what was forgotten, (n,), bool; it takes a number, and no recall finds it.
+        """
+        valid = [True] * len(embeddings) if valid is None else valid.tolist()
         rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
         while len(rest) >= size:
             block, rest = rest[:size], rest[size:]
@@ -114,7 +142,8 @@ class MemoryPages:
         pages = replace(self, rest=rest, blocks=(*blocks,), members=[*self.members], sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
             for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
-                pages._put(number, embedding)
+                if valid[number - len(self)]:
+                    pages._put(number, embedding)
         return replace(pages, members=(*pages.members,))
 
     @torch.no_grad()  # which page it is has no gradient
@@ -123,25 +152,37 @@ class MemoryPages:
         if not self.members:
             self.members, self.sums = [(number,)], embedding[None].clone()
             return
-        mean = self.sums.sum(0) / number
+        count = self.count
+        mean = self.sums.sum(0) / count
         page = (F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax().item()
         self.members[page] += (number,)
         self.sums[page] += embedding
-        if len(self.members[page]) > max(self.page_size, int((number / self.recalled) ** 0.5)):
+        if len(self.members[page]) > max(self.page_size, int((count / self.recalled) ** 0.5)):
             self._split(page, mean.to(self.rest.device))
 
     def _split(self, page, mean):
         """Move half of a page to a new one; in place."""
         numbers = torch.tensor(self.members[page])
         embeddings = self._rows(self.members[page]).to(mean)
-        rest = F.normalize(embeddings - mean, dim=-1)
-        rest = rest - rest.mean(0)
-        products = (rest @ rest.mT).nan_to_num(0, 0, 0)  # a memory that is not finite fails where it is recalled
+        directions = F.normalize(embeddings - mean, dim=-1)
+        centred = directions - directions.mean(0)
+        products = (centred @ centred.mT).nan_to_num(0, 0, 0)  # a memory that is not finite fails where it is recalled
         places = torch.linalg.eigh(products).eigenvectors[:, -1]  # along their principal component
         halves = [half.sort().values for half in places.argsort().tensor_split(2)]
         self.members[page : page + 1] = [tuple(numbers[half].tolist()) for half in halves]
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
         self.sums = torch.cat([self.sums[:page], sums, self.sums[page + 1 :]])
+
+    @torch.no_grad()
+    def forget(self, numbers):
+        """New pages in which no recall finds these embeddings. The others keep their numbers."""
+        gone, members, sums = set(numbers), [], [self.sums[:0]]
+        for page, total in zip(self.members, self.sums):
+            kept = tuple(number for number in page if number not in gone)
+            if kept:
+                members.append(kept)
+                sums.append((total if kept == page else self._rows(kept).to(total).sum(0))[None])
+        return replace(self, members=(*members,), sums=torch.cat(sums))
 
     def tags(self):
         """The mean of each page, (P, d)."""
@@ -154,13 +195,13 @@ class MemoryPages:
             score: a function that gives the recall scores (P,) of tags (P, d).
 
         Returns:
-            embeddings (c, d) and ages (c,), long: 0 is the newest of all n.
+            embeddings (c, d) and their numbers (c,), long.
         """
         with torch.no_grad():
             chosen = score(self.tags()).topk(min(len(self.members), self.recalled)).indices.tolist()
         numbers = sorted(number for page in chosen for number in self.members[page])
-        ages = len(self) - 1 - torch.tensor(numbers, dtype=torch.long)
-        return self._rows(numbers).to(self.sums.device), ages.to(self.sums.device)
+        device = self.sums.device
+        return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
 
     def _rows(self, numbers):
         """Embeddings by their numbers, (c, d)."""
@@ -182,7 +223,7 @@ class MemoryPages:
     def pack(self):
         """Tensors and numbers for a file; `unpack` makes the same pages of them, in RAM."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
-        tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
+        tensors = {"embeddings": self.embeddings, "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
         return tensors, {"page_size": self.page_size, "recalled": self.recalled, "sizes": sizes}
 

@@ -97,9 +97,8 @@ class Segments:
         length = self.config.segment_length
         begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
         if state.pages is not None:
-            paged, ages, of_all = self.look_up(state, query)
-            paged_ends = (begins - length * (bank.shape[1] + ages)) * (ages >= 0)
-            bank, ends = torch.cat([paged, bank], 1), torch.cat([paged_ends, ends], 1)
+            paged, numbers, of_all = self.look_up(state, query)
+            bank, ends = torch.cat([paged, bank], 1), torch.cat([length * (numbers + 1), ends], 1)
         prompt, weights = self.memory.recall(query, bank, ends > 0, *of_all)
         if not self.output_recall:
             return prompt, None
@@ -107,11 +106,11 @@ class Segments:
         return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
 
     def look_up(self, state, query):
-        """The embeddings of the best pages (B, c, d), their ages (B, c), -1 where a row has fewer, and the origin and
-        the number of all memories, as `HMTMemory.recall` takes them."""
+        """The embeddings of the best pages (B, c, d), the numbers of their segments (B, c), -1 where a row has fewer,
+        and the origin and the number of all memories, as `HMTMemory.recall` takes them."""
         pages, bank = state.pages, state.bank.to(state.pages[0].sums.dtype)
         sums = torch.stack([row.sums.sum(0, keepdim=True) for row in pages])
-        counts = torch.tensor([len(row) for row in pages], device=bank.device)
+        counts = torch.tensor([row.count for row in pages], device=bank.device)
         origin, count = mean_memory(bank, state.valid, sums, counts)
 
         def score(tags, i):
@@ -119,12 +118,12 @@ class Segments:
             return self.memory.scores(query[row], tags[None], origin[row], count[row]).squeeze(0)
 
         looked_up = [row.look_up(partial(score, i=i)) for i, row in enumerate(pages)]
-        width = max(len(ages) for _, ages in looked_up)
+        width = max(len(x) for x, _ in looked_up)
         embeddings = torch.stack([pad_front(x, width) for x, _ in looked_up])
-        ages = torch.stack([pad_front(x + 1, width) for _, x in looked_up]) - 1
+        numbers = torch.stack([pad_front(x + 1, width) for _, x in looked_up]) - 1
         # the gradient of the origin reaches the embeddings that are attended to
         total = sums + (embeddings - embeddings.detach()).to(sums).sum(1, keepdim=True)
-        return embeddings, ages, mean_memory(bank, state.valid, total, counts)
+        return embeddings, numbers, mean_memory(bank, state.valid, total, counts)
 
     def close(self, state, chunk, memory, full):
         """The state after the segment of the `full` rows: its memory is in the bank, its last tokens are sensory."""
@@ -136,8 +135,8 @@ class Segments:
         if pages is not None:
             drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
             # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
-            dropped = state.bank[:, :1]
-            pages = tuple(row.append(x) if drop else row for row, x, drop in zip(pages, dropped, drops))
+            dropped = zip(state.bank[:, :1], state.valid[:, :1])
+            pages = tuple(row.append(*x) if drop else row for row, x, drop in zip(pages, dropped, drops))
         sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
         closed = replace(
             state,

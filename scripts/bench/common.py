@@ -184,7 +184,7 @@ def make_parser(module, description, name=None, **defaults):
         "--output", type=Path, metavar="FILE", help=f"default: scripts/results/{name}.json, on a GPU {name}_cuda.json"
     )
     parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="print the table of such a FILE, and measure nothing"
+        "--table", type=existing_file, metavar="FILE", help="print the table of such a FILE, and measure nothing"
     )
     for option, default in defaults.items():
         several = isinstance(default, list)
@@ -199,6 +199,13 @@ def make_parser(module, description, name=None, **defaults):
             help="default: %(default)s",
         )
     return parser
+
+
+def existing_file(path):
+    """The `type` of an option that names a file to read."""
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{path} is no file. Leave the option out to measure.")
+    return Path(path)
 
 
 def result_name(args):

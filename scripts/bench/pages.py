@@ -90,7 +90,7 @@ def scorer(query, memory, embeddings):
 
 def cost(embeddings, queries, memory, pages, rounds):
     """Milliseconds of a recall and of a memory that is dropped, or added to the flat ones."""
-    n, query = len(embeddings), queries[None, :1]
+    n, query, score = len(embeddings), queries[None, :1], scorer(queries[0], memory, embeddings)
     origin, count = embeddings.mean(0)[None, None], torch.tensor([n])
 
     def recall(bank):
@@ -100,7 +100,7 @@ def cost(embeddings, queries, memory, pages, rounds):
         recall(torch.cat([embeddings[: n - 1], query[0]]))
 
     def paged():
-        recall(pages.append(query[0]).look_up(lambda tags: memory.scores(query, tags[None], origin, count)[0])[0])
+        recall(pages.append(query[0]).look_up(score)[0])
 
     seconds = common.time_in_turn({"flat": flat, "pages": paged}, rounds)
     return {f"{name}_ms": 1e3 * statistics.median(x) for name, x in seconds.items()}
@@ -112,12 +112,10 @@ def quality(embeddings, queries, memory, pages):
     for i in torch.randint(n, (ASKED,), generator=generator).tolist():
         score = scorer(queries[i], memory, embeddings)
         weights = score(embeddings).softmax(-1)
-        _, ages = pages.look_up(score)
-        values["recalled"].append(len(ages))
-        for name, numbers in (
-            ("", n - 1 - ages),
-            ("neighbours_", neighbours(embeddings, score, len(ages), pages.recalled)),
-        ):
+        _, in_pages = pages.look_up(score)
+        values["recalled"].append(len(in_pages))
+        beside = neighbours(embeddings, score, len(in_pages), pages.recalled)
+        for name, numbers in (("", in_pages), ("neighbours_", beside)):
             values[f"{name}found"].append((numbers == weights.argmax()).any().item())
             values[f"{name}weight"].append(weights[numbers].sum().item())
     return {name: statistics.mean(map(float, x)) for name, x in values.items()}

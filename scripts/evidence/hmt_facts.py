@@ -268,13 +268,13 @@ def trained(method, seed, facts, args):
     if name != method:
         return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
-    files, files_2 = checkpoints(method, seed, args)
-    first = train_rounds(model, facts, method, (1,), args.first_steps, files, args, generator)
+    first_files, second_files = checkpoints(method, seed, args)
+    first = train_rounds(model, facts, method, (1,), args.first_steps, first_files, args, generator)
     if name in HMT and config.get("recall", True):
         stage_1 = model.state_dict()
         model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
         model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
-    return model, [first, train_rounds(model, facts, method, counts, args.steps, files_2, args, generator)]
+    return model, [first, train_rounds(model, facts, method, counts, args.steps, second_files, args, generator)]
 
 
 @torch.no_grad()

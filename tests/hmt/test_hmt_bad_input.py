@@ -101,8 +101,10 @@ CONFIG = [
         ("three passes without recurrence", {"recall_mode": "causal", "recurrence": False}, "only the single mode"),
         ("no memory token", {"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
-        ("an empty query", {"sum_fraction": 0.0}, "would read 0 of 512"),
-        ("a query longer than the segment", {"sum_fraction": 1.5}, "would read 768 of 512"),
+        ("an empty query", {"sum_fraction": 0.0}, "sum_fraction is 0.0 of 512"),
+        ("a query of less than a token", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
+        ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction is 1.5 of 512"),
+        ("a query of no number", {"sum_fraction": float("nan")}, "sum_fraction is nan of 512"),
         (
             "no token behind the recall",
             {"sum_fraction": 1.0, "recall_mode": "single"},
@@ -268,6 +270,7 @@ READ = [
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep is -1"),
         ("no logits_to_keep", lambda it: {"logits_to_keep": None}, "logits_to_keep is None"),
+        ("logits_to_keep by truth", lambda it: {"logits_to_keep": True}, "logits_to_keep is True"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep is 1.5"),
         ("a word for a state", lambda it: {"state": {}}, "state is a dict"),
         (
@@ -323,6 +326,7 @@ READ += [
         "was built with 1",
     ),
     refused("a cut state", cut_state, "cannot be read"),
+    refused("a folder as a state", lambda it: HMTState.load(it.folder), "is no file"),
     refused("merging nothing", lambda it: it.state.merge(None), "other is a NoneType"),
     refused("forgetting by truth", lambda it: it.state.forget(True), r"and not \(True,\)"),
     refused("forgetting by name", lambda it: it.state.forget("0"), r"and not \('0',\)"),

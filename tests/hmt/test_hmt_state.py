@@ -189,5 +189,7 @@ def test_memories_in_pages_are_listed(make_wrapper, tokens):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
     state = model(tokens, use_cache=True).state
     assert state.segments()[0] == [range(a, a + 8) for a in range(0, 40, 8)]
-    with pytest.raises(NotImplementedError, match="cannot be forgotten"):
-        state.forget(0)
+    state = state.forget(4, 1)  # of the bank and of the pages
+    assert state.segments()[0] == [range(a, a + 8) for a in (0, 16, 24)]
+    with pytest.raises(IndexError, match="has 3 memories, and there is no number 3"):
+        state.forget(3)

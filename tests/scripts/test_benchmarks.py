@@ -127,6 +127,12 @@ def test_an_interrupted_run_keeps_its_rows(load, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_table_of_no_file_is_refused(load, capsys):
+    with pytest.raises(SystemExit):
+        load("hmt").main(["--table", "nothing.json"])
+    assert "nothing.json is no file. Leave the option out" in capsys.readouterr().err
+
+
 def test_a_missing_gpu_is_refused(load, capsys):
     with pytest.raises(SystemExit):
         load("generate").main(["--device", "cuda"])
