@@ -167,8 +167,17 @@ class HMTState:
         """False where a row has no such memory, (B, c)."""
         return self.ends > 0
 
-    def closed(self) -> torch.Tensor:
-        """Columns of the bank of a state with pages that hold a memory, or held one that was forgotten, (B, c)."""
+    def latest(self, count) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest memories of each row, (B, count, d), and False for a row that has none, (B, 1)."""
+        if self.pages is None:
+            return self.bank[:, -count:], self.valid.any(1, keepdim=True)
+        rows = [bank[valid][-count:] for bank, valid in zip(self.bank, self.valid)]
+        rows = [row if len(row) else pages.newest(count) for row, pages in zip(rows, self.pages)]
+        valid = torch.tensor([[len(row) > 0] for row in rows], device=self.bank.device)
+        return torch.stack([pad_front(row, count) for row in rows]), valid
+
+    def _taken(self) -> torch.Tensor:
+        """Columns of the bank that segments have taken, forgotten or not, (B, c); of a state with pages."""
         segments = torch.tensor(self.lengths, device=self.bank.device) // self.signature["segment_length"]
         newest_first = torch.arange(self.bank.shape[1], device=self.bank.device).flip(0)
         return newest_first < segments[:, None]
@@ -187,20 +196,23 @@ class HMTState:
         """The state without some memories of a row, which no later recall finds.
 
         What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens. With a
-        memory_size and no pages, the next memories take their places. A page file holds them still; `save` leaves
-        them out.
+        memory_size and no pages, the next memories take their places. A page file, and copies of pages, hold them
+        still; `save` leaves them out.
 
         Args:
             numbers: indices into `segments()[row]`.
 
         Raises:
             TypeError: something else than a number.
-            IndexError: there is no such memory.
+            IndexError: there is no such memory, or no such row.
         """
-        if any(
-            str(getattr(x, "dtype", type(x).__name__)).endswith("bool") or not hasattr(x, "__index__") for x in numbers
-        ):
-            raise TypeError(f"forget takes numbers of memories, such as forget(0, 3), and not {numbers}.")
+        for name, x in (("numbers of memories, such as forget(0, 3)", numbers), ("the number of a row", (row,))):
+            if any(
+                str(getattr(i, "dtype", type(i).__name__)).endswith("bool") or not hasattr(i, "__index__") for i in x
+            ):
+                raise TypeError(f"forget takes {name}, and not {x}.")
+        if not 0 <= row < len(self.lengths):
+            raise IndexError(f"The state has {len(self.lengths)} rows, and there is no row {row}.")
         paged = self.pages[row].numbers if self.pages else []
         places = [*paged, *self.ends[row].nonzero().flatten().tolist()]
         numbers = [*map(operator.index, numbers)]
@@ -223,21 +235,26 @@ class HMTState:
         the sensory tokens of this text. With recurrence, the memories of `other` know nothing of this text. Tokens of
         this text behind its last full segment are in no memory, and are left out. A row of `other` without a full
         segment goes on behind the sensory tokens of this text. What the open segment of `other` has recalled stays.
-        Of each row, memories beyond memory_size are dropped, the oldest first, or go to the pages of this state.
+        Of each row, memories beyond memory_size are dropped, the oldest first, or go to the pages of this state, in
+        RAM or in its file, as do those in the pages of `other`, one by one.
 
         Raises:
-            ValueError: no state, or one of another model, of other settings or of another number of rows.
+            ValueError: no state, or one of another model, of other settings, of another number of rows, or of another
+                dtype or device.
         """
         if not hasattr(other, "signature"):
             raise ValueError(f"other is a {type(other).__name__}; it must be the HMTState of another text.")
         if self.signature != other.signature or len(self.lengths) != len(other.lengths):
             raise ValueError("Only states of one model, one setting and the same number of rows can be merged.")
+        kinds = [f"{x.bank.dtype} on {x.bank.device}" for x in (self, other)]
+        if len(set(kinds)) > 1:
+            raise ValueError(f"This state is {kinds[0]}, and the other {kinds[1]}. Move one, or read its text again.")
         length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
         read = [n - n % length for n in self.lengths]
         moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
         bank, ends, pages = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1), self.pages
         # rows of unequal length have gaps between the texts; with pages, what was forgotten keeps its number
-        kept = torch.cat([self.closed(), other.closed()], 1) if pages else ends > 0
+        kept = torch.cat([self._taken(), other._taken()], 1) if pages else ends > 0
         kept, bank, ends = align(kept, bank, ends, left=False)
         if pages:
             beyond = [x[:, :-size] for x in (bank, ends > 0, kept)]

@@ -9,7 +9,8 @@ r pages, none is.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings, and
 there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost of a segment
-grows with the square root of the text.
+grows with the square root of the text. Where embeddings were forgotten, n counts the others: the smallest of the pages
+that are left are dissolved, and the largest split.
 
 `python -m scripts.bench.pages` counts how often the embedding that a flat memory would recall first is in one of
 the pages, for unrelated vectors and for the memories of a text.
@@ -113,7 +114,7 @@ class MemoryPages:
 
     @property
     def numbers(self) -> list:
-        """Those of the embeddings in pages, oldest first."""
+        """Those of the embeddings that a recall may find, oldest first."""
         return sorted(itertools.chain(*self.members))
 
     @property
@@ -152,16 +153,24 @@ class MemoryPages:
         if not self.members:
             self.members, self.sums = [(number,)], embedding[None].clone()
             return
-        count = self.count
-        mean = self.sums.sum(0) / count
+        mean = self._mean()
         page = (F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax().item()
         self.members[page] += (number,)
         self.sums[page] += embedding
-        if len(self.members[page]) > max(self.page_size, int((count / self.recalled) ** 0.5)):
-            self._split(page, mean.to(self.rest.device))
+        if len(self.members[page]) > self._most(self.count - 1):
+            self._split(page, mean)
+
+    def _mean(self):
+        """Of all embeddings, (d,)."""
+        return self.sums.sum(0) / self.count
+
+    def _most(self, count):
+        """S, of `count` embeddings."""
+        return max(self.page_size, int((count / self.recalled) ** 0.5))
 
     def _split(self, page, mean):
-        """Move half of a page to a new one; in place."""
+        """Move half of a page to a new one, in place. mean: of all embeddings, (d,)."""
+        mean = mean.to(self.rest.device)
         numbers = torch.tensor(self.members[page])
         embeddings = self._rows(self.members[page]).to(mean)
         directions = F.normalize(embeddings - mean, dim=-1)
@@ -176,13 +185,26 @@ class MemoryPages:
     @torch.no_grad()
     def forget(self, numbers):
         """New pages in which no recall finds these embeddings. The others keep their numbers."""
-        gone, members, sums = set(numbers), [], [self.sums[:0]]
+        gone, pages = set(numbers), []
         for page, total in zip(self.members, self.sums):
-            kept = tuple(number for number in page if number not in gone)
-            if kept:
-                members.append(kept)
-                sums.append((total if kept == page else self._rows(kept).to(total).sum(0))[None])
-        return replace(self, members=(*members,), sums=torch.cat(sums))
+            if kept := tuple(number for number in page if number not in gone):
+                pages.append((kept, total if kept == page else self._rows(kept).to(total).sum(0)))
+        pages.sort(key=lambda page: -len(page[0]))
+        count = sum(len(kept) for kept, _ in pages)
+        most = int(2 * (self.recalled * count) ** 0.5)
+        pages, dissolved = pages[:most], pages[most:]
+        sums = torch.cat([self.sums[:0], *(total[None] for _, total in pages)])
+        pages = replace(self, members=[kept for kept, _ in pages], sums=sums)
+        with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
+            for number in sorted(number for kept, _ in dissolved for number in kept):
+                pages._put(number, self._rows([number])[0].to(sums))
+            page, mean = 0, pages._mean()
+            while page < len(pages.members):
+                if len(pages.members[page]) > pages._most(count):
+                    pages._split(page, mean)
+                else:
+                    page += 1
+        return replace(pages, members=(*pages.members,))
 
     def tags(self):
         """The mean of each page, (P, d)."""
@@ -202,6 +224,10 @@ class MemoryPages:
         numbers = sorted(number for page in chosen for number in self.members[page])
         device = self.sums.device
         return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
+
+    def newest(self, count):
+        """The newest embeddings that a recall may find, on the device of the tags, (c, d), c <= count."""
+        return self._rows(self.numbers[-count:]).to(self.sums.device)
 
     def _rows(self, numbers):
         """Embeddings by their numbers, (c, d)."""

@@ -93,12 +93,12 @@ class PublishedSegments(Segments):
         recall = None
         begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
         if any(begins):
-            opening, _ = self.prompt_for(state, chunk, state.query)  # no query: no recall, or one memory
+            opening, _ = self.prompt_for(state, chunk, state.query)  # no query: none has recalled
             prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
             state = replace(state, **prompts)
         if query is not None:
             rows = self.recalls(chunk)
-            recalled, recall = self.recall(state, chunk, query)
+            recalled, recall = self.prompt_for(state, chunk, query)
             prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
             state = replace(state, prompt=prompt, query=query).without_kv_cache()
             recall = recall and recall.of_rows(rows)

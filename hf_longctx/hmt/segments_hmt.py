@@ -82,14 +82,17 @@ class Segments:
     def prompt_for(self, state, chunk, query):
         """The prompt of a segment (B, m, d), and its `Recall` or None.
 
-        Without memories it is `initial`, without a query the latest memory, and there is no recall.
+        Without memories it is `initial`, without a query the latest memory, and there is no recall. In a query (B, 1,
+        d), zeros are a row that has none.
         """
         if state.bank.shape[1] == 0:
             # a copy: an optimizer step must not change a state
             return self.prompt(self.memory.initial, state.bank).clone(), None
+        latest = self.memory.or_initial(*state.latest(self.config.memory_tokens))
         if query is None:
-            return self.memory.or_initial(state.bank[:, -self.config.memory_tokens :], state.valid), None
-        return self.recall(state, chunk, query)
+            return latest, None
+        prompt, recall = self.recall(state, chunk, query)
+        return torch.where(query.any(2, keepdim=True), prompt, latest), recall
 
     def recall(self, state, chunk, query):
         """Recall from the bank and, if there are pages, from the best of them: prompt (B, 1, d); `Recall` or None."""

@@ -1,6 +1,7 @@
 """What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -330,6 +331,12 @@ READ += [
     refused("merging nothing", lambda it: it.state.merge(None), "other is a NoneType"),
     refused("forgetting by truth", lambda it: it.state.forget(True), r"and not \(True,\)"),
     refused("forgetting by name", lambda it: it.state.forget("0"), r"and not \('0',\)"),
+    refused("forgetting in a row by truth", lambda it: it.state.forget(0, row=True), "the number of a row"),
+    refused(
+        "merging states of two dtypes",
+        lambda it: it.state.merge(replace(it.state, bank=it.state.bank.half())),
+        "torch.float16 on cpu. Move one",
+    ),
     refused("forgetting a list", lambda it: it.state.forget([0, 1]), "takes numbers of memories"),
     refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "takes numbers of rows"),
     harmless(

@@ -66,12 +66,12 @@ def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, 
     assert counts[:4] == [1, 2, 3, 4] and max(counts) < 10
 
 
-@pytest.mark.parametrize("recurrence", [True, False], ids=["recurrence", "no recurrence"])
-def test_forgets_and_merges_as_a_flat_memory_does(make_wrapper, long_tokens, recurrence):
+@pytest.mark.parametrize("settings", [{}, {"recurrence": False}, {"recall_mode": "causal"}], ids=str)
+def test_forgets_and_merges_as_a_flat_memory_does(make_wrapper, long_tokens, settings):
     """While all pages are recalled. Rows are of unequal length; what was forgotten lies in the bank and in pages."""
     read = {}
-    for name, settings in {"flat": {"memory_size": None}, "paged": PAGED | {"recalled_pages": 50}}.items():
-        model, mask = make_wrapper(**settings, recurrence=recurrence), torch.ones_like(long_tokens[:, :45])
+    for name, sizes in {"flat": {"memory_size": None}, "paged": PAGED | {"recalled_pages": 50}}.items():
+        model, mask = make_wrapper(**sizes, **settings), torch.ones_like(long_tokens[:, :45])
         mask[1, 19:] = 0
         with torch.no_grad():
             first = model(long_tokens[:, :45], attention_mask=mask, use_cache=True).state
@@ -80,12 +80,15 @@ def test_forgets_and_merges_as_a_flat_memory_does(make_wrapper, long_tokens, rec
             second = model(long_tokens[:, 60:93], use_cache=True).state.forget(3)
             merged = first.merge(second).merge(first)
             out = model(long_tokens[:, :50], state=merged, output_recall=True)
-        read[name] = later, merged, out
+            # the newest memories are gone, and no segment has recalled yet
+            begun = first.merge(model(long_tokens[:, :8], use_cache=True).state).forget(3)
+            begun = model(long_tokens[:, :8], state=begun.merge(model.new_state(2)), output_recall=True)
+        read[name] = later, merged, out, begun
     flat, paged = read["flat"], read["paged"]
     assert [len(row) for row in paged[1].pages] == [12, 6]
     assert flat[0].state.segments() == paged[0].state.segments()
     assert flat[1].segments() == paged[1].segments()
-    for of_flat, of_paged in zip(flat[::2], paged[::2]):
+    for of_flat, of_paged in ((flat[i], paged[i]) for i in (0, 2, 3)):
         torch.testing.assert_close(of_paged.logits, of_flat.logits, atol=ROUNDING, rtol=0)
         for weights, ends, expected in zip(of_paged.recall_scores, of_paged.recall_ends, of_flat.recall_scores):
             assert (weights[ends == 0] == 0).all() and not expected.isnan().any()
@@ -235,17 +238,43 @@ def test_what_was_forgotten_is_in_no_page():
     assert pages.forget(range(60)).append(embeddings[:1]).numbers == [60]
 
 
-@pytest.mark.parametrize("kind", ["alike", "unrelated", "in line"])
+KINDS = ["alike", "unrelated", "in line"]
+
+
+@pytest.mark.parametrize("left", ["few", "the largest page", "none but the newest"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_hold_for_what_is_left(kind, left):
+    embeddings, recalled = of_kind(kind, 3000), 3
+    pages = filled(embeddings, page_size=2, recalled=recalled, at_once=1000)
+    largest = {number for page in sorted(pages.members, key=len)[-5:] for number in page}
+    kept = {"few": {*range(0, 3000, 17)}, "the largest page": largest, "none but the newest": {*range(2900, 3000)}}[
+        left
+    ]
+    pages = pages.forget({*range(3000)} - kept)
+    assert pages.numbers == sorted(kept)
+    for _ in range(2):
+        most = max(2, (pages.count / recalled) ** 0.5)
+        assert max(map(len, pages.members)) <= most
+        assert len(pages.members) <= 4 * (recalled * pages.count) ** 0.5
+        pages = pages.append(embeddings[:300])
+
+
+def of_kind(kind, n):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "alike": torch.zeros(n, 2),
+        "unrelated": torch.randn(n, 8, generator=generator),
+        "in line": torch.arange(n)[:, None].float(),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_cost_grows_with_the_square_root(kind):
     n, recalled = 3000, 3
-    embeddings = {
-        "alike": torch.zeros(n, 2),
-        "unrelated": torch.randn(n, 8),
-        "in line": torch.arange(n)[:, None].float(),
-    }
-    pages, start = MemoryPages.empty(embeddings[kind].shape[1], torch.float32, "cpu", 2, recalled), 0
+    embeddings, start = of_kind(kind, n), 0
+    pages = MemoryPages.empty(embeddings.shape[1], torch.float32, "cpu", 2, recalled)
     for stop in (100, 1000, n):
-        pages, start = pages.append(embeddings[kind][start:stop]), stop
+        pages, start = pages.append(embeddings[start:stop]), stop
         root = (recalled * stop) ** 0.5
         assert len(pages.look_up(lambda tags: tags.sum(1))[0]) <= root
         assert len(pages.members) <= 4 * root

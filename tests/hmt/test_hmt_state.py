@@ -155,21 +155,34 @@ def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
     assert torch.equal(later.recall_scores[0][1], out.recall_scores[0][1])
     with pytest.raises(IndexError, match="has 3 memories, and there is no number 3"):
         state.forget(3)
+    with pytest.raises(IndexError, match="has 2 rows, and there is no row 2"):
+        state.forget(0, row=2)
 
 
 MODES = [{"recall_mode": "causal"}, {"recall_mode": "single"}, {"recall_mode": "single", "recurrence": False}]
 
 
+@pytest.mark.parametrize("settings", [*MODES, {"recall_mode": "paper"}], ids=str)
+def test_a_state_that_has_forgotten_everything_reads_on(make_wrapper, tokens, settings):
+    model = make_wrapper(memory_size=4, **settings)
+    with torch.no_grad():
+        state = model(tokens[:, :16], use_cache=True).state.forget(0, 1).forget(0, 1, row=1)
+        assert state.segments() == [[], []]
+        out = model(tokens[:, 16:32], state=state, output_recall=True)
+    assert out.recalled()[0] == [] and out.recalled()[1][0][0] == range(16, 24)
+
+
+@pytest.mark.parametrize("others", [(2, 11), (19, 8)], ids=["one has no memory", "one has not recalled"])
 @pytest.mark.parametrize("settings", MODES, ids=str)
-def test_merged_rows_are_as_alone(make_wrapper, tokens, settings):
-    """One row of the second text is still in its first segment; the other has memories behind a gap in the bank."""
-    model, lengths = make_wrapper(memory_size=3, **settings), [(24, 16), (2, 11)]
+def test_merged_rows_are_as_alone(make_wrapper, tokens, settings, others):
+    """One row of the second text has memories behind a gap in the bank."""
+    model, lengths = make_wrapper(memory_size=3, **settings), [(24, 16), others]
 
     def read(row, start, length):
         return model(tokens[row : row + 1, start : start + length], use_cache=True).state
 
     with torch.no_grad():
-        places, texts = torch.arange(24), (tokens[:, :24], tokens[:, 24:35])
+        places, texts = torch.arange(24), (tokens[:, :24], tokens[:, 24:43])
         masks = [places[: x.shape[1]] < torch.tensor(n)[:, None] for x, n in zip(texts, lengths)]
         first, second = (model(x, mask, use_cache=True).state for x, mask in zip(texts, masks))
         for other in (second, model.new_state(2)):

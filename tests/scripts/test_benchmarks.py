@@ -126,13 +126,13 @@ def test_an_interrupted_run_keeps_its_rows(load, tmp_path, capsys):
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"n": 1}]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_table_of_no_file_is_refused(load, capsys):
     with pytest.raises(SystemExit):
         load("hmt").main(["--table", "nothing.json"])
     assert "nothing.json is no file. Leave the option out" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_refused(load, capsys):
     with pytest.raises(SystemExit):
         load("generate").main(["--device", "cuda"])
