@@ -186,12 +186,14 @@ class MemoryPages:
     def forget(self, numbers):
         """New pages in which no recall finds these embeddings. The others keep their numbers."""
         gone, pages = set(numbers), []
+        if not gone:
+            return self
         for page, total in zip(self.members, self.sums):
             if kept := tuple(number for number in page if number not in gone):
                 pages.append((kept, total if kept == page else self._rows(kept).to(total).sum(0)))
         pages.sort(key=lambda page: -len(page[0]))
         count = sum(len(kept) for kept, _ in pages)
-        most = int(2 * (self.recalled * count) ** 0.5)
+        most = int(2 * (self.recalled * count) ** 0.5)  # leaves room for as many splits
         pages, dissolved = pages[:most], pages[most:]
         sums = torch.cat([self.sums[:0], *(total[None] for _, total in pages)])
         pages = replace(self, members=[kept for kept, _ in pages], sums=sums)
