@@ -53,9 +53,10 @@ def test_options_of_the_curve(folder, tmp_path):
 
 
 def test_random_data_need_no_text(folder, tmp_path):
-    options = "--data-type random --points 2 --repeats 1"
+    options = "--data-type random --points 2 --repeats 1 --tokens-per-pass 70"
     status, curve = measure(folder, tmp_path / "curve", "curve", options)
     assert status == 0 and curve.points[-1].length == (64 - 3) // 2
+    assert curve.settings["tokens_per_pass"] == 70
     assert not {"corpus", "train_length"} & curve.settings.keys()
     assert curve.settings["id_range"] == [10, VOCABULARY - 1]
     status, curve = measure(folder, tmp_path / "curve", "curve", f"{options} --id-range 20 30")
@@ -135,7 +136,7 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):
-    options = "--max-length 30 --repeats 3 --protocol adaptive --tokens-per-pass 40 --text stdlib"
+    options = "--max-length 30 --repeats 3 --protocol adaptive --text stdlib"
     _, curve = measure(folder, tmp_path / "curve", "curve", f"{options} --journal {tmp_path / 'journal'}")
     assert curve.settings["protocol"] == "adaptive"
     header = json.loads((tmp_path / "journal").read_text().splitlines()[0])
