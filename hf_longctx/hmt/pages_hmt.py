@@ -127,7 +127,7 @@ class MemoryPages:
     @property
     def embeddings(self) -> torch.Tensor:
         """All of them, (n, d), zeros for those that were forgotten."""
-        return torch.cat([*self.blocks, self.rest]).masked_fill(~self.valid[:, None], 0)
+        return torch.cat([*self.blocks, self.rest]).masked_fill_(~self.valid[:, None], 0)
 
     def append(self, embeddings, valid=None):
         """New pages with `embeddings` (n, d) added, oldest first.
