@@ -31,18 +31,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
+from scripts.evidence import hmt_training
+from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, load_backbone, recalls, tenth, with_recall, wrap
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, require, run
-from scripts.fetch_smollm2 import FOLDER as SMOLLM2
 from scripts.prove_hmt import CONTROLS, changed_recall, label_axes
 
 
-BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
-TEXT = common.ROOT / "demo_output" / "corpus"
 FACT, QUESTION = "The colour of {name}'s house is {colour}.", "The colour of {name}'s house is"
 NAMES = [
     "Ada", "Alan", "Alice", "Amos", "Anna", "Boris", "Bruno", "Carla", "Cecil", "Clara", "Cyrus", "Dora",
@@ -57,17 +56,11 @@ COLOURS = [  # one token each
     "red", "silver", "white",
 ]  # fmt: skip
 STOP_WORDS = {"the", "of", "is", "s"}
-HMT = {  # arguments of HMTConfig in the second stage
-    "HMT, single": {"recall_mode": "single"},
-    "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
-    "HMT, causal": {"recall_mode": "causal"},
-    "RMT": {"recall": False, "recall_mode": "causal"},
-}
-AS_IT_IS = ", as it is"
 PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # a loss, the mean of the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found", "largest": "largest weight of a recall"}
-METHODS = (*HMT, *PLAIN, *(f"{method}{AS_IT_IS}" for method in ("HMT, single", "full attention", "BM25 and window")))
+MEMORIES = ("HMT, single", "HMT, single, no recurrence", "HMT, causal", "RMT")
+METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in ("HMT, single", "full attention", "BM25 and window")))
 
 
 class Questions(NamedTuple):
@@ -200,41 +193,15 @@ def answer(model, questions, before):
 
 
 def train(model, facts, method, counts, steps, file, args, generator):
-    """Train on the answers, with each number of facts in `counts` in turn; the losses.
+    """As `hmt_training.train`, on the answers, with each number of facts in `counts` in turn."""
 
-    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
-    `args.save_steps` steps everything goes to `file`, from which an interrupted training continues.
-    """
-    parameters, losses = [x for x in model.parameters() if x.requires_grad], []
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(10 * (step + 1) / steps, 1 - 0.9 * step / steps)
-    )
-    if file.exists():
-        saved = torch.load(file, map_location=args.device, mmap=True)
-        losses = saved["losses"]
-        generator.set_state(saved["generator"].cpu())
-        for x, part in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
-            x.load_state_dict(saved[part])
-    model.train()
-    for step in range(len(losses), steps):
+    def losses_of(step):
         questions = facts.sample(method, counts[step % len(counts)], args.questions, args.rows, args, generator)
         with torch.autocast(args.device, torch.bfloat16):
             logits, _ = answer(model, questions, read(model, questions))
-        loss = F.cross_entropy(logits, questions.colours)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(round(loss.item(), 3))
-        if (step + 1) % args.save_steps == 0 or step + 1 == steps:
-            parts = {name: x.state_dict() for name, x in (("model", model), ("optimizer", optimizer))}
-            parts |= {"schedule": schedule.state_dict(), "losses": losses, "generator": generator.get_state()}
-            torch.save(parts, file.with_suffix(".unfinished"))
-            file.with_suffix(".unfinished").rename(file)
-    model.eval()
-    return losses
+        yield F.cross_entropy(logits, questions.colours)
+
+    return hmt_training.train(model, losses_of, steps, file, args, generator)
 
 
 def checkpoints(method, seed, args):
@@ -258,22 +225,18 @@ def trained(method, seed, facts, args):
     """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(BACKBONES[args.backbone], dtype=torch.float32).to(args.device).eval()
+    model = load_backbone(args)
     model.get_input_embeddings().requires_grad_(False)  # and the head, which is tied to them
     name = method.removesuffix(AS_IT_IS)
-    if name in HMT:
-        config = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens} | HMT[name]
-        first = config if name != method else config | {"recall": False}
-        model = HMTWrapper.from_backbone(model, HMTConfig(**first, summary_batch=64)).eval()
+    if name in MEMORIES:
+        model = wrap(model, name, args, **{} if name != method else {"recall": False}).eval()
     if name != method:
         return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
     first_files, second_files = checkpoints(method, seed, args)
     first = train_rounds(model, facts, method, (1,), args.first_steps, first_files, args, generator)
-    if name in HMT and config.get("recall", True):
-        stage_1 = model.state_dict()
-        model = HMTWrapper.from_backbone(model.backbone, HMTConfig(**config, summary_batch=64))
-        model.load_state_dict(stage_1, strict=False)  # which has no projections and no temperature
+    if name in MEMORIES and recalls(name):
+        model = with_recall(model, name, args)
     return model, [first, train_rounds(model, facts, method, counts, args.steps, second_files, args, generator)]
 
 
@@ -287,7 +250,7 @@ def ask(model, method, count, seed, facts, args):
             before = read(model, questions)
             logits, weights = answer(model, questions, before)
             values["accuracy"] += (logits.argmax(-1) == questions.colours).tolist()
-            for name, control in CONTROLS.items() if weights is not None and method in HMT else ():
+            for name, control in CONTROLS.items() if weights is not None and method in MEMORIES else ():
                 with changed_recall(model, control, questions.facts[:, None], count):
                     logits, _ = answer(model, questions, before)
                 values[name] += (logits.argmax(-1) == questions.colours).tolist()
@@ -381,11 +344,6 @@ def line_of(name, shares, rows=()):
             "; ".join(f"{tenth(stage):.2f}, {tenth(stage[::-1]):.2f}" for stage in row["losses"]) for row in rows
         )
     return line
-
-
-def tenth(losses):
-    """The mean of the first tenth."""
-    return statistics.mean(losses[: max(1, len(losses) // 10)])
 
 
 def plot(result, path):

@@ -1,0 +1,87 @@
+"""How the evidence trains memories around a pretrained Llama: two stages, in steps that survive an interruption."""
+
+import statistics
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from scripts.bench import common
+from scripts.fetch_smollm2 import FOLDER as SMOLLM2
+
+
+BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
+TEXT = common.ROOT / "demo_output" / "corpus"
+HMT = {  # arguments of HMTConfig in the second stage
+    "HMT, single": {"recall_mode": "single"},
+    "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
+    "HMT, causal": {"recall_mode": "causal"},
+    "HMT, paper": {"recall_mode": "paper"},
+    "RMT": {"recall": False, "recall_mode": "causal"},
+}
+AS_IT_IS = ", as it is"
+
+
+def load_backbone(args):
+    """The backbone, in float32."""
+    return AutoModelForCausalLM.from_pretrained(BACKBONES[args.backbone], dtype=torch.float32).to(args.device).eval()
+
+
+def wrap(backbone, name, args, **changes):
+    """A new memory of a kind in `HMT` around the backbone, with `changes` of its settings."""
+    settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens, "summary_batch": 64}
+    return HMTWrapper.from_backbone(backbone, HMTConfig(**settings | HMT[name] | changes))
+
+
+def recalls(name):
+    """Whether a memory of this kind recalls, in the second stage."""
+    return HMT[name].get("recall", True)
+
+
+def with_recall(model, name, args):
+    """The model of the second stage: that of the first, which had no recall, with new projections and temperature."""
+    second = wrap(model.backbone, name, args)
+    second.load_state_dict(model.state_dict(), strict=False)
+    return second
+
+
+def train(model, losses_of, steps, file, args, generator):
+    """Train on losses_of(number of the step), which yields losses whose sum is that of the step; returns the losses.
+
+    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
+    `args.save_steps` steps everything goes to `file`, from which an interrupted training continues.
+    """
+    parameters, losses = [x for x in model.parameters() if x.requires_grad], []
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(10 * (step + 1) / steps, 1 - 0.9 * step / steps)
+    )
+    if file.exists():
+        saved = torch.load(file, map_location=args.device, mmap=True)
+        losses = saved["losses"]
+        generator.set_state(saved["generator"].cpu())
+        for x, part in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            x.load_state_dict(saved[part])
+    model.train()
+    for step in range(len(losses), steps):
+        parts = []
+        for loss in losses_of(step):
+            loss.backward()
+            parts.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(round(sum(parts), 3))
+        if (step + 1) % args.save_steps == 0 or step + 1 == steps:
+            saved = {name: x.state_dict() for name, x in (("model", model), ("optimizer", optimizer))}
+            saved |= {"schedule": schedule.state_dict(), "losses": losses, "generator": generator.get_state()}
+            torch.save(saved, file.with_suffix(".unfinished"))
+            file.with_suffix(".unfinished").rename(file)
+    model.eval()
+    return losses
+
+
+def tenth(losses):
+    """The mean of the first tenth."""
+    return statistics.mean(losses[: max(1, len(losses) // 10)])
