@@ -73,13 +73,23 @@ def documents(text, part, tokenizer):
 
 
 def training_tokens(tokenizer, args):
-    """Documents of the train part, one after another, as many as all steps read or as there are; (N,)."""
+    """Documents of the train part, one after another, as many as all steps read or as there are; (N,).
+
+    Raises:
+        ValueError: they are shorter than a row.
+    """
     parts, needed = [], args.rows * args.segment_length * (2 * args.first_steps + args.segments * args.steps)
     for document in documents(args.text, "train", tokenizer):
         parts.append(document)
         if sum(map(len, parts)) >= needed:
             break
-    return torch.cat(parts)
+    tokens, longest = torch.cat(parts), args.segments * args.segment_length
+    if len(tokens) < longest:
+        raise ValueError(
+            f"The train part of {args.text} has {len(tokens)} tokens, and a row of {args.segments} segments {longest}. "
+            "Lower --segments, or shorten them."
+        )
+    return tokens
 
 
 def held_out_texts(tokenizer, args):

@@ -1,22 +1,14 @@
 """scripts/evidence at tiny sizes: what is measured is kept, and the committed figures show what the text says."""
 
-import importlib
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from demo_model import DEMO, VOCABULARY
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-from hf_longctx.corpus import stdlib_text
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "scripts" / "results"
 TINY = {
     "extrapolation": "--train-length 16 --read-length 32 --steps 2 --seeds 0 1",
     "rope_base": "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0",
@@ -24,31 +16,17 @@ TINY = {
     "llama_to_fox": "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2",
     "hmt_facts": "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --asked 2 --most-facts 2 "
     "--most-asked 4 --seeds 0",
+    "hmt_perplexity": "--segment-length 16 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --segments 2 "
+    "--text-length 64 --texts 4 --seeds 0 1",
 }
-ROWS = {"extrapolation": 4, "rope_base": 2, "rope_smollm2": 7, "llama_to_fox": 13, "hmt_facts": 10}
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"scripts.evidence.{name}")
-
-
-@pytest.fixture
-def smollm2(load, monkeypatch, tmp_path):
-    """In place of SmolLM2 a tiny Llama, in place of novels some text of the standard library."""
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes))
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
-    (tmp_path / "text" / "train").mkdir(parents=True)
-    (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
-    (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
-    monkeypatch.setitem(load("hmt_facts").BACKBONES, "smollm2", tmp_path / "model")
-    for name in ("rope_smollm2", "llama_to_fox"):
-        monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
-    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts"):
-        monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
+ROWS = {
+    "extrapolation": 4,
+    "rope_base": 2,
+    "rope_smollm2": 7,
+    "llama_to_fox": 13,
+    "hmt_facts": 10,
+    "hmt_perplexity": 17,
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
@@ -71,7 +49,7 @@ def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, mo
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == result["rows"]
 
 
-@pytest.mark.parametrize("name", ["hmt_facts", "llama_to_fox", "rope_smollm2"])
+@pytest.mark.parametrize("name", ["hmt_facts", "hmt_perplexity", "llama_to_fox", "rope_smollm2"])
 @pytest.mark.parametrize("missing", ["model", "text"])
 def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, missing, load, smollm2, tmp_path):
     module = load(name)
@@ -142,11 +120,6 @@ def test_options_that_cannot_work_are_refused_before_training(options, message, 
     with pytest.raises(ValueError, match=message):
         load("hmt_facts").main(arguments)
     assert not list(tmp_path.rglob("*.pt"))
-
-
-@pytest.fixture
-def rows():
-    return lambda name: json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
 def test_a_fox_reads_on_where_rope_fails(rows):

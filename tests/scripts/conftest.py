@@ -1,0 +1,42 @@
+"""Modules of scripts/evidence, a tiny model in the place of SmolLM2, and the committed rows."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from demo_model import DEMO, VOCABULARY
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.corpus import stdlib_text
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"scripts.evidence.{name}")
+
+
+@pytest.fixture
+def smollm2(load, monkeypatch, tmp_path):
+    """In place of SmolLM2 a tiny Llama, in place of novels some text of the standard library."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
+    (tmp_path / "text" / "train").mkdir(parents=True)
+    (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
+    (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
+    monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
+    for name in ("rope_smollm2", "llama_to_fox"):
+        monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
+    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts", "hmt_perplexity"):
+        monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
+
+
+@pytest.fixture
+def rows():
+    return lambda name: json.loads((ROOT / "scripts" / "results" / f"{name}.json").read_text())["rows"]
