@@ -1,44 +1,56 @@
 """What does a memory win in perplexity, over a backbone that reads as many tokens without one?
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.hmt_perplexity --device cuda              # SmolLM2-135M, in full
-    python -m scripts.evidence.hmt_perplexity --device cuda --text pg19  # the same on books from the Hub
+    python -m scripts.evidence.hmt_perplexity --device cuda --text pg19  # SmolLM2-135M, in full, on books from the Hub
+    python -m scripts.evidence.hmt_perplexity --device cuda --first-steps 40 --steps 40  # as long as novels are new
     python -m scripts.evidence.hmt_perplexity --backbone llama-demo --segment-length 64 --sensory-tokens 8 \
         --rows-at-once 8 --first-steps 100 --steps 200 --learning-rate 3e-4 \
         --text-length 1024 --texts 48                                    # on a CPU, ten minutes for a model and seed
 
 The same tokens of held-out texts are scored by all. A Llama reads them in windows: blocks of L' tokens; as many tokens
-as the single mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which costs two
-positions for each token, as the causal and the published mode do; and as much as its context holds. HMT and RMT read
-segments of L' tokens. HMT is also read with the memories of another text in the place of those of the text: what it
-loses by that is what the content of its memories is worth.
+as the single mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which cost two
+positions for each token, more than the published mode and nearly as many as the causal one; and as much as its context
+holds. HMT and RMT read segments of L' tokens. HMT is also read with the memories of another text, made while it read
+that one, in the place of those of the text: what it loses by that is what the content of its memories is worth.
 
 All are trained on the same tokens, so that none wins by adaptation to the text alone: rows of two segments, then rows
 of `--segments`, as in HMT's two stages. The Llama is trained on the blocks of these rows; another one, which reads as
 much as its context holds, on whole rows. Some are read as they are, too, without training. All parameters are trained,
-under bfloat16 autocast. With --text novels, texts are pieces of one novel that is not trained on, and so is "another
-text"; with pg19, pieces of books of the test split of PG-19, one of each book before a second of any.
+under bfloat16 autocast. With --text novels, five novels of Jane Austen and Moby Dick are trained on, and the texts are
+pieces of another novel of hers. With pg19, texts are pieces of books of its test split, one of each book before a
+second of any.
 
 A prediction counts to the first half of a segment if it is made before token j. The published mode has read that half
-by then, and what it has there is no perplexity, but shows how much is given away; that of the second halves is one.
+by then, in training too: what it has there is no perplexity, but shows how much is given away; that of the second
+halves is one.
 """
 
+import functools
 import itertools
 import math
 import statistics
-from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_longctx.corpus import open_source
+from hf_longctx.hmt import HMTConfig
 from scripts.bench import common
 from scripts.evidence import hmt_training
-from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, HMT, TEXT, load_backbone, recalls, with_recall, wrap
+from scripts.evidence.hmt_reading import BINS, SEGMENTS, SWAPPED, measure_reading
+from scripts.evidence.hmt_training import (
+    AS_IT_IS,
+    BACKBONES,
+    HMT,
+    TEXT,
+    config_of,
+    load_backbone,
+    recalls,
+    with_recall,
+    wrap,
+)
 from scripts.evidence.parts import make_parser, measure_parts, require, run
-from scripts.prove_hmt import changed_recall, shuffled_memories
 
 
 LLAMAS = {  # what a Llama is trained on, and its readings
@@ -46,44 +58,49 @@ LLAMAS = {  # what a Llama is trained on, and its readings
     "Llama, long rows": ("whole context",),
 }
 METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, single")))
-OWN, OTHER = "segments", "with the memories of another text"  # readings of HMT
 REFERENCE = "Llama: overlapping blocks"
 SOURCES = ("novels", "pg19")
-BINS = 16  # of the positions of a segment
 RESAMPLES = 10_000
+LINE_STYLES = {"": "-", SWAPPED: "--"} | dict(zip(itertools.chain(*LLAMAS.values()), (":", "-.", "--", "-")))
 FORM = """
-| model and reading | seeds | positions per token | perplexity | range of seeds | to overlapping blocks |\
- to its own memories | first segment | first halves | second halves | to overlapping blocks | first and last loss |
-| {name} | {seeds} | {positions:.2f} | {perplexity} | {range} | {change} | {content} | {first:.2f} | {early:.2f} |\
- {late:.2f} | {late_change} | {losses} |
+| model and reading | seeds | positions per token | perplexity | range of seeds | to overlapping blocks | first segment |\
+ first halves | second halves | to overlapping blocks | to its own memories | first and last loss |
+| {name} | {seeds} | {positions:.2f} | {perplexity} | {range} | {change} | {first:.2f} |\
+ {early:.2f} | {late:.2f} | {late_change} | {content} | {losses} |
 """
 
 
-def source_of(text, part):
-    """What `open_source` reads the texts of --text from: the "train" or the "held_out" part."""
+def documents(text, part):
+    """The documents of the "train" or the "held_out" part of --text, one by one."""
     if text == "pg19":
-        return text
-    return str(TEXT / "train" if part == "train" else TEXT / "held_out.txt")
+        return open_source(text, part)[1]
+    files = [TEXT / "held_out.txt"]
+    if part == "train":
+        files = [file for file in sorted((TEXT / "train").glob("*.txt")) if not file.name.startswith("Address")]
+    return (file.read_text() for file in files)
 
 
-def documents(text, part, tokenizer):
-    """The documents of a part, as tokens (N,), one by one."""
-    for document in open_source(source_of(text, part), part)[1]:
-        yield torch.tensor(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+@functools.cache
+def tokens_of(text, part, backbone, most_documents, most_tokens):
+    """The first documents of a part as tokens, up to the one that completes `most_tokens`; a list of (N,)."""
+    tokenizer, read = AutoTokenizer.from_pretrained(backbone), []
+    for document in itertools.islice(documents(text, part), most_documents):
+        read.append(torch.tensor(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]))
+        if most_tokens and sum(map(len, read)) >= most_tokens:
+            break
+    return read
 
 
-def training_tokens(tokenizer, args):
-    """Documents of the train part, one after another, as many as all steps read or as there are; (N,).
+def training_tokens(args):
+    """All novels, one after another, or as many books of PG-19 as all steps read; (N,).
 
     Raises:
         ValueError: they are shorter than a row.
     """
-    parts, needed = [], args.rows * args.segment_length * (2 * args.first_steps + args.segments * args.steps)
-    for document in documents(args.text, "train", tokenizer):
-        parts.append(document)
-        if sum(map(len, parts)) >= needed:
-            break
-    tokens, longest = torch.cat(parts), args.segments * args.segment_length
+    steps = 2 * args.first_steps + args.segments * args.steps
+    needed = args.rows * args.segment_length * steps if args.text == "pg19" else None
+    tokens = torch.cat(tokens_of(args.text, "train", BACKBONES[args.backbone], None, needed))
+    longest = args.segments * args.segment_length
     if len(tokens) < longest:
         raise ValueError(
             f"The train part of {args.text} has {len(tokens)} tokens, and a row of {args.segments} segments {longest}. "
@@ -92,22 +109,25 @@ def training_tokens(tokenizer, args):
     return tokens
 
 
-def held_out_texts(tokenizer, args):
+def held_out_texts(args):
     """At most `args.texts` texts, of each document one before a second of any; (texts, text_length + 1).
 
     Raises:
-        ValueError: there are fewer than `args.rows_at_once`.
+        ValueError: there are fewer than two.
     """
     size, pieces = args.text_length, []
-    for document in itertools.islice(documents(args.text, "held_out", tokenizer), args.texts):
+    for document in tokens_of(args.text, "held_out", BACKBONES[args.backbone], args.texts, None):
         pieces += [(i, document[i : i + size + 1]) for i in range(0, len(document) - size, size)]
     texts = [piece for _, piece in sorted(pieces, key=lambda piece: piece[0])][: args.texts]
-    if len(texts) < args.rows_at_once:
+    if len(texts) < 2:  # the memories of one are swapped for those of another
         raise ValueError(
-            f"The held-out part of {args.text} has {len(texts)} texts of --text-length {size} tokens, and "
-            f"--rows-at-once is {args.rows_at_once}. Shorten the texts, or read fewer at once."
+            f"The held-out part of {args.text} has {len(texts)} texts of --text-length {size} tokens, and it takes two "
+            "at least. Shorten the texts."
         )
-    return torch.stack(texts[: len(texts) // args.rows_at_once * args.rows_at_once]).to(args.device)
+    return torch.stack(texts).to(args.device)
+
+
+# Training.
 
 
 def train(model, method, tokens, segments, steps, file, args, generator):
@@ -133,7 +153,7 @@ def checkpoints(method, seed, args):
     return [args.work / f"{name}_{stage}.pt" for stage in (1, 2)]
 
 
-def trained(method, seed, tokenizer, args):
+def trained(method, seed, args):
     """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -143,80 +163,11 @@ def trained(method, seed, tokenizer, args):
         model = wrap(model, name, args, **{} if name != method else {"recall": False}).eval()
     if name != method:
         return model, []
-    tokens, (first_file, second_file) = training_tokens(tokenizer, args), checkpoints(method, seed, args)
+    tokens, (first_file, second_file) = training_tokens(args), checkpoints(method, seed, args)
     first = train(model, name, tokens, 2, args.first_steps, first_file, args, generator)
     if name in HMT and recalls(name):
         model = with_recall(model, name, args)
     return model, [first, train(model, name, tokens, args.segments, args.steps, second_file, args, generator)]
-
-
-# Reading.
-
-
-def windows(args, context):
-    """{reading of a Llama: (positions of a window, tokens from one window to the next)}."""
-    length, whole = args.segment_length, min(context, args.text_length)
-    return {
-        "blocks": (length, length),
-        "blocks and what the single mode sees": (length + args.sensory_tokens + 4, length),
-        "overlapping blocks": (length, length // 2),
-        "whole context": (whole, whole if whole == args.text_length else whole // 2),
-    }
-
-
-def read(model, method, reading, ids, args):
-    """Yield the logits of all tokens of some texts, (rows, n, V), piece by piece."""
-    if method in HMT:
-        state = None
-        for segment in ids.split(args.segment_length, dim=1):
-            out = model(input_ids=segment, state=state, use_cache=True)
-            state = out.state
-            yield out.logits
-        return
-    size, step = windows(args, model.config.max_position_embeddings)[reading]
-    for start in range(0, ids.shape[1], step):
-        end = min(start + step, ids.shape[1])
-        yield model(input_ids=ids[:, max(0, end - size) : end], logits_to_keep=end - start, use_cache=False).logits
-
-
-@torch.no_grad()
-def measure_reading(model, method, reading, texts, args):
-    """Mean -log p of a text, of a segment's number, and of a place in a segment.
-
-    Returns:
-        "texts": of each text, that of its first segment, and of the first and the second halves of all others.
-        "by_segment": of the segments of all texts. "by_position": of `BINS` parts of all segments but the first.
-        "positions": how many went through the backbone for each token.
-    """
-    name, losses, positions = method.removesuffix(AS_IT_IS), [], 0
-
-    def count(_, inputs):
-        nonlocal positions
-        positions += inputs[0].shape[:2].numel()
-
-    layer = (model.backbone if name in HMT else model).model.layers[0]
-    changed = changed_recall(model, shuffled_memories, None, None) if reading == OTHER else nullcontext()
-    for _ in read(model, name, reading, texts[:1, : 2 * args.segment_length], args):
-        pass  # the first call probes the backbone, which is not counted
-    handle = layer.register_forward_pre_hook(count)
-    with changed, torch.autocast(args.device, torch.bfloat16):
-        for rows in texts.split(args.rows_at_once):
-            targets, of_rows = rows[:, 1:], []
-            for logits in read(model, name, reading, rows[:, :-1], args):
-                there, targets = targets[:, : logits.shape[1]], targets[:, logits.shape[1] :]
-                of_rows.append(F.cross_entropy(logits.float().mT, there, reduction="none"))
-            losses.append(torch.cat(of_rows, 1).double())
-    handle.remove()
-    by_segment = torch.cat(losses).unflatten(1, (-1, args.segment_length))
-    j, later = args.segment_length // 2, by_segment[:, 1:]
-    of_texts = [by_segment[:, 0].mean(1), later[..., :j].mean((1, 2)), later[..., j:].mean((1, 2))]
-    of_positions = later.mean((0, 1)).unflatten(0, (BINS, -1)).mean(1)
-    return {
-        "positions": positions / texts[:, 1:].numel(),
-        "texts": [[round(x, 4) for x in of_text] for of_text in torch.stack(of_texts, 1).tolist()],
-        "by_segment": [round(x, 4) for x in by_segment.mean((0, 2)).tolist()],
-        "by_position": [round(x, 4) for x in of_positions.tolist()],
-    }
 
 
 def readings_of(method):
@@ -225,13 +176,12 @@ def readings_of(method):
     name = method.removesuffix(AS_IT_IS)
     if name in LLAMAS:
         return tuple(itertools.chain(*LLAMAS.values()))
-    return (OWN, OTHER) if recalls(name) else (OWN,)
+    return (SEGMENTS, SWAPPED) if recalls(name) else (SEGMENTS,)
 
 
 def one_model(method, seed, args):
-    tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
-    texts = held_out_texts(tokenizer, args)
-    model, losses = trained(method, seed, tokenizer, args)
+    texts = held_out_texts(args)
+    model, losses = trained(method, seed, args)
     readings = {reading: measure_reading(model, method, reading, texts, args) for reading in readings_of(method)}
     for file in checkpoints(method, seed, args):
         file.unlink(missing_ok=True)
@@ -243,21 +193,23 @@ def check(args):
     unknown = sorted(set(args.methods) - set(METHODS))
     if unknown:
         raise ValueError(f"--methods has {unknown}: choose from {', '.join(map(repr, METHODS))}.")
-    least = {"segments": 2, "rows_at_once": 2}  # a text takes the memories of another one
-    least |= dict.fromkeys(("rows", "texts", "first_steps", "steps", "save_steps"), 1)
+    least = {"segment_length": BINS, "sensory_tokens": 0, "segments": 2, "texts": 2}
+    least |= dict.fromkeys(("rows", "rows_at_once", "first_steps", "steps", "save_steps"), 1)
     for name, minimum in least.items():
         if getattr(args, name) < minimum:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, and is {getattr(args, name)}.")
-    if args.segment_length % BINS:
-        raise ValueError(f"--segment-length must be a multiple of {BINS}, and is {args.segment_length}.")
-    if args.text_length % args.segment_length or args.text_length < 2 * args.segment_length:
+    length, memories = args.segment_length, HMTConfig().memory_size
+    if length % BINS:
+        raise ValueError(f"--segment-length must be a multiple of {BINS}, and is {length}.")
+    if args.text_length % length or not 2 <= args.text_length // length <= memories:
         raise ValueError(
-            f"--text-length must be two or more times --segment-length, {args.segment_length}, and is {args.text_length}."
+            f"--text-length must be 2 to {memories} times --segment-length, {length}, and is {args.text_length}."
         )
     context = AutoConfig.from_pretrained(BACKBONES[args.backbone]).max_position_embeddings
-    if "Llama, long rows" in args.methods and args.segments * args.segment_length > context:
+    config_of("HMT, single", args).check(context)
+    if "Llama, long rows" in args.methods and args.segments * length > context:
         raise ValueError(
-            f"Rows of {args.segments} segments have {args.segments * args.segment_length} tokens, and the context of "
+            f"Rows of {args.segments} segments have {args.segments * length} tokens, and the context of "
             f"{args.backbone} is {context}. Lower --segments, or leave 'Llama, long rows' out of --methods."
         )
 
@@ -265,10 +217,9 @@ def check(args):
 def measure(args):
     require(BACKBONES[args.backbone], *([TEXT] if args.text == "novels" else []))
     check(args)
-    keys = [  # reading a Llama as it is takes no seed
-        (method, seed)
+    keys = [  # a Llama as it is takes no seed
+        (method, args.seeds[0] if method == f"Llama{AS_IT_IS}" else seed)
         for method, seed in itertools.product(args.methods, args.seeds)
-        if seed == args.seeds[0] or not method.startswith("Llama") or not method.endswith(AS_IT_IS)
     ]
     yield from measure_parts(one_model, keys, args, args.so_far)
 
@@ -277,18 +228,18 @@ def measure(args):
 
 
 def series(rows):
-    """{name of a model and reading: entry of each seed}, in the order of `METHODS`."""
+    """{name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
     several = {}
     for row in sorted(rows, key=lambda row: METHODS.index(row["model"])):
         for reading, entry in row["readings"].items():
-            name = row["model"] if reading == OWN else f"{row['model']}: {reading}"
-            several.setdefault(name, []).append(entry)
+            name = row["model"] if reading == SEGMENTS else f"{row['model']}: {reading}"
+            several.setdefault(name, {})[row["seed"]] = entry
     return several
 
 
 def losses_of_texts(entries, parts=(1, 2)):
     """Mean -log p of each text over some parts of it (see `measure_reading`) and over seeds; (texts,)."""
-    return np.mean([np.array(entry["texts"])[:, parts].mean(1) for entry in entries], 0)
+    return np.mean([np.array(entry["texts"])[:, parts].mean(1) for entry in entries.values()], 0)
 
 
 def interval(values):
@@ -298,34 +249,38 @@ def interval(values):
     >>> mean, low >= 1 and high <= 3
     (2.0, True)
     """
-    drawn = np.random.RandomState(0).randint(len(values), size=(RESAMPLES, len(values)))  # a stream that stays
+    # NumPy promises that RandomState draws the same in every version
+    drawn = np.random.RandomState(0).randint(len(values), size=(RESAMPLES, len(values)))
     return values.mean(), *np.quantile(values[drawn].mean(1), (0.025, 0.975))
 
 
-def change(losses, reference):
-    """Change of the perplexity to that of a reference, text by text, in per cent, with its interval."""
-    mean, low, high = (100 * math.expm1(x) for x in interval(losses - reference))
+def change(entries, reference, parts=(1, 2)):
+    """Change of the perplexity to that of a reference, in per cent, with its interval; None without a common seed."""
+    seeds = entries.keys() & (reference or {}).keys()
+    if entries is reference or not seeds:
+        return None
+    losses = [losses_of_texts({seed: x[seed] for seed in sorted(seeds)}, parts) for x in (entries, reference)]
+    mean, low, high = (100 * math.expm1(x) for x in interval(losses[0] - losses[1]))
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 def line_of(name, several, losses):
-    entries, reference, own = several[name], several.get(REFERENCE), several.get(name.removesuffix(f": {OTHER}"))
-    of_texts = losses_of_texts(entries)
-    means = [math.exp(losses_of_texts([entry]).mean()) for entry in entries]
-    line = {"name": name, "seeds": len(entries), "positions": entries[0]["positions"]}
-    line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(of_texts)))
-    if len(means) > 1:
-        line["range"] = f"{min(means):.2f} to {max(means):.2f}"
+    entries, reference = several[name], several.get(REFERENCE)
+    line = {"name": name, "seeds": len(entries), "positions": next(iter(entries.values()))["positions"]}
+    line |= {"late_change": change(entries, reference, [2])}
     for part, column in {"first": 0, "early": 1, "late": 2}.items():
         line[part] = math.exp(losses_of_texts(entries, [column]).mean())
-    if reference and name != REFERENCE:
-        line["change"] = change(of_texts, losses_of_texts(reference))
-        line["late_change"] = change(losses_of_texts(entries, [2]), losses_of_texts(reference, [2]))
-    if name.endswith(OTHER) and own:
-        line["content"] = change(of_texts, losses_of_texts(own))
+    if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
+        means = [math.exp(losses_of_texts({0: entry}).mean()) for entry in entries.values()]
+        line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))
+        line["change"] = change(entries, reference)
+        if len(means) > 1:
+            line["range"] = f"{min(means):.2f} to {max(means):.2f}"
+    if name.endswith(SWAPPED):
+        line["content"] = change(entries, several.get(name.removesuffix(f": {SWAPPED}")), [2])
     if losses:
         line["losses"] = f"{statistics.mean(x[0] for x in losses):.2f}, {statistics.mean(x[1] for x in losses):.2f}"
-    return line
+    return {column: x for column, x in line.items() if x is not None}
 
 
 def table(result):
@@ -336,13 +291,15 @@ def table(result):
             first, second = row["losses"]
             ends.setdefault(row["model"], []).append((hmt_training.tenth(first), hmt_training.tenth(second[::-1])))
     lines = [line_of(name, several, ends.get(name.partition(": ")[0])) for name in several]
-    texts = len(next(iter(several.values()))[0]["texts"])
+    texts = len(next(iter(next(iter(several.values())).values()))["texts"])
+    source = "pieces of one novel" if s["text"] == "novels" else "pieces of books of PG-19"
     text = (
         f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} steps on "
         f"{s['rows']} rows of 2 segments, then {s['steps']} on rows of {s['segments']}, learning rate "
-        f"{s['learning_rate']:g}; read are {texts} texts of {s['text_length']} tokens ({s['text']}). Perplexity is that of "
-        "all segments of a text but the first, with 95 % bootstrap intervals over texts of the mean over seeds; changes are "
-        "taken text by text. Losses are means over the first tenth of the first stage and over the last of the second."
+        f"{s['learning_rate']:g}; read are {texts} texts of {s['text_length']} tokens, {source}. Perplexity is that of all "
+        "segments of a text but the first, with 95 % bootstrap intervals over texts of the mean over seeds; changes are taken "
+        "text by text, the second one, and that to its own memories, of second halves. Losses are means over the first tenth "
+        "of the first stage and over the last of the second."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 
@@ -357,34 +314,31 @@ def plot(result, path):
     reference = several.get(REFERENCE)
     for name, entries in several.items():
         method, _, reading = name.partition(": ")
-        style = {"color": f"C{METHODS.index(method.removesuffix(AS_IT_IS))}", "ls": line_style(method, reading)}
+        style = {"color": f"C{METHODS.index(method.removesuffix(AS_IT_IS))}", "ls": LINE_STYLES[reading]}
+        style |= {"marker": "x" if method.endswith(AS_IT_IS) else ".", "label": name}
         for axes, part in ((top, "by_segment"), (bottom, "by_position")):
             losses = of_seeds(entries, part) - (of_seeds(reference, part) if reference else 0)
-            axes.plot(100 * np.expm1(losses) if reference else losses, **style, label=name, marker=".")
+            axes.plot(100 * np.expm1(losses) if reference else losses, **style)
     top.set_xlabel("segment of the text")
     bottom.set_xlabel(f"part of a segment ({s['segment_length'] // BINS} tokens each)")
     for axes in (top, bottom):
-        axes.set_ylabel("change of perplexity, %" if reference else "loss")
+        axes.set_ylabel("change of perplexity to that of overlapping blocks, %" if reference else "loss")
         axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=90)
 
 
-def line_style(method, reading):
-    if method.endswith(AS_IT_IS):
-        return ":"
-    return {"": "-", "whole context": "-", "overlapping blocks": "--", OTHER: "--", "blocks": "-"}.get(reading, "-.")
-
-
 def of_seeds(entries, part):
-    return np.mean([entry[part] for entry in entries], 0)
+    return np.mean([entry[part] for entry in entries.values()], 0)
 
 
 def main(arguments=None):
-    sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 8, "rows_at_once": 2, "segments": 8}
-    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
+    sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 8, "rows_at_once": 4, "segments": 8}
+    training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 50}
     asked = {"text_length": 16384, "texts": 20}
     options = {"seeds": [0, 1], "methods": list(METHODS), "device": "cpu"}
-    parser = make_parser(__spec__.name, __doc__, "hmt_perplexity_{backbone}", **sizes, **training, **asked, **options)
+    parser = make_parser(
+        __spec__.name, __doc__, "hmt_perplexity_{backbone}_{text}", **sizes, **training, **asked, **options
+    )
     parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
     parser.add_argument("--text", choices=SOURCES, default="novels", help="default: %(default)s")
     parser.add_argument("--so-far", action="store_true", help="show what is measured of it, and measure nothing more")

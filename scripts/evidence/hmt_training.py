@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
+from scripts.evidence.parts import settings_of
 from scripts.fetch_smollm2 import FOLDER as SMOLLM2
 
 
@@ -27,10 +28,15 @@ def load_backbone(args):
     return AutoModelForCausalLM.from_pretrained(BACKBONES[args.backbone], dtype=torch.float32).to(args.device).eval()
 
 
-def wrap(backbone, name, args, **changes):
-    """A new memory of a kind in `HMT` around the backbone, with `changes` of its settings."""
+def config_of(name, args, **changes):
+    """The settings of a kind in `HMT`, with `changes`."""
     settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens, "summary_batch": 64}
-    return HMTWrapper.from_backbone(backbone, HMTConfig(**settings | HMT[name] | changes))
+    return HMTConfig(**settings | HMT[name] | changes)
+
+
+def wrap(backbone, name, args, **changes):
+    """A new memory around the backbone; arguments as for `config_of`."""
+    return HMTWrapper.from_backbone(backbone, config_of(name, args, **changes))
 
 
 def recalls(name):
@@ -39,9 +45,12 @@ def recalls(name):
 
 
 def with_recall(model, name, args):
-    """The model of the second stage: that of the first, which had no recall, with new projections and temperature."""
+    """The model of the second stage: that of the first, which had no recall, with what a recall takes beside it."""
     second = wrap(model.backbone, name, args)
-    second.load_state_dict(model.state_dict(), strict=False)
+    missing, _ = second.load_state_dict(model.state_dict(), strict=False)
+    if "memory.summary_prompt" in missing:  # it starts as the prompt of a first segment, and that has been trained
+        with torch.no_grad():
+            second.memory.summary_prompt.copy_(second.memory.initial)
     return second
 
 
@@ -50,7 +59,11 @@ def train(model, losses_of, steps, file, args, generator):
 
     AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
     `args.save_steps` steps everything goes to `file`, from which an interrupted training continues.
+
+    Raises:
+        ValueError: `file` is of a training with other options.
     """
+    settings = settings_of(args)
     parameters, losses = [x for x in model.parameters() if x.requires_grad], []
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -58,6 +71,11 @@ def train(model, losses_of, steps, file, args, generator):
     )
     if file.exists():
         saved = torch.load(file, map_location=args.device, mmap=True)
+        if saved["settings"] != settings:
+            other = sorted(name for name, x in settings.items() if saved["settings"].get(name) != x)
+            raise ValueError(
+                f"{file} is of a training with other options ({', '.join(other)}). Remove it, or give another --work."
+            )
         losses = saved["losses"]
         generator.set_state(saved["generator"].cpu())
         for x, part in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
@@ -76,6 +94,7 @@ def train(model, losses_of, steps, file, args, generator):
         if (step + 1) % args.save_steps == 0 or step + 1 == steps:
             saved = {name: x.state_dict() for name, x in (("model", model), ("optimizer", optimizer))}
             saved |= {"schedule": schedule.state_dict(), "losses": losses, "generator": generator.get_state()}
+            saved["settings"] = settings
             torch.save(saved, file.with_suffix(".unfinished"))
             file.with_suffix(".unfinished").rename(file)
     model.eval()

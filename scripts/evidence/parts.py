@@ -37,6 +37,11 @@ def require(*paths):
             raise FileNotFoundError(f"{path} is missing. Make it by\n    {PREPARE}")
 
 
+def settings_of(args):
+    """The options on which the figures of a part depend."""
+    return {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *OF_KEYS)}
+
+
 def measure_parts(measure, keys, args, so_far=False):
     """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work.
 
@@ -47,13 +52,12 @@ def measure_parts(measure, keys, args, so_far=False):
         ValueError: `so_far`, and none of the keys is in the journal.
     """
     torch.set_num_threads(1)
-    settings = {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *OF_KEYS)}
-    settings |= {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
+    settings = settings_of(args) | {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
     with Journal(args.work / f"{common.result_name(args)}.jsonl", settings) as journal:
         if so_far and journal.done.keys().isdisjoint(keys):
             raise ValueError(f"{journal.path} has none of these parts yet. Leave out --so-far to measure them.")
-        for key in keys:
+        for key in dict.fromkeys(keys):
             if key not in journal.done and not so_far:
                 journal.append(key, {"commit": commit(common.ROOT)} | measure(*key, args))
             if key in journal.done:

@@ -1,4 +1,4 @@
-"""scripts/evidence/hmt_perplexity: what is scored, by what it is read, and what the memories are changed for."""
+"""scripts/evidence/hmt_perplexity: what is trained on, what is scored, and what the memories are swapped for."""
 
 import argparse
 import json
@@ -8,22 +8,38 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from hf_longctx.hmt import HMTWrapper
 
 
-T, L = 64, 16  # tokens of a text and of a segment
-SIZES = dict(segment_length=L, sensory_tokens=4, text_length=T, texts=4, rows=2, rows_at_once=2, text="novels")
+pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+
+T, L, K = 64, 16, 4  # tokens of a text, of a segment, and read again
+SIZES = dict(segment_length=L, sensory_tokens=K, text_length=T, texts=4, rows=2, rows_at_once=2, text="novels")
 SETTINGS = SIZES | dict(segments=2, first_steps=1, steps=2, learning_rate=1e-3, save_steps=1, backbone="smollm2")
+RECALLING = ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "HMT, paper"]
 
 
 @pytest.fixture
-def module(load, smollm2, monkeypatch):
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # all in float32
+def module(load, smollm2):
+    load("hmt_perplexity").tokens_of.cache_clear()
     return load("hmt_perplexity")
 
 
 @pytest.fixture
-def args():
-    return argparse.Namespace(**SETTINGS, device="cpu")
+def reading(load):
+    return load("hmt_reading")
+
+
+@pytest.fixture
+def float32(monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+
+
+@pytest.fixture
+def args(tmp_path):
+    return argparse.Namespace(**SETTINGS, device="cpu", work=tmp_path, name="x")
 
 
 @pytest.fixture
@@ -40,12 +56,6 @@ def untrained(module, name, args):
     return (module.wrap(model, name, args) if name in module.HMT else model).eval()
 
 
-def losses_at(model, ids, first):
-    """-log p of the tokens after position `first`, each beside the number of its prediction's position."""
-    logits = model(ids[None, :-1]).logits[0].float()
-    return F.cross_entropy(logits[first:], ids[first + 1 :], reduction="none")
-
-
 def parts_of(losses):
     """What a measurement keeps of the -log p of all predictions, (texts, T)."""
     segments = losses.view(len(losses), -1, L)
@@ -53,100 +63,172 @@ def parts_of(losses):
     return torch.stack([segments[:, 0].mean(1), *(later[..., x].mean((1, 2)) for x in (slice(8), slice(8, L)))], 1)
 
 
+# Reading.
+
+
 @pytest.mark.parametrize(
-    "reading, size, step",
+    "window, size, step",
     [
         ("blocks", L, L),
-        ("blocks and what the single mode sees", L + 4 + 4, L),
+        ("blocks and what the single mode sees", L + K + 4, L),
         ("overlapping blocks", L, L // 2),
         ("whole context", T, T),
         ("whole context", T // 2, T // 4),  # of a context of T / 2
     ],
 )
 @torch.no_grad()
-def test_each_token_is_predicted_from_the_tokens_of_its_window(reading, size, step, module, args, texts):
+def test_each_token_is_predicted_from_the_tokens_of_its_window(
+    window, size, step, module, reading, float32, args, texts
+):
     model = untrained(module, "Llama", args)
-    if reading == "whole context":
+    if window == "whole context":
         model.config.max_position_embeddings = size
-    entry = module.measure_reading(model, "Llama", reading, texts, args)
+    entry = reading.measure_reading(model, "Llama", window, texts, args)
     losses = torch.zeros(4, T)
     for text, place in np.ndindex(4, T):
         end = place // step * step + step  # of the window in which the prediction is made
-        window = texts[text, max(0, end - size) : end + 1]
-        losses[text, place] = losses_at(model, window, len(window) - 2 - (end - 1 - place))[0]
-    torch.testing.assert_close(torch.tensor(entry["texts"]), parts_of(losses), atol=1e-4, rtol=0)
-    by_segment, of_bins = losses.view(4, -1, L).mean((0, 2)), losses.view(4, -1, L)[:, 1:].mean((0, 1))
-    torch.testing.assert_close(torch.tensor(entry["by_segment"]), by_segment, atol=1e-4, rtol=0)
-    torch.testing.assert_close(torch.tensor(entry["by_position"]), of_bins, atol=1e-4, rtol=0)
-    read = sum(min(size, end) for end in range(step, T + 1, step))
-    assert entry["positions"] == read / T
+        ids = texts[text, max(0, end - size) : place + 2]
+        losses[text, place] = F.cross_entropy(model(ids[None, :-1]).logits[0, -1], ids[-1])
+    by_segment = losses.view(4, -1, L)
+    expected = {"texts": parts_of(losses), "by_segment": by_segment.mean((0, 2))}
+    expected["by_position"] = by_segment[:, 1:].mean((0, 1))
+    for name, values in expected.items():
+        torch.testing.assert_close(torch.tensor(entry[name]), values, atol=1e-4, rtol=0)
+    assert entry["positions"] == sum(min(size, end) for end in range(step, T + 1, step)) / T
 
 
-@pytest.mark.parametrize("name", ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "HMT, paper", "RMT"])
+@pytest.mark.parametrize("name", [*RECALLING, "RMT"])
 @torch.no_grad()
-def test_a_memory_reads_each_text_from_its_start(name, module, args, texts):
+def test_a_memory_reads_each_text_from_its_start(name, module, reading, float32, args, texts):
     model = untrained(module, name, args)
-    entry = module.measure_reading(model, name, module.OWN, texts, args)
-    logits = model(texts[:, :-1]).logits
-    losses = F.cross_entropy(logits.mT, texts[:, 1:], reduction="none")
+    entry = reading.measure_reading(model, name, reading.SEGMENTS, texts, args)
+    losses = F.cross_entropy(model(texts[:, :-1]).logits.mT, texts[:, 1:], reduction="none")
     torch.testing.assert_close(torch.tensor(entry["texts"]), parts_of(losses), atol=1e-4, rtol=0)
 
 
-def test_the_single_mode_reads_the_positions_that_its_windows_have(module, args, texts):
-    model = untrained(module, "HMT, single", args)
-    entry = module.measure_reading(model, "HMT, single", module.OWN, texts, args)
-    in_first_segment = model.config.positions_per_segment - args.sensory_tokens - 1  # nor a recalled prompt
-    later = (T // L - 1) * model.config.positions_per_segment
-    assert T * entry["positions"] == pytest.approx(in_first_segment + later, abs=T // L)
-
-
-@pytest.mark.parametrize("name", ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "HMT, paper"])
-def test_the_memories_of_another_text_change_what_follows_a_recall(name, module, args, texts):
+@pytest.mark.parametrize(
+    "name, of_segments",  # positions of the first, of the second, and of each later one; j = 8
+    [
+        ("HMT, single", (L + 4, L + K + 4, L + K + 4)),
+        ("RMT", (L + 2, L + K + 2, L + K + 2)),
+        ("HMT, paper", (L + 2, L + K + 2 + 8 + 2, L + K + 2 + 8 + 2)),
+        ("HMT, causal", (L + 2, L + K + 2 + 8 + 2, L + K + 2 + 8 + 2 + 1 + K + 8)),
+    ],
+)
+def test_positions_are_those_of_the_mode_without_probes(name, of_segments, module, reading, args, texts):
     model = untrained(module, name, args)
-    own, other = (module.measure_reading(model, name, x, texts, args)["texts"] for x in (module.OWN, module.OTHER))
-    changed = torch.tensor(own).ne(torch.tensor(other)).all(0).tolist()
+    entry = reading.measure_reading(model, name, reading.SEGMENTS, texts, args)
+    first, second, later = of_segments
+    assert entry["positions"] * T == first + second + (T // L - 2) * later
+
+
+@pytest.mark.parametrize("name", RECALLING)
+def test_swapped_memories_are_all_of_another_text(name, module, reading, float32, args, texts):
+    model = untrained(module, name, args)
+
+    def losses(which, texts, rows_at_once=2):
+        args.rows_at_once = rows_at_once
+        return torch.tensor(reading.measure_reading(model, name, which, texts, args)["texts"])
+
+    plain, swapped = (losses(which, texts) for which in (reading.SEGMENTS, reading.SWAPPED))
+    changed = plain.ne(swapped).all(0).tolist()
     assert changed == [False, "single" not in name, True]  # the single mode recalls after a first half
+    torch.testing.assert_close(losses(reading.SWAPPED, texts, 4), swapped, atol=1e-4, rtol=0)
     twins = texts[:1].expand(4, -1)
-    own, other = (module.measure_reading(model, name, x, twins, args) for x in (module.OWN, module.OTHER))
-    assert own == other
+    torch.testing.assert_close(losses(reading.SWAPPED, twins), losses(reading.SEGMENTS, twins), atol=1e-4, rtol=0)
+    # how a text begins is read in it, and in the text that takes its memories
+    begun = texts.clone()
+    begun[0, : L - K] = texts[1, : L - K]
+    change = (losses(reading.SWAPPED, begun) - swapped).abs()
+    assert change[0, 1:].max() <= 1e-4 < change[2, 2] and change[[1, 3]].max() == 0
 
 
-def test_all_train_on_the_same_tokens(module, args, monkeypatch, tmp_path):
-    args.work, args.name, seen = tmp_path, "x", {}
+def test_a_text_is_read_under_autocast_as_models_are_trained(module, reading, args, texts, monkeypatch):
+    dtypes = []
+    cross_entropy = F.cross_entropy
+    model = untrained(module, "Llama", args)
+    model.lm_head.register_forward_hook(lambda *x: dtypes.append(x[2].dtype))
+    reading.measure_reading(model, "Llama", "blocks", texts, args)
+    assert set(dtypes) == {torch.bfloat16}
+    monkeypatch.setattr(
+        F, "cross_entropy", lambda logits, *x, **y: dtypes.append(logits.dtype) or cross_entropy(logits, *x, **y)
+    )
+    dtypes.clear()
+    reading.measure_reading(model, "Llama", "blocks", texts, args)
+    assert set(dtypes) == {torch.bfloat16, torch.float32}  # the losses of logits in float32
+
+
+# Training.
+
+
+def calls_of(method, module, args, monkeypatch):
+    """The inputs of a training, and the trained model."""
+    kind, calls = HMTWrapper if method in module.HMT else LlamaForCausalLM, []
+    forward = kind.forward
+
+    def recorded(self, input_ids, labels, **kwargs):
+        assert torch.equal(input_ids, labels)
+        calls.append(input_ids)
+        return forward(self, input_ids=input_ids, labels=labels, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", recorded)
+        model, losses = module.trained(method, 0, args)
+    assert [len(x) for x in losses] == [args.first_steps, args.steps]
+    for file in module.checkpoints(method, 0, args):
+        file.unlink()
+    return calls, model
+
+
+def test_all_train_on_the_same_tokens(module, args, monkeypatch):
     args.rows, args.segments = 4, 3
-    for method in ("Llama", "Llama, long rows", "HMT, single", "RMT"):
-        rows = seen[method] = []
-        model = untrained(module, method, args)
-        forward = model.forward
-
-        def recorded(input_ids, labels, forward=forward, rows=rows, **kwargs):
-            assert torch.equal(input_ids, labels)
-            rows.append(input_ids.flatten())
-            return forward(input_ids=input_ids, labels=labels, **kwargs)
-
-        model.forward = recorded
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "load_backbone", lambda args, model=model: model)
-            patch.setattr(module, "wrap", lambda model, *args, **kwargs: model)
-            patch.setattr(module, "with_recall", lambda model, *args: model)
-            tokenizer = module.AutoTokenizer.from_pretrained(module.BACKBONES["smollm2"])
-            _, losses = module.trained(method, 0, tokenizer, args)
-        assert [len(x) for x in losses] == [args.first_steps, args.steps]
-        for file in module.checkpoints(method, 0, args):
-            file.unlink()
-    tokens = [torch.cat(rows) for rows in seen.values()]
+    calls = {x: calls_of(x, module, args, monkeypatch)[0] for x in ("Llama", "Llama, long rows", "HMT, single", "RMT")}
+    tokens = [torch.cat([x.flatten() for x in rows]) for rows in calls.values()]
     assert all(torch.equal(x, tokens[0]) for x in tokens)
-    assert len(tokens[0]) == 4 * L * (2 * args.first_steps + 3 * args.steps)
+    lengths = {method: [x.shape[1] for x in rows] for method, rows in calls.items()}
+    assert lengths.pop("Llama") == 6 * [L]  # in two calls for each of three steps
+    assert all(x == [2 * L] * 2 + [3 * L] * 4 for x in lengths.values())
+    assert {x.shape[0] for x in calls["Llama"]} == {4, 6}
+
+
+@pytest.mark.parametrize("method", ["Llama", "HMT, single"])
+def test_rows_that_are_read_apart_train_the_same_model(method, module, float32, args, monkeypatch):
+    args.rows, weights = 4, []
+    for rows_at_once in (1, 4):
+        args.rows_at_once = rows_at_once
+        _, model = calls_of(method, module, args, monkeypatch)
+        weights.append(torch.cat([x.detach().flatten() for x in model.parameters()]))
+    before = torch.cat([x.detach().flatten() for x in module.load_backbone(args).parameters()])
+    assert (weights[0][: len(before)] - before).abs().max() > 1e-4 or method != "Llama"
+    # a step of AdamW has the size of the learning rate for any gradient, so that rounding may turn some
+    assert (weights[0] - weights[1]).abs().gt(1e-5).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("method", [*RECALLING, "RMT"])
+def test_the_second_stage_recalls_and_starts_from_the_first(method, load, module, args):
+    torch.manual_seed(0)
+    first = module.wrap(module.load_backbone(args), method, args, recall=False)
+    with torch.no_grad():
+        first.memory.initial.add_(1)
+    if method == "RMT":
+        assert not module.recalls(method)
+        return
+    second = load("hmt_training").with_recall(first, method, args)
+    assert second.config.recall and torch.equal(second.memory.initial, first.memory.initial)
+    prompt = getattr(first.memory, "summary_prompt", first.memory.initial)
+    assert torch.equal(second.memory.summary_prompt, prompt)
+    model, _ = module.trained(method, 0, args)
+    assert model.config.recall and not torch.equal(model.memory.wq, torch.eye(*model.memory.wq.shape))
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])  # in the first stage, and in the second
-def test_an_interrupted_training_ends_as_one_that_was_not(step, load, smollm2, tmp_path, monkeypatch):
-    module, steps, clip = load("hmt_perplexity"), iter(range(100)), torch.nn.utils.clip_grad_norm_
+def test_an_interrupted_training_ends_as_one_that_was_not(step, module, tmp_path, monkeypatch):
+    steps, clip = iter(range(100)), torch.nn.utils.clip_grad_norm_
 
-    def rows_of(folder):
-        options = {name: value for name, value in SETTINGS.items() if name != "texts"} | {"seeds": 0, "texts": 2}
+    def rows_of(folder, **changes):
+        options = SETTINGS | {"seeds": 0, "methods": "HMT, single"} | changes
         options |= {name: f"{tmp_path}/{folder}/{name}" for name in ("work", "output")}
-        options |= {"picture": f"{tmp_path}/{folder}/x.png", "methods": "HMT, single"}
+        options |= {"picture": f"{tmp_path}/{folder}/x.png"}
         module.main([x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))])
         return json.loads((tmp_path / folder / "output").read_text())["rows"]
 
@@ -159,15 +241,39 @@ def test_an_interrupted_training_ends_as_one_that_was_not(step, load, smollm2, t
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rows_of("interrupted")
+    if step:
+        (journal,) = (tmp_path / "interrupted" / "work").glob("*.jsonl")
+        journal.rename(tmp_path / "journal")
+        with pytest.raises(
+            ValueError, match=r"_1.pt is of a training with other options \(learning_rate\). Remove it"
+        ):
+            rows_of("interrupted", learning_rate=1e-4)
+        (tmp_path / "journal").rename(journal)
     assert rows_of("interrupted") == whole and not list(tmp_path.rglob("*.pt"))
     assert next(steps) == 4  # each of three steps once, and the one interrupted
 
 
-def test_texts_are_taken_from_each_document_before_a_second_of_any(module, args, monkeypatch):
-    """With --text pg19, whose parts are splits of a dataset."""
+# Texts.
+
+
+def test_speeches_are_not_trained_on(module, args, tmp_path):
+    """Those of the demo's corpus come first by name, and are no novels."""
+    train = tmp_path / "text" / "train"
+    before = module.training_tokens(args)
+    (train / "Address 1790.txt").write_text("fellow citizens " * 500)
+    (train / "b.txt").write_text("whale " * 500)
+    module.tokens_of.cache_clear()
+    after = module.training_tokens(args)
+    assert torch.equal(after[: len(before)], before) and len(after) > len(before)
+    tokenizer = module.AutoTokenizer.from_pretrained(module.BACKBONES["smollm2"])
+    assert "whale" in tokenizer.decode(after) and "fellow" not in tokenizer.decode(after)
+
+
+def test_books_are_read_as_far_as_needed(module, args, monkeypatch):
+    """With --text pg19, whose parts are splits of a dataset: of each book one text before a second of any."""
     books = {
-        "train": ["a " * 50, "b " * 500, "c " * 9000, "never read"],
-        "held_out": ["d " * 200, "e " * 5, "f " * 90],
+        "train": ["a " * 50, "b " * 500, "c " * 9000, "never"],
+        "held_out": ["d " * 200, "e " * 5, "f " * 90, "g"],
     }
     read = []
 
@@ -179,73 +285,90 @@ def test_texts_are_taken_from_each_document_before_a_second_of_any(module, args,
     tokenizer = module.AutoTokenizer.from_pretrained(module.BACKBONES["smollm2"])
     args.text, args.texts, args.text_length = "pg19", 3, 16
     long = [
-        torch.tensor(tokenizer(x, add_special_tokens=False)["input_ids"]) for x in books["held_out"] if x[0] != "e"
+        torch.tensor(tokenizer(x, add_special_tokens=False)["input_ids"]) for x in books["held_out"] if x[0] in "df"
     ]
-    texts = module.held_out_texts(tokenizer, args)
-    assert texts.tolist() == [x[:17].tolist() for x in long]  # two at once, so that the third is left out
-    args.texts = 4
-    texts = module.held_out_texts(tokenizer, args)
-    assert texts[2:].tolist() == [x[16:33].tolist() for x in long]
+    pieces = [[x[i : i + 17].tolist() for x in long] for i in (0, 16)]
+    assert module.held_out_texts(args).tolist() == [*pieces[0], pieces[1][0]]
+    assert read == ["d", "e", "f"]
     read.clear()
     args.rows, args.first_steps, args.steps = 10, 1, 1
-    assert len(module.training_tokens(tokenizer, args)) >= 10 * L * 4
-    assert "n" not in read
+    assert len(module.training_tokens(args)) >= 10 * L * 4 and read == ["a", "b", "c"]
+    assert module.training_tokens(args) is not None and len(read) == 3  # read once for all models
 
 
-def test_changes_are_taken_text_by_text(module):
+# Showing.
+
+
+def row(model, seed, change, readings):
+    entry = {"positions": 1.0, "by_segment": [2.0, 2.0], "by_position": [2.0] * 16}
+    texts = [[2.0, 2.0 + change, 2.0 + change], [3.0, 3.0 + change, 3.0 + change]]
+    return {"model": model, "seed": seed, "losses": [], "readings": {x: entry | {"texts": texts} for x in readings}}
+
+
+def test_changes_are_taken_text_by_text_and_seed_by_seed(module):
     """Texts differ more from each other than models do."""
-    losses = np.array([1.0, 5.0, 3.0, 8.0])
-    assert module.change(losses + np.log(1.1), losses) == "+10.0 % (+10.0 to +10.0)"
-    mean, low, high = module.interval(losses)
+    several = module.series(
+        [
+            row("HMT, single", 0, np.log(1.1), ["segments"]),
+            row("HMT, single", 1, np.log(9.9), ["segments"]),
+            row("Llama", 0, 0.0, ["overlapping blocks"]),
+            row("RMT", 7, 0.0, ["segments"]),
+        ]
+    )
+    reference = several[module.REFERENCE]
+    assert module.change(several["HMT, single"], reference) == "+10.0 % (+10.0 to +10.0)"
+    assert module.change(several["RMT"], reference) is None and module.change(reference, reference) is None
+
+
+def test_an_interval_covers_the_mean_of_texts(module):
+    mean, low, high = module.interval(np.array([1.0, 5.0, 3.0, 8.0]))
     assert mean == 4.25 and 1 < low < 3 and 5.5 < high < 8
-    assert module.interval(np.array([1.0, 2.0, 4.0] * 30))[2] - 7 / 3 < 0.3  # more texts, a narrower interval
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(40):
+        _, low, high = module.interval(generator.normal(size=50))
+        covered += low < 0 < high
+    assert 33 <= covered <= 40  # 95 % of 40 are 38
 
 
 def test_a_table_compares_what_is_there(module):
-    def row(model, seed, change, readings):
-        entry = {"positions": 1.0, "by_segment": [2.0, 2.0], "by_position": [2.0] * 16}
-        texts = [[2.0, 2.0 + change, 2.0 + change], [3.0, 3.0 + change, 3.0 + change]]
-        return {
-            "model": model,
-            "seed": seed,
-            "losses": [],
-            "readings": {x: entry | {"texts": texts} for x in readings},
-        }
-
-    settings = SETTINGS | {"rows": 2}
     memory = [row("HMT, single", 0, -0.1, ["segments"]), row("HMT, single", 1, -0.3, ["segments"])]
-    alone = module.table({"settings": settings, "rows": memory})
-    assert "to overlapping blocks" not in alone and "2 texts of 64 tokens (novels)" in alone
-    reference = row("Llama", 0, 0.0, ["overlapping blocks"])
-    control = row("HMT, single", 0, 0.0, [module.OTHER])
-    table = module.table({"settings": settings, "rows": [*memory, reference, control]})
-    lines = {line.split(" | ")[0]: line for line in table.splitlines()}
-    assert "-18.1 % (-18.1 to -18.1)" in lines["| HMT, single"]  # the mean of both seeds, exp(-0.2)
-    assert "9.97 to 12.18" not in lines["| HMT, single"] and "9.03 to 11.02" in lines["| HMT, single"]
-    assert "+22.1 % (+22.1 to +22.1)" in lines[f"| HMT, single: {module.OTHER}"]
+    alone = module.table({"settings": SETTINGS, "rows": memory})
+    assert "to overlapping blocks" not in alone and "2 texts of 64 tokens, pieces of one novel" in alone
+    others = [row("Llama", seed, 0.0, ["overlapping blocks"]) for seed in (0, 1)]
+    others += [row("HMT, single", seed, 0.0, [module.SWAPPED]) for seed in (0, 1)]
+    others += [row("HMT, paper", 0, -0.5, ["segments"])]
+    table = module.table({"settings": SETTINGS, "rows": [*memory, *others]})
+    lines = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines())}
+    assert "-18.1 % (-18.1 to -18.1)" in lines["HMT, single"]  # the mean of both seeds, exp(-0.2)
+    assert "9.03 to 11.02" in lines["HMT, single"]  # exp(2.5 - 0.3) and exp(2.5 - 0.1)
+    assert "+22.1 % (+22.1 to +22.1)" in lines[f"HMT, single: {module.SWAPPED}"]
+    assert lines["HMT, paper"].count("") == 3  # no perplexity of all, nor seeds, nor change: it has read first halves
+    assert "-39.3 % (-39.3 to -39.3)" in lines["HMT, paper"]
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         ("--methods HMT", "--methods has .'HMT'.: choose from 'Llama', 'Llama, long rows', 'HMT, single'"),
-        ("--rows-at-once 1", "--rows-at-once must be at least 2, and is 1"),
+        ("--rows-at-once 0", "--rows-at-once must be at least 1, and is 0"),
+        ("--texts 1", "--texts must be at least 2, and is 1"),
         ("--segments 1", "--segments must be at least 2, and is 1"),
         ("--first-steps 0", "--first-steps must be at least 1, and is 0"),
+        ("--segment-length 0", "--segment-length must be at least 16, and is 0"),
         ("--segment-length 40", "--segment-length must be a multiple of 16, and is 40"),
-        ("--text-length 1000", "--text-length must be two or more times --segment-length, 512, and is 1000"),
-        ("--text-length 512", "--text-length must be two or more times --segment-length, 512, and is 512"),
+        ("--sensory-tokens -1", "--sensory-tokens must be at least 0, and is -1"),
+        ("--sensory-tokens 512 --methods Llama", "segment_length is 512; it must be above sensory_tokens"),
+        ("--segment-length 2048 --methods Llama", "The backbone allows 2048 positions, and a segment needs 2084"),
+        ("--text-length 1000", "--text-length must be 2 to 300 times --segment-length, 512, and is 1000"),
+        ("--text-length 512", "--text-length must be 2 to 300 times --segment-length, 512, and is 512"),
+        ("--segment-length 16 --text-length 4816 --sensory-tokens 4", "must be 2 to 300 times --segment-length, 16"),
         ("--segments 8", "Rows of 8 segments have 4096 tokens, and the context of smollm2 is 2048"),
-        ("--segments 4", "held-out part of novels has . texts of --text-length 16384 tokens, and --rows-at-once is 2"),
-        ("--segments 4 --text-length 1024 --rows-at-once 99", "--rows-at-once is 99"),
-        (
-            "--segments 4 --steps 9999 --text-length 1024",
-            "train part of novels has .* tokens, and a row of 4 segments",
-        ),
+        ("--segments 4", "held-out part of novels has 0 texts of --text-length 16384 tokens, and it takes two"),
+        ("--segments 4 --text-length 1024", "train part of novels has .* tokens, and a row of 4 segments 2048"),
     ],
 )
-def test_options_that_cannot_work_are_refused_before_training(options, message, load, smollm2, tmp_path):
-    module = load("hmt_perplexity")
+def test_options_that_cannot_work_are_refused_before_training(options, message, module, tmp_path):
     arguments = [*options.split(), "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"]
     with pytest.raises(ValueError, match=message):
         module.main(arguments)
