@@ -64,7 +64,7 @@ RESAMPLES = 10_000
 LINE_STYLES = {"": "-", SWAPPED: "--"} | dict(zip(itertools.chain(*LLAMAS.values()), (":", "-.", "--", "-")))
 FORM = """
 | model and reading | seeds | positions per token | perplexity | range of seeds | to overlapping blocks | first segment |\
- first halves | second halves | to overlapping blocks | to its own memories | first and last loss |
+ first halves | second halves | second halves to overlapping blocks | to its own memories | first and last loss |
 | {name} | {seeds} | {positions:.2f} | {perplexity} | {range} | {change} | {first:.2f} |\
  {early:.2f} | {late:.2f} | {late_change} | {content} | {losses} |
 """
@@ -277,7 +277,7 @@ def line_of(name, several, losses):
         if len(means) > 1:
             line["range"] = f"{min(means):.2f} to {max(means):.2f}"
     if name.endswith(SWAPPED):
-        line["content"] = change(entries, several.get(name.removesuffix(f": {SWAPPED}")), [2])
+        line["content"] = change(entries, several.get(name.removesuffix(f": {SWAPPED}")))
     if losses:
         line["losses"] = f"{statistics.mean(x[0] for x in losses):.2f}, {statistics.mean(x[1] for x in losses):.2f}"
     return {column: x for column, x in line.items() if x is not None}
@@ -298,8 +298,8 @@ def table(result):
         f"{s['rows']} rows of 2 segments, then {s['steps']} on rows of {s['segments']}, learning rate "
         f"{s['learning_rate']:g}; read are {texts} texts of {s['text_length']} tokens, {source}. Perplexity is that of all "
         "segments of a text but the first, with 95 % bootstrap intervals over texts of the mean over seeds; changes are taken "
-        "text by text, the second one, and that to its own memories, of second halves. Losses are means over the first tenth "
-        "of the first stage and over the last of the second."
+        "text by text, the second one of second halves. Losses are means over the first tenth of the first stage and over the "
+        "last of the second."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 
@@ -321,6 +321,8 @@ def plot(result, path):
             axes.plot(100 * np.expm1(losses) if reference else losses, **style)
     top.set_xlabel("segment of the text")
     bottom.set_xlabel(f"part of a segment ({s['segment_length'] // BINS} tokens each)")
+    if reference:
+        bottom.set_yscale("symlog", linthresh=10)  # the first tokens of a block lose most
     for axes in (top, bottom):
         axes.set_ylabel("change of perplexity to that of overlapping blocks, %" if reference else "loss")
         axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))

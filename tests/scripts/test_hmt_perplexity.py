@@ -373,3 +373,15 @@ def test_options_that_cannot_work_are_refused_before_training(options, message, 
     with pytest.raises(ValueError, match=message):
         module.main(arguments)
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_the_committed_figures_show_what_the_text_says(module, rows):
+    """No window of as many tokens is beaten, and the contents of memories are worth next to nothing."""
+    for name in ("smollm2", "llama-demo"):
+        several = module.series(rows(f"hmt_perplexity_{name}_novels"))
+        losses = {series: module.losses_of_texts(entries).mean() for series, entries in several.items()}
+        window = losses["Llama: blocks and what the single mode sees"]
+        assert losses["Llama: overlapping blocks"] < window < losses["HMT, single"] < losses["Llama: blocks"]
+        assert losses[f"HMT, single: {module.SWAPPED}"] == pytest.approx(losses["HMT, single"], abs=1e-3)
+        whole = losses["Llama, as it is: whole context"]
+        assert whole < losses["Llama, as it is: overlapping blocks"] - (0.2 if name == "smollm2" else 0.01)
