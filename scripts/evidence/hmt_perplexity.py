@@ -309,16 +309,21 @@ def plot(result, path):
     from matplotlib.figure import Figure
 
     several, s = series(result["rows"]), result["settings"]
+    reference = several.get(REFERENCE)
+    if reference:
+        several = {name: entries for name, entries in several.items() if entries.keys() & reference.keys()}
     figure = Figure(figsize=(11, 9), layout="constrained")
     top, bottom = figure.subplots(2)
-    reference = several.get(REFERENCE)
     for name, entries in several.items():
         method, _, reading = name.partition(": ")
         style = {"color": f"C{METHODS.index(method.removesuffix(AS_IT_IS))}", "ls": LINE_STYLES[reading]}
         style |= {"marker": "x" if method.endswith(AS_IT_IS) else ".", "label": name}
         for axes, part in ((top, "by_segment"), (bottom, "by_position")):
-            losses = of_seeds(entries, part) - (of_seeds(reference, part) if reference else 0)
-            axes.plot(100 * np.expm1(losses) if reference else losses, **style)
+            losses = mean_of_seeds(entries, entries, part)
+            if reference:  # of the same seeds
+                seeds = entries.keys() & reference.keys()
+                losses = 100 * np.expm1(mean_of_seeds(entries, seeds, part) - mean_of_seeds(reference, seeds, part))
+            axes.plot(losses, **style)
     top.set_xlabel("segment of the text")
     bottom.set_xlabel(f"part of a segment ({s['segment_length'] // BINS} tokens each)")
     if reference:
@@ -329,8 +334,8 @@ def plot(result, path):
     figure.savefig(path, dpi=90)
 
 
-def of_seeds(entries, part):
-    return np.mean([entry[part] for entry in entries.values()], 0)
+def mean_of_seeds(entries, seeds, part):
+    return np.mean([entries[seed][part] for seed in sorted(seeds)], 0)
 
 
 def main(arguments=None):

@@ -320,6 +320,28 @@ def test_changes_are_taken_text_by_text_and_seed_by_seed(module):
     assert module.change(several["RMT"], reference) is None and module.change(reference, reference) is None
 
 
+def test_a_picture_compares_seed_by_seed(module, monkeypatch, tmp_path):
+    from matplotlib.axes import Axes
+
+    lines, plot = {}, Axes.plot
+
+    def recorded(self, values, label, **style):
+        lines[label] = values
+        return plot(self, values, label=label, **style)
+
+    rows = [row("Llama", 0, 0.0, ["overlapping blocks"]), row("Llama", 1, 0.0, ["overlapping blocks"])]
+    rows += [row("RMT", 1, 0.0, ["segments"]), row("HMT, single", 7, 0.0, ["segments"])]
+    for i, one in enumerate(rows):
+        for entry in one["readings"].values():
+            entry["by_position"] = [float(i)] * 16
+    monkeypatch.setattr(Axes, "plot", recorded)
+    module.plot({"settings": SETTINGS, "rows": rows}, tmp_path / "x.png")
+    assert lines.keys() == {"Llama: overlapping blocks", "RMT"}  # no other has a seed of the reference
+    assert lines["RMT"] == pytest.approx([100 * np.expm1(2.0 - 1.0)] * 16)
+    module.plot({"settings": SETTINGS, "rows": rows[3:]}, tmp_path / "x.png")
+    assert list(lines["HMT, single"]) == [3.0] * 16
+
+
 def test_an_interval_covers_the_mean_of_texts(module):
     mean, low, high = module.interval(np.array([1.0, 5.0, 3.0, 8.0]))
     assert mean == 4.25 and 1 < low < 3 and 5.5 < high < 8
