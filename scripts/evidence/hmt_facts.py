@@ -37,7 +37,7 @@ from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence import hmt_training
-from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, load_backbone, recalls, tenth, with_recall, wrap
+from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, new_model, second_stage, tenth
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, require, run
 from scripts.prove_hmt import CONTROLS, changed_recall, label_axes
 
@@ -225,18 +225,14 @@ def trained(method, seed, facts, args):
     """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = load_backbone(args)
+    model = new_model(method, args)
     model.get_input_embeddings().requires_grad_(False)  # and the head, which is tied to them
-    name = method.removesuffix(AS_IT_IS)
-    if name in MEMORIES:
-        model = wrap(model, name, args, **{} if name != method else {"recall": False}).eval()
-    if name != method:
+    if method.endswith(AS_IT_IS):
         return model, []
     counts = [count for count in (2, 4, 8) if count <= args.most_facts]
     first_files, second_files = checkpoints(method, seed, args)
     first = train_rounds(model, facts, method, (1,), args.first_steps, first_files, args, generator)
-    if name in MEMORIES and recalls(name):
-        model = with_recall(model, name, args)
+    model = second_stage(model, method, args)
     return model, [first, train_rounds(model, facts, method, counts, args.steps, second_files, args, generator)]
 
 

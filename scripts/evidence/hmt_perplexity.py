@@ -39,17 +39,7 @@ from hf_longctx.hmt import HMTConfig
 from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_reading import BINS, SEGMENTS, SWAPPED, measure_reading
-from scripts.evidence.hmt_training import (
-    AS_IT_IS,
-    BACKBONES,
-    HMT,
-    TEXT,
-    config_of,
-    load_backbone,
-    recalls,
-    with_recall,
-    wrap,
-)
+from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, HMT, TEXT, config_of, new_model, recalls, second_stage
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 
 
@@ -157,17 +147,13 @@ def trained(method, seed, args):
     """The model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    name = method.removesuffix(AS_IT_IS)
-    model = load_backbone(args)
-    if name in HMT:
-        model = wrap(model, name, args, **{} if name != method else {"recall": False}).eval()
-    if name != method:
+    model = new_model(method, args)
+    if method.endswith(AS_IT_IS):
         return model, []
     tokens, (first_file, second_file) = training_tokens(args), checkpoints(method, seed, args)
-    first = train(model, name, tokens, 2, args.first_steps, first_file, args, generator)
-    if name in HMT and recalls(name):
-        model = with_recall(model, name, args)
-    return model, [first, train(model, name, tokens, args.segments, args.steps, second_file, args, generator)]
+    first = train(model, method, tokens, 2, args.first_steps, first_file, args, generator)
+    model = second_stage(model, method, args)
+    return model, [first, train(model, method, tokens, args.segments, args.steps, second_file, args, generator)]
 
 
 def readings_of(method):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from hf_longctx.hmt import HMTWrapper
 from scripts.evidence.hmt_training import AS_IT_IS, HMT
+from scripts.prove_hmt import changed_recall
 
 
 SEGMENTS, SWAPPED = "segments", "with the memories of another text"  # readings of HMT
@@ -49,15 +50,13 @@ def memories_of_others(model, texts, args):
     return torch.cat(banks).roll(len(texts) // 2, 0)
 
 
-@contextmanager
 def memories_swapped(model, memories):
     """While some texts are read, each recalls as many of `memories` (rows, segments, d) as it has of its own."""
-    recall = model.memory.recall
-    model.memory.recall = lambda query, bank, valid: recall(query, memories[:, : bank.shape[1]], valid)
-    try:
-        yield
-    finally:
-        del model.memory.recall  # that of the class is left
+
+    def control(recall, query, bank, valid, *_):
+        return recall(query, memories[:, : bank.shape[1]], valid)
+
+    return changed_recall(model, control, None, None)
 
 
 @contextmanager

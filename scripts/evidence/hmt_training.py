@@ -44,8 +44,21 @@ def recalls(name):
     return HMT[name].get("recall", True)
 
 
-def with_recall(model, name, args):
-    """The model of the second stage: that of the first, which had no recall, with what a recall takes beside it."""
+def new_model(method, args):
+    """The untrained model of a method: the backbone or, of a kind in `HMT`, a memory around it.
+
+    If it is to be trained, it is that of the first stage, without recall.
+    """
+    name, model = method.removesuffix(AS_IT_IS), load_backbone(args)
+    if name in HMT:
+        model = wrap(model, name, args, **{"recall": False} if name == method else {})
+    return model.eval()
+
+
+def second_stage(model, name, args):
+    """The model of the second stage: that of the first, with what a recall takes beside it, if it recalls."""
+    if name not in HMT or not recalls(name):
+        return model
     second = wrap(model.backbone, name, args)
     missing, _ = second.load_state_dict(model.state_dict(), strict=False)
     if "memory.summary_prompt" in missing:  # it starts as the prompt of a first segment, and that has been trained

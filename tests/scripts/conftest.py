@@ -1,4 +1,4 @@
-"""Modules of scripts/evidence, a tiny model in the place of SmolLM2, and the committed rows."""
+"""Modules of scripts, a tiny model in the place of SmolLM2, and the committed rows."""
 
 import importlib
 import json
@@ -15,9 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def load(monkeypatch):
+def load_script(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"scripts.evidence.{name}")
+    return lambda name: importlib.import_module(f"scripts.{name}")
+
+
+@pytest.fixture
+def load(load_script):
+    return lambda name: load_script(f"evidence.{name}")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -23,12 +22,11 @@ ROWS = {"attention": 8, "generate": 3, "pruned": 3, "curve": 3, "hmt speed": 14,
 
 
 @pytest.fixture
-def load(monkeypatch):
+def load(load_script, monkeypatch):
     """Imports a module of scripts/bench, with fresh processes replaced by this one, which has imported everything."""
-    monkeypatch.syspath_prepend(ROOT)
-    common = importlib.import_module("scripts.bench.common")
+    common = load_script("bench.common")
     monkeypatch.setattr(common, "in_fresh_process", lambda function, *args: function(*args))
-    return lambda name: importlib.import_module(f"scripts.bench.{name}")
+    return lambda name: load_script(f"bench.{name}")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "import_time")) for x in TINY])

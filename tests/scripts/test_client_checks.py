@@ -1,19 +1,14 @@
 """A client that fails is a cell of the table, whatever it does, and stops no other."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 @pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: importlib.import_module(f"scripts.client_checks.{name}")
+def load(load_script):
+    return lambda name: load_script(f"client_checks.{name}")
 
 
 @pytest.fixture

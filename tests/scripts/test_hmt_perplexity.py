@@ -49,11 +49,11 @@ def texts():
 
 def untrained(module, name, args):
     torch.manual_seed(0)
-    model = module.load_backbone(args)
+    model = module.hmt_training.load_backbone(args)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 if weight.ndim == 1 else 5)  # so that logits differ
-    return (module.wrap(model, name, args) if name in module.HMT else model).eval()
+    return (module.hmt_training.wrap(model, name, args) if name in module.HMT else model).eval()
 
 
 def parts_of(losses):
@@ -205,15 +205,15 @@ def test_rows_that_are_read_apart_train_the_same_model(method, module, float32, 
 
 
 @pytest.mark.parametrize("method", [*RECALLING, "RMT"])
-def test_the_second_stage_recalls_and_starts_from_the_first(method, load, module, args):
+def test_the_second_stage_recalls_and_starts_from_the_first(method, module, args):
     torch.manual_seed(0)
-    first = module.wrap(module.load_backbone(args), method, args, recall=False)
+    first = module.hmt_training.wrap(module.hmt_training.load_backbone(args), method, args, recall=False)
     with torch.no_grad():
         first.memory.initial.add_(1)
     if method == "RMT":
-        assert not module.recalls(method)
+        assert not module.recalls(method) and module.hmt_training.second_stage(first, method, args) is first
         return
-    second = load("hmt_training").with_recall(first, method, args)
+    second = module.hmt_training.second_stage(first, method, args)
     assert second.config.recall and torch.equal(second.memory.initial, first.memory.initial)
     prompt = getattr(first.memory, "summary_prompt", first.memory.initial)
     assert torch.equal(second.memory.summary_prompt, prompt)
