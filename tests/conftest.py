@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import commands
 import mistakes
 import pytest
 import torch
@@ -42,6 +43,7 @@ UPSTREAM_MARKS = """
 
 
 def pytest_configure(config):
+    commands.ENVIRONMENT.update(os.environ)
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 

@@ -9,7 +9,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from commands import context
 
 
 WORLD = 2
@@ -41,11 +41,11 @@ class TwoProcesses:
         self.members = []
 
     def start(self):
-        context = mp.get_context("spawn")
+        forks = context()
         self.folder = tempfile.TemporaryDirectory()
-        self.results, self.jobs = context.Queue(), [context.Queue() for _ in range(WORLD)]
+        self.results, self.jobs = forks.Queue(), [forks.Queue() for _ in range(WORLD)]
         self.members = [
-            context.Process(target=work, args=(rank, self.folder.name, jobs, self.results), daemon=True)
+            forks.Process(target=work, args=(rank, self.folder.name, jobs, self.results), daemon=True)
             for rank, jobs in enumerate(self.jobs)
         ]
         for member in self.members:

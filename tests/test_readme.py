@@ -3,14 +3,12 @@
 import contextlib
 import io
 import itertools
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from hf_longctx import cli
 
@@ -69,17 +67,12 @@ def test_demo(tmp_path):
     assert {"scripts/demo", "scripts/test"} <= set(commands(ROOT / "README.md"))
     text = tmp_path / "text.txt"
     text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(900)))
-    run = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "demo.py", text, "--max-length", "60", "--output", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert run.returncode == 0, run.stderr
-    pictures = re.findall(r"^Picture of .+: +(.+)$", run.stdout, re.MULTILINE)
+    done = run(["python", ROOT / "scripts" / "demo.py", text, "--max-length", "60", "--output", tmp_path / "out"])
+    assert done.returncode == 0, done.stderr
+    pictures = re.findall(r"^Picture of .+: +(.+)$", done.stdout, re.MULTILINE)
     assert len(pictures) == 2 and all(Path(path).is_file() for path in pictures)
-    assert all(f"| {name} | order |" in run.stdout for name in ("FoX", "Llama")) and "Not alike" not in run.stdout
-    assert "decay times of 40 heads: " in run.stdout
+    assert all(f"| {name} | order |" in done.stdout for name in ("FoX", "Llama")) and "Not alike" not in done.stdout
+    assert "decay times of 40 heads: " in done.stdout
 
 
 @pytest.mark.parametrize("readme", READMES, ids=IDS)

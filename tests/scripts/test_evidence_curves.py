@@ -1,10 +1,9 @@
 """scripts/evidence_curves.py in a few steps: every model is trained, measured and drawn."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from hf_longctx.metrics import ForgettingCurve
 
@@ -14,21 +13,16 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(tmp_path):
-    command = [sys.executable, "-m", "scripts.evidence_curves", "--quick"]
-    result = subprocess.run(
-        [*command, "--work", tmp_path / "work", "--output", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def make(tmp_path):
+    command = ["python", "-m", "scripts.evidence_curves", "--quick"]
+    done = run([*command, "--work", tmp_path / "work", "--output", tmp_path / "out"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_the_script_makes_picture_table_and_curves_and_resumes(tmp_path):
-    first = run(tmp_path)
+    first = make(tmp_path)
     curves = {file.stem: ForgettingCurve.from_json(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
     assert {"llama__rope_base_20000", "llama__rope_base_100", "mamba_2"} <= curves.keys()
     assert "hmt_around_the_llama" in curves
@@ -37,7 +31,7 @@ def test_the_script_makes_picture_table_and_curves_and_resumes(tmp_path):
     assert table.count("| random |") == len(curves)
     assert (tmp_path / "out" / "comparison.png").exists() and (tmp_path / "out" / "comparison.svg").exists()
     assert first.count(" loss ") == 5
-    assert "step" not in run(tmp_path), "what had been trained and measured is done again"
+    assert "step" not in make(tmp_path), "what had been trained and measured is done again"
 
 
 def test_the_committed_evidence_is_that_of_the_script():

@@ -1,14 +1,12 @@
 """Tuning in Triton's interpreter, and which tile it chooses."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 
 
 pytest.importorskip("triton")
@@ -17,17 +15,14 @@ from hf_longctx.fox.tiles_fox import Tile
 
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 dry = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 
 @dry
 @pytest.mark.slow
 def test_tuning_dry_run(tmp_path):
-    command = [sys.executable, "-m", "scripts.bench.gpu.tune", "--device", "cpu", "--output", tmp_path / "tune.json"]
-    options = ["--kernel", "decode", "--candidates", "2"]
-    # No PYTHONPATH: the checkout is all that a machine with a GPU needs.
-    done = subprocess.run([*command, *options], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    command = ["python", "-m", "scripts.bench.gpu.tune", "--device", "cpu", "--output", tmp_path / "tune.json"]
+    done = run([*command, "--kernel", "decode", "--candidates", "2"], cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / "tune.json").read_text())
     assert [row["kernel"] for row in report["rows"]] == ["decode", "decode"]

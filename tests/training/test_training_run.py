@@ -1,7 +1,6 @@
 """Runs that are killed, stopped and continued end as if nothing had happened."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import context
 from demo_model import DEMO, VOCABULARY
 
 
@@ -117,8 +117,7 @@ def train_in_process(run, fault, arguments, environment, sharded):
 @pytest.fixture(scope="module")
 def apart():
     """Trains in processes of their own, and returns their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_longctx.training.run"])
+    forks = context()
 
     def run(settings, fault=None, *arguments, processes=1, sharded=False):
         with socket.socket() as free:
@@ -131,7 +130,7 @@ def apart():
                 environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
                 environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             what = (settings, fault, arguments, environment, sharded)
-            members.append(context.Process(target=train_in_process, args=what))
+            members.append(forks.Process(target=train_in_process, args=what))
         for member in members:
             member.start()
         for member in members:
