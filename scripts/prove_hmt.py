@@ -8,8 +8,8 @@ in the paper: without recall on one fact and one question, until it answers 95 %
 four facts and two questions. It is then asked on texts of 2 to 64 facts, with keys of which it saw few together.
 Beside HMT in its modes stand a sliding attention window of as many positions as HMT sees at a time, and full attention
 over the whole text and RMT (one and four memory tokens, no recall), which train on two facts until they answer 95 % of
-the questions. Every "until" has a budget of four rounds of steps. The single mode also recalls after a quarter of each
-segment, in place of the half, which is its default.
+the questions. Every "until" has a budget of four rounds of steps. The single-pass mode also recalls after a quarter of
+each segment, in place of the half, which is its default.
 
 Three things make the task harder: less filler that repeats the key of a segment (`topic`), segments of noise between
 facts and questions, and more facts. On the *leak* task the answer comes before the question: accuracy above one of W
@@ -48,20 +48,20 @@ from scripts.evidence.parts import PICTURES, mean_and_range
 
 
 METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
-    "HMT, single": {"recall_mode": "single"},
-    "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
-    "HMT, causal": {"recall_mode": "causal"},
+    "HMT, single pass": {"recall_mode": "single_pass"},
+    "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
+    "HMT, three passes": {"recall_mode": "three_pass"},
     "window": None,
-    "RMT": {"recall": False, "recall_mode": "causal"},
-    "RMT, 4 tokens": {"recall": False, "recall_mode": "causal", "memory_tokens": 4},
+    "RMT": {"recall": False, "recall_mode": "three_pass"},
+    "RMT, 4 tokens": {"recall": False, "recall_mode": "three_pass", "memory_tokens": 4},
     "full attention": None,
     "HMT, paper": {"recall_mode": "paper"},
-    "HMT, single, j = L'/4": {"recall_mode": "single", "sum_fraction": 0.25},
+    "HMT, single pass, j = L'/4": {"recall_mode": "single_pass", "sum_fraction": 0.25},
 }
 SMALL = common.ROOT / "demo_output" / "prove_hmt"  # where --small writes
-LEFT_OUT = ("RMT, 4 tokens", "full attention", "HMT, paper", "HMT, single, j = L'/4")  # of --small
+LEFT_OUT = ("RMT, 4 tokens", "full attention", "HMT, paper", "HMT, single pass, j = L'/4")  # of --small
 UNTIL_SOLVED = ("RMT", "RMT, 4 tokens", "full attention")
-SMALL_MEMORY = {  # changes to the trained single mode
+SMALL_MEMORY = {  # changes to the trained single-pass mode
     "4 memories": {"memory_size": 4},
     "4 memories and pages": {"memory_size": 4, "recalled_pages": 4, "page_size": 1},
 }
@@ -140,7 +140,7 @@ def new_model(run, task, recipe):
     )
     hmt = dict(segment_length=task.segment_length, sensory_tokens=recipe.sensory_tokens, summary_batch=1024)
     if run.method == "window":
-        window = HMTConfig(**hmt, recall_mode="single").positions_per_segment
+        window = HMTConfig(**hmt, recall_mode="single_pass").positions_per_segment
         return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
     backbone = LlamaForCausalLM(LlamaConfig(**sizes))
     if run.method == "full attention":
@@ -275,7 +275,7 @@ def measure(run, recipe):
     if run.method.startswith("HMT"):
         row["hits"] = {writes: share for writes, (_, share) in shares.items()}
         controls = {name: ask_all(control) for name, control in CONTROLS.items()} if run.task == "recall" else {}
-        if (run.task, run.topic, run.noise_segments, run.method) == ("recall", 0.6, 0, "HMT, single"):
+        if (run.task, run.topic, run.noise_segments, run.method) == ("recall", 0.6, 0, "HMT, single pass"):
             for name, changes in SMALL_MEMORY.items():
                 model.config.update(changes)
                 controls[name] = ask_all()

@@ -2,7 +2,7 @@
 
     python -m scripts.train_hmt_demo
 
-Trains the single mode of `scripts.prove_hmt` by that script's recipe, in two minutes of one core. The tokens of
+Trains the single-pass mode of `scripts.prove_hmt` by that script's recipe, in two minutes of one core. The tokens of
 `RecallTask` get words, so that a text reads "remember Ada red Ada the Ada of ...", and the answer can be generated.
 The HMT is asked on new texts, also with its recall forced to the right segment, and with the memories of another text.
 Beside it stands what the proof found of a Llama with a window of the size that HMT sees at a time, trained alike.
@@ -24,7 +24,7 @@ from scripts.prove_hmt import CONTROLS, FACTS, READS, Recipe, Run, ask, run_of, 
 
 CARD = common.ROOT / "model_cards" / "hmt-demo"
 RECIPE = replace(Recipe(), texts=64)
-RUN = Run("recall", 0.6, 0, 0, "HMT, single")
+RUN = Run("recall", 0.6, 0, 0, "HMT, single pass")
 SPECIAL = ["<pad>", "remember", "recall", "answer"]  # the tokens of RecallTask that are no key, value or noise
 NOISE = [
     "the", "of", "and", "a", "to", "in", "is", "it", "that", "was", "for", "on", "as", "with", "his", "they", "at", "be",

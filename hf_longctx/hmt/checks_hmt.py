@@ -85,9 +85,9 @@ def check_settings(model):
             "config.recall is True, and this model was built without recall: it has no projections. Save it, and "
             "load it with HMTWrapper.from_pretrained(folder, recall=True)."
         )
-    if model.memory.single != (model.config.recall_mode == "single"):
+    if model.memory.single_pass != (model.config.recall_mode == "single_pass"):
         raise ValueError(
-            f"config.recall_mode is {model.config.recall_mode!r}, and this model was not built for it: 'single' has other "
+            f"config.recall_mode is {model.config.recall_mode!r}, and this model was not built for it: 'single_pass' has other "
             "parameters. Build a new model: HMTWrapper.from_backbone(model.backbone, config)."
         )
     settle_mask(model)
@@ -99,9 +99,9 @@ def check_settings(model):
 
 
 def settle_mask(model):
-    """Set `recall_mask` of a single mode that has none yet; ValueError if its backbone cannot follow the mask."""
+    """Set `recall_mask` of a single-pass mode that has none yet; ValueError if its backbone cannot follow the mask."""
     config = model.config
-    if config.recall_mode != "single" or config.recall_mask is False or model.device.type == "meta":
+    if config.recall_mode != "single_pass" or config.recall_mask is False or model.device.type == "meta":
         return
     takes_masks = model.lm.takes_masks(config.positions_per_segment)
     if config.recall_mask is None:
@@ -109,7 +109,7 @@ def settle_mask(model):
     elif not takes_masks:
         attention = getattr(model.lm.model.config, "_attn_implementation", None)
         raise ValueError(
-            f"config.recall_mask is True, and {type(model.lm.model).__name__} cannot follow the mask of the single mode: "
+            f"config.recall_mask is True, and {type(model.lm.model).__name__} cannot follow the mask of the single-pass mode: "
             f"its attention is {attention!r}, and a window must be wider than {config.positions_per_segment} positions. "
             "Load it with attn_implementation='sdpa' or 'eager'. Without the mask a model that was trained with it "
             "reads otherwise; for a new one, set recall_mask=None."
@@ -166,7 +166,7 @@ def check_state(model, state, rows):
         raise ValueError(
             f"The state stops after {open_tokens} tokens of a segment, and recall_mode='paper' reads the first "
             f"{config.summary_length} before it predicts them: what was predicted so far would change. End chunks "
-            "at multiples of segment_length, or use recall_mode='causal' (also to generate beyond a segment)."
+            "at multiples of segment_length, or use recall_mode='three_pass' (also to generate beyond a segment)."
         )
 
 
@@ -180,12 +180,12 @@ def check_padding(model, mask, state, use_cache):
     if not model.lm.sees_padding:
         raise NotImplementedError(
             f"{type(model.lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
-            "as text. Use recall_mode='causal', rows of equal length, or batch size 1."
+            "as text. Use recall_mode='three_pass', rows of equal length, or batch size 1."
         )
     if not mask[:, -1].all() or (state.open_mask.any(1) & ~mask[:, 0]).any():
         raise ValueError(
             "The rows are padded on the right, and recall_mode='paper' would put padding into the query, the loss "
-            "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='causal'."
+            "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='three_pass'."
         )
 
 

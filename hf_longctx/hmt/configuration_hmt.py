@@ -30,21 +30,22 @@ class HMTConfig(PreTrainedConfig):
             a recall also attends to the best r pages (`pages_hmt.py`). None: no pages.
         page_size: memory embeddings per page at first; pages grow with the square root of the text.
         sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
-            which rounds ties to the even number, as the official code does. The single mode needs j < L', because only
-            the tokens behind a recall see a memory.
+            which rounds ties to the even number, as the official code does. The single-pass mode needs j < L', because
+            only the tokens behind a recall see a memory.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
-        recall_mode: "single" (logits at t see tokens <= t only, in one pass; see `single_hmt.py`), "causal" (the same
-            in three passes, with the paper's memories) or "paper" (the published algorithm, which reads the first j
-            tokens of a segment before it predicts them; see `modeling_hmt.py`).
-        recurrence: False makes the memories without their recall, in the single mode: no memory waits for another, so
-            a text of any length takes two calls of the backbone (of `summary_batch` segments each), gradients pass
-            through one recall, and the memories of independent texts can be merged (`HMTState.merge`). A memory then
-            knows its own segment alone: what takes a chain of recalls is out of reach. See `parallel_hmt.py`.
-        recall_mask: whether the single mode hides `initial` and the first `close` from the tokens behind its recall.
-            That takes an attention mask of four dimensions (`single_hmt.py`). None: if the backbone can follow it; the
-            first call finds out and sets it, so that a checkpoint is read as it was trained.
+        recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; see `single_pass_hmt.py`),
+            "three_pass" (the same in three passes, with the paper's memories) or "paper" (the published algorithm,
+            which reads the first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
+            another, so a text of any length takes two calls of the backbone (of `summary_batch` segments each),
+            gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).
+            A memory then
+            knows its own segment alone: what takes a chain of recalls is out of reach. See `no_recurrence_hmt.py`.
+        recall_mask: whether the single-pass mode hides `initial` and the first `close` from the tokens behind its
+            recall. That takes an attention mask of four dimensions (`single_pass_hmt.py`). None: if the backbone can
+            follow it; the first call finds out and sets it, so that a checkpoint is read as it was trained.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -83,7 +84,7 @@ class HMTConfig(PreTrainedConfig):
     recall: bool = True
     memory_tokens: int = 1
     recall_dim: int | None = None
-    recall_mode: str = "single"
+    recall_mode: str = "single_pass"
     recurrence: bool = True
     recall_mask: bool | None = None
     recall_init: str = "similarity"
@@ -166,30 +167,30 @@ class HMTConfig(PreTrainedConfig):
         if self.recall and self.memory_tokens != 1:
             raise ValueError(
                 f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
-                "per segment. Use memory_tokens=1, or recall=False with recall_mode='causal'."
+                "per segment. Use memory_tokens=1, or recall=False with recall_mode='three_pass'."
             )
-        if self.recall_mode == "single" and self.memory_tokens != 1:
+        if self.recall_mode == "single_pass" and self.memory_tokens != 1:
             raise ValueError(
-                f"memory_tokens is {self.memory_tokens}, and recall_mode='single' makes one embedding per segment. Use "
-                "memory_tokens=1, or recall_mode='causal'."
+                f"memory_tokens is {self.memory_tokens}, and recall_mode='single_pass' makes one embedding per segment. Use "
+                "memory_tokens=1, or recall_mode='three_pass'."
             )
-        if not self.recurrence and self.recall_mode != "single":
+        if not self.recurrence and self.recall_mode != "single_pass":
             raise ValueError(
-                f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single mode can make memories "
-                "without their recall. Set recall_mode='single'."
+                f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single-pass mode can make memories "
+                "without their recall. Set recall_mode='single_pass'."
             )
         if not 0 < self.sum_fraction <= 1 or not self.summary_length:
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction} of {self.segment_length} tokens, and the query needs at least one "
                 "token and at most all. Set it above 0 and up to 1."
             )
-        if self.recall_mode == "single" and self.summary_length == self.segment_length:
+        if self.recall_mode == "single_pass" and self.summary_length == self.segment_length:
             raise ValueError(
                 f"sum_fraction is {self.sum_fraction}: the query would read all {self.segment_length} tokens, and with "
-                "recall_mode='single' only the tokens behind it see a memory. Lower sum_fraction."
+                "recall_mode='single_pass' only the tokens behind it see a memory. Lower sum_fraction."
             )
         choices = {
-            "recall_mode": ("single", "causal", "paper"),
+            "recall_mode": ("single_pass", "three_pass", "paper"),
             "recall_init": ("similarity", "random"),
             "loss_scope": ("all", "last"),
         }
@@ -222,7 +223,7 @@ class HMTConfig(PreTrainedConfig):
     @property
     def positions_per_segment(self) -> int:
         """Positions the backbone sees for a full segment: prompts, sensory tokens, new tokens."""
-        if self.recall_mode == "single":
+        if self.recall_mode == "single_pass":
             return 4 + self.sensory_tokens + self.segment_length
         return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 

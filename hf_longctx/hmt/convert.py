@@ -8,7 +8,7 @@ from .modeling_hmt import HMTWrapper
 
 OFFICIAL_NAMES = {
     "memory_cell.memory": "memory.initial",
-    "mem": "memory.summary_prompt",
+    "mem": "memory.summary_token",
     "cross_attn.wq.weight": "memory.wq",
     "cross_attn.wk.weight": "memory.wk",
 }
@@ -26,7 +26,7 @@ def from_official(
     sum_fraction=0.5,
     recall=True,
     memory_tokens=1,
-    recall_mode="causal",
+    recall_mode="three_pass",
 ):
     """Wrap a backbone with parameters in the official naming.
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from .packing_hmt import align
 from .pages_hmt import MemoryPages
-from .rows_hmt import align
 
 
 # With Wq = Wk = gain * I the scores start as gain^2 q.c / sqrt(h). Memories come out of the final norm with entries of
@@ -36,31 +36,31 @@ class HMTMemory(nn.Module):
         width: d.
         memory_tokens: m.
         recall_dim: h, or None for a memory without recall, which has no projections.
-        single: whether it is that of the single mode, whose summary prompt is there without recall too, and whose
-            scores are free of scale.
+        single_pass: whether it is that of the single-pass mode, whose summary prompt is there without recall too, and
+            whose scores are free of scale.
 
-    Parameters: `initial` (m, d), the prompt of a first segment; `summary_prompt` (1, d), the paper's H^T, and what
-    closes both parts of a segment in the single mode; `wq`, `wk` (h, d); `log_temperature` (1,), of scale-free scores.
-    All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
+    Parameters: `initial` (m, d), the prompt of a first segment; `summary_token` (1, d), the paper's H^T, and what
+    closes both parts of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,), of scale-free
+    scores. All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
     """
 
-    def __init__(self, width: int, memory_tokens: int, recall_dim: int | None, single: bool = False):
+    def __init__(self, width: int, memory_tokens: int, recall_dim: int | None, single_pass: bool = False):
         super().__init__()
-        self.single = single
+        self.single_pass = single_pass
         self.initial = nn.Parameter(torch.empty(memory_tokens, width))
-        if single or recall_dim is not None:
-            self.summary_prompt = nn.Parameter(torch.empty(1, width))
+        if single_pass or recall_dim is not None:
+            self.summary_token = nn.Parameter(torch.empty(1, width))
         if recall_dim is not None:
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
-            if single:
+            if single_pass:
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
 
     def scores(self, query, bank, origin, count):
         """Scores of memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
-        Free of scale, in the single mode: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is x less
-        the `origin`, at length one.
+        Free of scale, in the single-pass mode: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is x
+        less the `origin`, at length one.
 
         Args:
             query, bank: as in `recall`.
@@ -70,8 +70,8 @@ class HMTMemory(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             wide = torch.promote_types(bank.dtype, torch.float32)
             query, bank, wq, wk, origin = (x.to(wide) for x in (query, bank, self.wq, self.wk, origin))
-            if self.single:
-                query, bank = unit(query, origin), unit(bank, origin)
+            if self.single_pass:
+                query, bank = normalize(query, origin), normalize(bank, origin)
                 factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
@@ -269,8 +269,8 @@ class HMTState:
             ends=ends[:, -size:],
             pages=pages,
             lengths=tuple(a + b for a, b in zip(read, other.lengths)),
-            sensory_ids=pick(begin, self.sensory_ids, other.sensory_ids),
-            sensory_mask=pick(begin, self.sensory_mask, other.sensory_mask),
+            sensory_ids=where_rows(begin, self.sensory_ids, other.sensory_ids),
+            sensory_mask=where_rows(begin, self.sensory_mask, other.sensory_mask),
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -307,12 +307,13 @@ class HMTState:
         pages = self.pages and tuple(self.pages[row] for row in rows)
         return replace(state, lengths=tuple(self.lengths[row] for row in rows), pages=pages)
 
-    def pick(self, rows, other) -> "HMTState":
+    def where_rows(self, rows, other) -> "HMTState":
         """A new state with `rows` (B bools) of this one and the others of `other`, without the key/value cache."""
         if all(rows):
             return self
         changed = {
-            name: pick(rows, getattr(self, name), getattr(other, name)) for name in self.tensors() | other.tensors()
+            name: where_rows(rows, getattr(self, name), getattr(other, name))
+            for name in self.tensors() | other.tensors()
         }
         pages = self.pages and tuple(a if row else b for row, a, b in zip(rows, self.pages, other.pages))
         return replace(self, **changed, pages=pages).without_kv_cache()
@@ -321,7 +322,7 @@ class HMTState:
         """A new state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
         if not any(rows):
             return self
-        state = replace(self, pages=None).map(lambda x: pick(rows, torch.zeros_like(x), x))
+        state = replace(self, pages=None).map(lambda x: where_rows(rows, torch.zeros_like(x), x))
         lengths = tuple(0 if row else length for row, length in zip(rows, self.lengths))
         pages = self.pages and tuple(x.emptied() if row else x for row, x in zip(rows, self.pages))
         return replace(state, lengths=lengths, pages=pages)
@@ -394,13 +395,13 @@ def mean_memory(bank, valid, total=0, count=0):
     return total / count.clamp(min=1)[:, None, None], count
 
 
-def unit(x, origin):
+def normalize(x, origin):
     """`x` less `origin`, at length one (less than one, where hardly anything is left of x)."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 
 
-def pick(rows, new, old):
+def where_rows(rows, new, old):
     """`new` (B, n, ...) in `rows` (B bools) and `old` elsewhere; zeros are put before the shorter. None is zeros."""
     if all(rows):
         return new
@@ -416,4 +417,4 @@ def pad_front(x, width):
     return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 
-__all__ = ["HMTMemory", "HMTState", "mean_memory", "pad_front", "pick"]
+__all__ = ["HMTMemory", "HMTState", "mean_memory", "pad_front", "where_rows"]

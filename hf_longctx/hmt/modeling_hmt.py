@@ -16,7 +16,7 @@ Three ways to use the recall
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
 
-`recall_mode="causal"` uses each prompt only once its query is known. From token j on, a segment is read as
+`recall_mode="three_pass"` uses each prompt only once its query is known. From token j on, a segment is read as
 above: these logits, and all memories, are exactly the paper's. The first j tokens get their logits from a shorter pass
 
     [opening prompt, k sensory tokens, tokens 0..j-1]
@@ -29,13 +29,13 @@ pass, so those of several segments go through the backbone together, and a call 
 is made, and the segment is read again under its recalled prompt. Segments 0 and 1 have at most one memory and nothing
 to choose from, so one pass serves all their tokens.
 
-`recall_mode="single"` (default) reads every position once: the query is taken and the recall stands in the middle of
-one pass (`single_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
-(`parallel_hmt.py`).
+`recall_mode="single_pass"` (default) reads every position once: the query is taken and the recall stands in the middle
+of one pass (`single_pass_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
+(`no_recurrence_hmt.py`).
 
 Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it
-stood alone (`rows_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and shows
-padded sensory tokens, as the official code does.
+stood alone (`packing_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and
+shows padded sensory tokens, as the official code does.
 """
 
 import math
@@ -62,11 +62,11 @@ from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
+from .multi_pass_hmt import MultiPassSegments
+from .no_recurrence_hmt import NoRecurrenceSegments
+from .packing_hmt import PackedSegments
 from .pages_hmt import MemoryPages, PageFile
-from .parallel_hmt import ParallelSegments
-from .published_hmt import PublishedSegments
-from .rows_hmt import Rows
-from .single_hmt import SingleSegments
+from .single_pass_hmt import SinglePassSegments
 
 
 @dataclass
@@ -157,7 +157,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         self.backbone = backbone
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
-        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.recall_mode == "single")
+        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.recall_mode == "single_pass")
         self._versions = lm.versions()
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
@@ -172,15 +172,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         std = self.lm.embedding_std()  # prompts stand among token embeddings, so they start at the same scale
         init.normal_(module.initial, std=std)
         similarity = self.config.recall_init == "similarity"
-        if hasattr(module, "summary_prompt"):
+        if hasattr(module, "summary_token"):
             # Similarity: the prompt of a first segment, so that the summary of j tokens equals the memory they would
             # leave as a segment.
-            init.normal_(module.summary_prompt, std=std)
+            init.normal_(module.summary_token, std=std)
             if similarity:
-                init.copy_(module.summary_prompt, module.initial)
+                init.copy_(module.summary_token, module.initial)
         if self.config.recall:
             gain = SIMILARITY_GAIN
-            if module.single:
+            if module.single_pass:
                 gain = 1
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
             bound = module.wq.shape[1] ** -0.5  # the start of nn.Linear
@@ -242,7 +242,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         tokens, length = input_ids.shape[1], self.config.segment_length
         first = first_position(logits_to_keep, tokens)
         targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
-        rows = Rows.of(state, input_ids, mask, targets, length)
+        rows = PackedSegments.of(state, input_ids, mask, targets, length)
         chunks = rows.chunks(length, first)
 
         # the head makes all logits at once, and no piece of them is copied
@@ -282,9 +282,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return result
 
     def _layout(self):
-        if self.config.recall_mode != "single":
-            return PublishedSegments
-        return SingleSegments if self.config.recurrence else ParallelSegments
+        if self.config.recall_mode != "single_pass":
+            return MultiPassSegments
+        return SinglePassSegments if self.config.recurrence else NoRecurrenceSegments
 
     def new_state(self, batch_size=1, page_file=None, device=None):
         """The state before the first token. Calls without a state make it themselves.
@@ -339,7 +339,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if every_n_layers != 1:
             raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
-        if enable and reentrant and self.config.recall_mode == "single":
+        if enable and reentrant and self.config.recall_mode == "single_pass":
             raise ValueError(
                 "use_reentrant=True loses the gradients of the keys and values between the parts of a segment; pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."

@@ -1,7 +1,7 @@
-"""Reading one segment: what every layout shares. The layouts are `published_hmt.py`, `single_hmt.py` and
-`parallel_hmt.py`.
+"""Reading one segment: what every layout shares. The layouts are `multi_pass_hmt.py`, `single_pass_hmt.py` and
+`no_recurrence_hmt.py`.
 
-A layout has a method `read`. It takes a state and the `Chunk`s of a call (`rows_hmt.py`), lays out embeddings as
+A layout has a method `read`. It takes a state and the `Chunk`s of a call (`packing_hmt.py`), lays out embeddings as
 `Pass`es, runs them (`run_passes`), recalls prompts (`prompt_for`), puts memories into the state (`close`), and returns
 the new state with a `Reading` for each pass. `HMTWrapper.forward` puts logits and loss together from the readings.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .backbone_hmt import fork
-from .memory_hmt import mean_memory, pad_front, pick
-from .rows_hmt import Chunk, Span
+from .memory_hmt import mean_memory, pad_front, where_rows
+from .packing_hmt import Chunk, Span
 
 
 class Pass(NamedTuple):
@@ -46,7 +46,7 @@ class Recall(NamedTuple):
     distance: torch.Tensor
 
     def of_rows(self, rows):
-        return Recall(*(pick(rows, x[:, None], None)[:, 0] for x in self))
+        return Recall(*(where_rows(rows, x[:, None], None)[:, 0] for x in self))
 
 
 class Reading(NamedTuple):
@@ -151,12 +151,12 @@ class Segments:
             opening_prompt=None,
             prompt=None,
         )
-        state = closed.pick(full, state)
+        state = closed.where_rows(full, state)
         if config.bptt_segments is not None:
             cut = [
                 closes and (segment + 1) % config.bptt_segments == 0 for closes, segment in zip(full, chunk.segments)
             ]
-            state = state.detach().pick(cut, state)
+            state = state.detach().where_rows(cut, state)
         return state
 
     def prompt(self, parameter, like):

@@ -15,7 +15,7 @@ from .settings import check_choices, option, setting
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
-RECALL_MODES = ("single", "causal", "paper")
+RECALL_MODES = ("single_pass", "three_pass", "paper")
 POSITIVE = (
     *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
     *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
@@ -286,7 +286,7 @@ class FinetuneSettings(RunSettings):
             raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
         recipe = RECIPES[self.recipe]
         if self.recipe == "hmt":
-            self.fill(segment_length=512, sensory_tokens=32, recall_mode="single")
+            self.fill(segment_length=512, sensory_tokens=32, recall_mode="single_pass")
         if self.sequence_length is None:
             raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
         self.fill(

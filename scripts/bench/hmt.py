@@ -64,14 +64,14 @@ def official_loop(model, ids):
     """Logits of the paper's mode by the official schedule: two full calls of the causal LM per segment."""
     c, memory, backbone = model.config, model.memory, model.backbone
     embed, j, bank, logits = backbone.get_input_embeddings(), c.summary_length, None, []
-    summary_prompt = memory.summary_prompt.expand(len(ids), -1, -1)
+    summary_token = memory.summary_token.expand(len(ids), -1, -1)
 
     def call(*parts):
         return backbone(inputs_embeds=torch.cat(parts, 1), output_hidden_states=True)
 
     for start in range(0, ids.shape[1], c.segment_length):
         x = embed(ids[:, start : start + c.segment_length])
-        query = call(summary_prompt, x[:, :j], summary_prompt).hidden_states[-1][:, -1:]
+        query = call(summary_token, x[:, :j], summary_token).hidden_states[-1][:, -1:]
         prompt = memory.initial.expand(len(ids), -1, -1)
         if bank is not None:
             past = bank.to(ids.device)
@@ -88,7 +88,7 @@ def official_loop(model, ids):
 def speed(args):
     """Microseconds per token of the official loop and of every mode."""
     for length in args.segment_lengths:
-        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "causal", "single")}
+        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "three_pass", "single_pass")}
         vocabulary = models["paper"].config.vocab_size
         ids = torch.randint(vocabulary, (1, length * max(2, args.tokens // length)), device=args.device)
 
@@ -113,7 +113,7 @@ def speed(args):
             train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]))
 
         yield from compare("training step", {"official loop": official_step} | steps, length, ids, args)
-        for name, row in decode({mode: models[mode] for mode in ("causal", "single")}, length, args).items():
+        for name, row in decode({mode: models[mode] for mode in ("three_pass", "single_pass")}, length, args).items():
             yield {"segment_length": length, "task": "decoding", "name": name} | row
 
 
@@ -166,7 +166,7 @@ def decode(models, length, args):
 
 def memory(args):
     """Peak resident memory (and device memory) in MB while a file of tokens is read with a state."""
-    model = build(args.size, "single", args)
+    model = build(args.size, "single_pass", args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         generator = np.random.default_rng(0)

@@ -37,7 +37,7 @@ ASKED = 200
 def unrelated(count, args):
     """(count, d) vectors, {who asks: queries (count, d)}, and a memory that compares them as they are."""
     torch.manual_seed(0)
-    memory = HMTMemory(args.width, 1, args.width, single=True)
+    memory = HMTMemory(args.width, 1, args.width, single_pass=True)
     for projection in (memory.wq, memory.wk):
         torch.nn.init.eye_(projection)
     torch.nn.init.constant_(memory.log_temperature, -2)

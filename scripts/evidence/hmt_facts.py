@@ -59,8 +59,8 @@ STOP_WORDS = {"the", "of", "is", "s"}
 PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # a loss, the mean of the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found", "largest": "largest weight of a recall"}
-MEMORIES = ("HMT, single", "HMT, single, no recurrence", "HMT, causal", "RMT")
-METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in ("HMT, single", "full attention", "BM25 and window")))
+MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "RMT")
+METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in ("HMT, single pass", "full attention", "BM25 and window")))
 
 
 class Questions(NamedTuple):

@@ -8,7 +8,7 @@
         --text-length 1024 --texts 48                                    # on a CPU, ten minutes for a model and seed
 
 The same tokens of held-out texts are scored by all. A Llama reads them in windows: blocks of L' tokens; as many tokens
-as the single mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which cost two
+as the single-pass mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which cost two
 positions for each token, more than the published mode and nearly as many as the causal one; and as much as its context
 holds. HMT and RMT read segments of L' tokens. HMT is also read with the memories of another text, made while it read
 that one, in the place of those of the text: what it loses by that is what the content of its memories is worth.
@@ -44,10 +44,10 @@ from scripts.evidence.parts import make_parser, measure_parts, require, run
 
 
 LLAMAS = {  # what a Llama is trained on, and its readings
-    "Llama": ("blocks", "blocks and what the single mode sees", "overlapping blocks"),
+    "Llama": ("blocks", "blocks and what the single-pass mode sees", "overlapping blocks"),
     "Llama, long rows": ("whole context",),
 }
-METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, single")))
+METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, single pass")))
 REFERENCE = "Llama: overlapping blocks"
 SOURCES = ("novels", "pg19")
 RESAMPLES = 10_000
@@ -192,7 +192,7 @@ def check(args):
             f"--text-length must be 2 to {memories} times --segment-length, {length}, and is {args.text_length}."
         )
     context = AutoConfig.from_pretrained(BACKBONES[args.backbone]).max_position_embeddings
-    config_of("HMT, single", args).check(context)
+    config_of("HMT, single pass", args).check(context)
     if "Llama, long rows" in args.methods and args.segments * length > context:
         raise ValueError(
             f"Rows of {args.segments} segments have {args.segments * length} tokens, and the context of "

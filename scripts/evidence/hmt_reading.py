@@ -20,7 +20,7 @@ def windows(args, context):
     length, whole = args.segment_length, min(context, args.text_length)
     return {
         "blocks": (length, length),
-        "blocks and what the single mode sees": (length + args.sensory_tokens + 4, length),
+        "blocks and what the single-pass mode sees": (length + args.sensory_tokens + 4, length),
         "overlapping blocks": (length, length // 2),
         "whole context": (whole, whole if whole == args.text_length else whole // 2),
     }

@@ -14,11 +14,11 @@ from scripts.fetch_smollm2 import FOLDER as SMOLLM2
 BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
 TEXT = common.ROOT / "demo_output" / "corpus"
 HMT = {  # arguments of HMTConfig in the second stage
-    "HMT, single": {"recall_mode": "single"},
-    "HMT, single, no recurrence": {"recall_mode": "single", "recurrence": False},
-    "HMT, causal": {"recall_mode": "causal"},
+    "HMT, single pass": {"recall_mode": "single_pass"},
+    "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
+    "HMT, three passes": {"recall_mode": "three_pass"},
     "HMT, paper": {"recall_mode": "paper"},
-    "RMT": {"recall": False, "recall_mode": "causal"},
+    "RMT": {"recall": False, "recall_mode": "three_pass"},
 }
 AS_IT_IS = ", as it is"
 
@@ -61,9 +61,9 @@ def second_stage(model, name, args):
         return model
     second = wrap(model.backbone, name, args)
     missing, _ = second.load_state_dict(model.state_dict(), strict=False)
-    if "memory.summary_prompt" in missing:  # it starts as the prompt of a first segment, and that has been trained
+    if "memory.summary_token" in missing:  # it starts as the prompt of a first segment, and that has been trained
         with torch.no_grad():
-            second.memory.summary_prompt.copy_(second.memory.initial)
+            second.memory.summary_token.copy_(second.memory.initial)
     return second
 
 

@@ -63,7 +63,7 @@ BACKBONES = {
 }
 
 
-# How the single mode reads them. Windows shorter than a segment and position biases do not go with its mask.
+# How the single-pass mode reads them. Windows shorter than a segment and position biases do not go with its mask.
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Mamba2", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
 WITHOUT_MASK = WITHOUT_CACHE | {
@@ -80,7 +80,7 @@ def models(request):
     backbone = model_class(model_class.config_class(**BACKBONES[request.param], **special)).eval()
     settings = dict(segment_length=8, sensory_tokens=3, memory_size=3)
     wrappers = {}
-    for mode in ("single", "causal"):
+    for mode in ("single_pass", "three_pass"):
         torch.manual_seed(1)
         wrappers[mode] = HMTWrapper.from_backbone(backbone, HMTConfig(**settings, recall_mode=mode))
     return wrappers
@@ -88,11 +88,11 @@ def models(request):
 
 @pytest.fixture
 def model(models):
-    return models["causal"]
+    return models["three_pass"]
 
 
 SLOW = pytest.mark.slow
-both_modes = pytest.mark.parametrize("mode", ["single", pytest.param("causal", marks=SLOW)])
+both_modes = pytest.mark.parametrize("mode", ["single_pass", pytest.param("three_pass", marks=SLOW)])
 
 
 def assert_same_logits(actual, expected, largest=None):
@@ -131,7 +131,7 @@ def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
     assert model.lm.can_defer_head(cpu) == (model.lm.can_skip_logits(cpu) and bias is None and name not in casts)
 
 
-@pytest.mark.parametrize("mode", ["single", "causal"])
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
 def test_stream_and_generation_equal_forward(models, tokens, mode):
     model = models[mode]
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_padded_row_token_by_token(models, tokens, mode):
 def test_prompts_start_at_the_scale_of_embeddings(model, tokens):
     """What Gemma's embedding multiplies by sqrt(d) must not leave the prompts behind."""
     embedded = model.get_input_embeddings()(torch.arange(61)).std()
-    prompts = torch.cat([model.memory.initial, model.memory.summary_prompt]).std()
+    prompts = torch.cat([model.memory.initial, model.memory.summary_token]).std()
     assert 0.5 < prompts / embedded < 2
 
 
@@ -180,7 +180,9 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-@pytest.mark.parametrize("mode, padding", [("single", 5), pytest.param("causal", 16, marks=SLOW), ("causal", 5)])
+@pytest.mark.parametrize(
+    "mode, padding", [("single_pass", 5), pytest.param("three_pass", 16, marks=SLOW), ("three_pass", 5)]
+)
 def test_a_padded_row_is_as_alone(models, tokens, mode, padding):
     """No recurrence, convolution, window or position bias sees padding."""
     model = models[mode]
@@ -202,7 +204,7 @@ def test_no_position_sees_a_later_token(models, tokens, mode):
 
 
 def test_the_layout_of_the_single_mode(models):
-    lm, name = models["single"].lm, type(models["single"].lm.model).__name__
+    lm, name = models["single_pass"].lm, type(models["single_pass"].lm.model).__name__
     assert lm.takes_masks(15) == (name not in WITHOUT_MASK)
     assert lm.continues == (name not in WITHOUT_CACHE)
     with torch.autocast("cpu", torch.bfloat16):  # another dtype is no other layout

@@ -95,11 +95,15 @@ CONFIG = [
         ("two memory tokens with recall", {"memory_tokens": 2}, "with recall it must be 1"),
         ("four memory tokens with recall", {"memory_tokens": 4}, "with recall it must be 1"),
         (
-            "two memory tokens in the single mode",
-            {"memory_tokens": 2, "recall": False, "recall_mode": "single"},
+            "two memory tokens in the single-pass mode",
+            {"memory_tokens": 2, "recall": False, "recall_mode": "single_pass"},
             "makes one embedding per segment",
         ),
-        ("three passes without recurrence", {"recall_mode": "causal", "recurrence": False}, "only the single mode"),
+        (
+            "three passes without recurrence",
+            {"recall_mode": "three_pass", "recurrence": False},
+            "only the single-pass mode",
+        ),
         ("no memory token", {"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 0.0}, "sum_fraction is 0.0 of 512"),
@@ -108,7 +112,7 @@ CONFIG = [
         ("a query of no number", {"sum_fraction": float("nan")}, "sum_fraction is nan of 512"),
         (
             "no token behind the recall",
-            {"sum_fraction": 1.0, "recall_mode": "single"},
+            {"sum_fraction": 1.0, "recall_mode": "single_pass"},
             "would read all 512 tokens.*Lower sum_fraction",
         ),
         ("an unknown recall_mode", {"recall_mode": "fast"}, "recall_mode is 'fast'"),
@@ -140,7 +144,8 @@ CONFIG += [
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
     ),
     harmless(
-        "a whole segment as an integer", lambda: (HMTConfig(sum_fraction=1, recall_mode="causal").summary_length, 512)
+        "a whole segment as an integer",
+        lambda: (HMTConfig(sum_fraction=1, recall_mode="three_pass").summary_length, 512),
     ),
 ]
 
@@ -220,7 +225,7 @@ BUILD = [
     ),
     refused(
         "reentrant checkpointing",
-        lambda it: build(recall_mode="single")._set_gradient_checkpointing(
+        lambda it: build(recall_mode="single_pass")._set_gradient_checkpointing(
             gradient_checkpointing_func=partial(checkpoint, use_reentrant=True)
         ),
         "loses the gradients",
@@ -314,16 +319,16 @@ READ += [
     refused("recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "recall=True"),
     refused(
         "a mask that a backbone cannot follow",
-        lambda it: build(MistralForCausalLM(MistralConfig(**MISTRAL)).eval(), recall_mode="single", recall_mask=True)(
-            it.tokens
-        ),
+        lambda it: build(
+            MistralForCausalLM(MistralConfig(**MISTRAL)).eval(), recall_mode="single_pass", recall_mask=True
+        )(it.tokens),
         "recall_mask is True.*wider than 15 positions",
     ),
     refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
     refused("memory_tokens set to 3", lambda it: changed(it.model, memory_tokens=3)(it.tokens), "memory_tokens is 3"),
     refused(
         "memory_tokens set to 3 without recall",
-        lambda it: changed(build(recall=False, recall_mode="causal"), memory_tokens=3)(it.tokens),
+        lambda it: changed(build(recall=False, recall_mode="three_pass"), memory_tokens=3)(it.tokens),
         "was built with 1",
     ),
     refused("a cut state", cut_state, "cannot be read"),
@@ -438,7 +443,7 @@ GENERATE += [
     refused(
         "the paper mode behind an open segment",
         lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
-        "use recall_mode='causal'",
+        "use recall_mode='three_pass'",
     ),
     harmless("no guidance", lambda it: (generate(it, guidance_scale=1.0), generate(it))),
     harmless(

@@ -22,14 +22,14 @@ from hf_longctx.hmt.memory_hmt import TEMPERATURE
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 
 
-@pytest.mark.parametrize("mode", ["single", "causal"])
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
 def test_whole_checkpoint(make_wrapper, tokens, tmp_path, mode):
     model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None, recall_mode=mode)
     logits = model(tokens).logits
     model.save_pretrained(tmp_path)
     again = HMTWrapper.from_pretrained(tmp_path)
     assert torch.equal(again(tokens).logits, logits)
-    assert again.config.recall_mask == (True if mode == "single" else None)  # as the first call found it
+    assert again.config.recall_mask == (True if mode == "single_pass" else None)  # as the first call found it
     ours = model.config.to_dict()
     assert {k: v for k, v in again.config.to_dict().items() if k in SETTINGS} == {k: ours[k] for k in SETTINGS}
     assert again.generation_config.eos_token_id == 2
@@ -227,35 +227,35 @@ def test_settings_of_a_checkpoint(llama, tmp_path, pointer):
 
 
 def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):
-    first = make_wrapper(recall=False, recall_mode="causal")
+    first = make_wrapper(recall=False, recall_mode="three_pass")
     first.save_pretrained(tmp_path)
     assert not any("wq" in name for name, _ in first.named_parameters())
     torch.manual_seed(5)
     second, info = HMTWrapper.from_pretrained(tmp_path, recall=True, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"memory.wq", "memory.wk", "memory.summary_prompt"}
+    assert set(info["missing_keys"]) == {"memory.wq", "memory.wk", "memory.summary_token"}
     assert torch.equal(second.memory.initial, first.memory.initial)
     assert torch.equal(second.memory.wq, 1.5 * torch.eye(16).double())
-    assert torch.equal(second.memory.summary_prompt, first.memory.initial)
+    assert torch.equal(second.memory.summary_token, first.memory.initial)
     assert torch.equal(second(tokens[:, :8]).logits, first(tokens[:, :8]).logits)
 
 
 def test_stage_two_of_the_single_mode_keeps_what_closes_its_parts(make_wrapper, tmp_path):
     first = make_wrapper(recall=False)
-    torch.nn.init.normal_(first.memory.summary_prompt)
+    torch.nn.init.normal_(first.memory.summary_token)
     first.save_pretrained(tmp_path)
     second, info = HMTWrapper.from_pretrained(tmp_path, recall=True, output_loading_info=True)
     assert set(info["missing_keys"]) == {"memory.wq", "memory.wk", "memory.log_temperature"}
-    assert torch.equal(second.memory.summary_prompt, first.memory.summary_prompt)
+    assert torch.equal(second.memory.summary_token, first.memory.summary_token)
     assert torch.equal(second.memory.wq, torch.eye(16).double())
     assert second.memory.log_temperature.exp().item() == pytest.approx(TEMPERATURE)
-    second.config.recall_mode = "causal"
+    second.config.recall_mode = "three_pass"
     with pytest.raises(ValueError, match="was not built for it"):
         second(torch.ones(1, 3, dtype=torch.long))
 
 
 def test_the_random_start_is_that_of_a_linear_layer(make_wrapper):
     model = make_wrapper(recall_init="random", recall_dim=200)
-    assert not torch.equal(model.memory.summary_prompt, model.memory.initial)
+    assert not torch.equal(model.memory.summary_token, model.memory.initial)
     for projection in (model.memory.wq, model.memory.wk):
         assert 0.24 < projection.abs().max() <= 0.25
         assert abs(projection.mean()) < 0.01

@@ -13,7 +13,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 def step(kind):
     """In both processes: the mean loss and the gradients of `kind`, compared with those of the whole batch."""
     rank, ids = dist.get_rank(), torch.randint(3, 61, (4, 43), generator=torch.Generator().manual_seed(2))
-    causal = {"recall_mode": "causal"}
+    causal = {"recall_mode": "three_pass"}
     for settings in (
         {},
         causal,

@@ -6,7 +6,7 @@ from tiny_hmt import ROUNDING
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 
-SINGLE = {"recall_mode": "single"}
+SINGLE = {"recall_mode": "single_pass"}
 
 
 def teacher_forced(model, ids, prompt_length, mask=None):
@@ -22,7 +22,7 @@ def teacher_forced(model, ids, prompt_length, mask=None):
     [
         {},
         {"recall": False},
-        {"sum_fraction": 1.0, "recall_mode": "causal"},
+        {"sum_fraction": 1.0, "recall_mode": "three_pass"},
         {"memory_size": 1},
         SINGLE,
         SINGLE | {"recurrence": False},
@@ -184,7 +184,7 @@ def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, t
     model = make_wrapper(recall_mode="paper")
     inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert torch.equal(inside[:, 29:], teacher_forced(model, inside, 29))
-    with pytest.raises(ValueError, match="use recall_mode='causal'"):
+    with pytest.raises(ValueError, match="use recall_mode='three_pass'"):
         model.generate(tokens[:, :29], max_new_tokens=9, do_sample=False, eos_token_id=None)
     assert make_wrapper(recall=False, recall_mode="paper").generate(tokens, max_new_tokens=20).shape[1] > 43
 

@@ -11,8 +11,8 @@ from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper
+from hf_longctx.hmt.multi_pass_hmt import MultiPassSegments
 from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
-from hf_longctx.hmt.published_hmt import PublishedSegments
 
 
 PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
@@ -66,7 +66,7 @@ def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, 
     assert counts[:4] == [1, 2, 3, 4] and max(counts) < 10
 
 
-@pytest.mark.parametrize("settings", [{}, {"recurrence": False}, {"recall_mode": "causal"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recurrence": False}, {"recall_mode": "three_pass"}], ids=str)
 def test_forgets_and_merges_as_a_flat_memory_does(make_wrapper, long_tokens, settings):
     """While all pages are recalled. Rows are of unequal length; what was forgotten lies in the bank and in pages."""
     read = {}
@@ -285,12 +285,12 @@ def test_a_fact_ten_thousand_segments_back():
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     backbone = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, recalled_pages=8, recall_mode="causal")
+    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, recalled_pages=8, recall_mode="three_pass")
     model = HMTWrapper.from_backbone(backbone, config)
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        fact = PublishedSegments(model).summarize(ids[:, :4])
+        fact = MultiPassSegments(model).summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         state.bank, state.ends, state.lengths = everything[:, -4:], state.ends + 8 * 9991, (8 * 10_001,)
         state.pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)

@@ -24,7 +24,7 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
 
 
 def test_without_recall_too(make_wrapper, tokens):
-    model = make_wrapper(recall=False, memory_tokens=2, recall_mode="causal")
+    model = make_wrapper(recall=False, memory_tokens=2, recall_mode="three_pass")
     logits, _ = stream(model, tokens, CHUNKS["ragged"])
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
@@ -41,7 +41,7 @@ def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
         stream(model, tokens, [11, 8])
 
 
-@pytest.mark.parametrize("mode", ["single", "causal"])
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
 def test_a_state_can_be_continued_twice(make_wrapper, tokens, mode):
     model = make_wrapper(recall_mode=mode)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_a_state_can_be_continued_twice(make_wrapper, tokens, mode):
     torch.testing.assert_close(other, expected, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("rows, mode", [(1, "causal"), (2, "causal"), (2, "single")])
+@pytest.mark.parametrize("rows, mode", [(1, "three_pass"), (2, "three_pass"), (2, "single_pass")])
 @pytest.mark.parametrize("stop", [3, 16, 21], ids=["first segment", "border", "open segment"])
 def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
     model, tokens = make_wrapper(recall_mode=mode), tokens[:rows]
@@ -68,7 +68,7 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["single", "causal", "paper"])
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
 def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path, mode):
     """Two segments of padding and a part of the third, which the next call, without a mask, must still leave out."""
     model, mask = make_wrapper(recall_mode=mode), torch.ones(2, 21, dtype=torch.long)
@@ -92,7 +92,7 @@ def test_memory_does_not_grow(make_wrapper, tokens):
 
 def test_detach_cuts_the_gradient(make_wrapper, tokens):
     for detach in (False, True):
-        model = make_wrapper(recall_mode="causal")
+        model = make_wrapper(recall_mode="three_pass")
         state = model(tokens[:, :16], use_cache=True).state
         if detach:
             state = state.detach()
@@ -133,7 +133,7 @@ def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens):
     assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())
 
 
-@pytest.mark.parametrize("mode", ["single", "causal"])
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
 def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
     model = make_wrapper(recall_mode=mode, memory_size=4)
     with torch.no_grad():
@@ -159,7 +159,11 @@ def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
         state.forget(0, row=2)
 
 
-MODES = [{"recall_mode": "causal"}, {"recall_mode": "single"}, {"recall_mode": "single", "recurrence": False}]
+MODES = [
+    {"recall_mode": "three_pass"},
+    {"recall_mode": "single_pass"},
+    {"recall_mode": "single_pass", "recurrence": False},
+]
 
 
 @pytest.mark.parametrize("settings", [*MODES, {"recall_mode": "paper"}], ids=str)

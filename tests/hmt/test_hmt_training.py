@@ -28,7 +28,7 @@ def token_losses(logits, ids):
     return cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")  # (B, T - 1)
 
 
-@pytest.mark.parametrize("mode", ["single", "causal", "paper"])
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
 def test_losses_are_what_they_say(make_wrapper, tokens, mode):
     model = make_wrapper(recall_mode=mode)
     labels = tokens.clone()
@@ -84,7 +84,7 @@ def test_recall_report(make_wrapper, tokens):
     assert len(scores) == 4
 
 
-@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "single"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "single_pass"}], ids=str)
 @pytest.mark.parametrize("scored, bptt, reached", [(4, None, 0), (3, 2, 16), (4, 2, 32), (4, 3, 24), (4, 1, 32)])
 def test_truncation_really_cuts(make_wrapper, distinct, settings, scored, bptt, reached):
     """`scored`: the segment whose loss is taken; `reached`: first token that may matter, but for sensory tokens."""
@@ -242,7 +242,7 @@ def test_offloaded_activations_give_the_same_gradients(make_wrapper, tokens):
 
 
 def test_summaries_go_through_together(make_wrapper, tokens):
-    model, rows = make_wrapper(summary_batch=7, recall_mode="causal"), []  # two rows of three segments fit
+    model, rows = make_wrapper(summary_batch=7, recall_mode="three_pass"), []  # two rows of three segments fit
     assert model.lm.can_defer_head(tokens.device) and model.lm.continues  # probes, which are not counted
     model.backbone.model.register_forward_hook(lambda module, args, out: rows.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_summaries_go_through_together(make_wrapper, tokens):
     with torch.no_grad():
         model(tokens[:, :40], logits_to_keep=1)
     assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13)]
-    one_by_one = make_wrapper(summary_batch=1, recall_mode="causal")
+    one_by_one = make_wrapper(summary_batch=1, recall_mode="three_pass")
     torch.testing.assert_close(one_by_one(tokens[:, :40]).logits, together, atol=ROUNDING, rtol=0)
 
 
@@ -318,7 +318,7 @@ def test_autocast(make_wrapper, tokens):
     torch.testing.assert_close(out.loss, model(tokens, labels=tokens).loss, rtol=0.02, atol=0)
 
 
-class Rows(torch.utils.data.Dataset):
+class TokenRows(torch.utils.data.Dataset):
     """Texts of one length whose scored parts differ."""
 
     def __init__(self, tokens):
@@ -349,7 +349,7 @@ def trained(model, rows, folder, **arguments):
 def test_trainer_accumulates_exactly(make_wrapper, tokens, tmp_path, llama, scope):
     """Two accumulated rows make the step of one batch of two."""
     start, results = {n: p.clone() for n, p in llama.named_parameters()}, []
-    rows = Rows(tokens if scope == "all" else tokens[:, :40])
+    rows = TokenRows(tokens if scope == "all" else tokens[:, :40])
     for size, accumulation in ((2, 1), (1, 2)):
         llama.load_state_dict(start)
         model = make_wrapper(loss_scope=scope)
@@ -364,7 +364,7 @@ def test_trainer_accumulates_exactly(make_wrapper, tokens, tmp_path, llama, scop
 
 
 def test_trainer_checkpoints_segments_and_saves(make_wrapper, tokens, tmp_path):
-    rows = Rows(tokens)
+    rows = TokenRows(tokens)
     new_name, old_name = "activation_checkpointing", "gradient_checkpointing"
     checkpointing = new_name if new_name in TrainingArguments.__dataclass_fields__ else old_name
     arguments = {"per_device_train_batch_size": 2, checkpointing: True, "max_steps": 3}

@@ -137,7 +137,7 @@ def test_without_a_tag_nothing_is_pinned_and_that_is_said(llama):
 
 
 @pytest.mark.parametrize(
-    "mode, sentence", [("paper", "the first 4 tokens of a segment are read before"), ("causal", "")]
+    "mode, sentence", [("paper", "the first 4 tokens of a segment are read before"), ("three_pass", "")]
 )
 def test_a_card_of_an_hmt_names_what_looks_ahead(tmp_path, mode, sentence):
     settings = HMTConfig(segment_length=8, sensory_tokens=2, recall_mode=mode)

@@ -67,7 +67,7 @@ def test_an_interrupted_training_on_facts_ends_as_one_that_was_not(step, load, s
         sizes = [
             *TINY["hmt_facts"].split(),
             *["--rounds", "2", "--first-steps", "2", "--save-steps", "1", "--methods"],
-            "HMT, single",
+            "HMT, single pass",
         ]
         files = [f"--{name}={tmp_path}/{folder}/{name}" for name in ("work", "output", "picture")]
         module.main([*sizes, *files[:2], f"{files[2]}.png"])
@@ -110,7 +110,7 @@ def test_what_is_done_so_far_is_shown_without_measuring_more(load, smollm2, tmp_
         ("--most-facts 1", "--most-facts must be at least 2, and is 1"),
         ("--most-asked 1", "--most-asked must be at least 2, and is 1"),
         ("--save-steps 0", "--save-steps must be at least 1, and is 0"),
-        ("--methods HMT", "--methods has .'HMT'.: choose from 'HMT, single'"),
+        ("--methods HMT", "--methods has .'HMT'.: choose from 'HMT, single pass'"),
         ("--segment-length 1024 --methods RMT window full attention", "--methods has .'attention', 'full'.: choose"),
         ("--segment-length 1024", "full attention reads at most 1 facts and a question in its 2048 tokens"),
     ],

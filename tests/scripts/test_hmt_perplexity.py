@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 T, L, K = 64, 16, 4  # tokens of a text, of a segment, and read again
 SIZES = dict(segment_length=L, sensory_tokens=K, text_length=T, texts=4, rows=2, rows_at_once=2, text="novels")
 SETTINGS = SIZES | dict(segments=2, first_steps=1, steps=2, learning_rate=1e-3, save_steps=1, backbone="smollm2")
-RECALLING = ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "HMT, paper"]
+RECALLING = ["HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "HMT, paper"]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def parts_of(losses):
     "window, size, step",
     [
         ("blocks", L, L),
-        ("blocks and what the single mode sees", L + K + 4, L),
+        ("blocks and what the single-pass mode sees", L + K + 4, L),
         ("overlapping blocks", L, L // 2),
         ("whole context", T, T),
         ("whole context", T // 2, T // 4),  # of a context of T / 2
@@ -109,10 +109,10 @@ def test_a_memory_reads_each_text_from_its_start(name, module, reading, float32,
 @pytest.mark.parametrize(
     "name, of_segments",  # positions of the first, of the second, and of each later one; j = 8
     [
-        ("HMT, single", (L + 4, L + K + 4, L + K + 4)),
+        ("HMT, single pass", (L + 4, L + K + 4, L + K + 4)),
         ("RMT", (L + 2, L + K + 2, L + K + 2)),
         ("HMT, paper", (L + 2, L + K + 2 + 8 + 2, L + K + 2 + 8 + 2)),
-        ("HMT, causal", (L + 2, L + K + 2 + 8 + 2, L + K + 2 + 8 + 2 + 1 + K + 8)),
+        ("HMT, three passes", (L + 2, L + K + 2 + 8 + 2, L + K + 2 + 8 + 2 + 1 + K + 8)),
     ],
 )
 def test_positions_are_those_of_the_mode_without_probes(name, of_segments, module, reading, args, texts):
@@ -132,7 +132,7 @@ def test_swapped_memories_are_all_of_another_text(name, module, reading, float32
 
     plain, swapped = (losses(which, texts) for which in (reading.SEGMENTS, reading.SWAPPED))
     changed = plain.ne(swapped).all(0).tolist()
-    assert changed == [False, "single" not in name, True]  # the single mode recalls after a first half
+    assert changed == [False, "single pass" not in name, True]  # the single-pass mode recalls after a first half
     torch.testing.assert_close(losses(reading.SWAPPED, texts, 4), swapped, atol=1e-4, rtol=0)
     twins = texts[:1].expand(4, -1)
     torch.testing.assert_close(losses(reading.SWAPPED, twins), losses(reading.SEGMENTS, twins), atol=1e-4, rtol=0)
@@ -182,7 +182,9 @@ def calls_of(method, module, args, monkeypatch):
 
 def test_all_train_on_the_same_tokens(module, args, monkeypatch):
     args.rows, args.segments = 4, 3
-    calls = {x: calls_of(x, module, args, monkeypatch)[0] for x in ("Llama", "Llama, long rows", "HMT, single", "RMT")}
+    calls = {
+        x: calls_of(x, module, args, monkeypatch)[0] for x in ("Llama", "Llama, long rows", "HMT, single pass", "RMT")
+    }
     tokens = [torch.cat([x.flatten() for x in rows]) for rows in calls.values()]
     assert all(torch.equal(x, tokens[0]) for x in tokens)
     lengths = {method: [x.shape[1] for x in rows] for method, rows in calls.items()}
@@ -191,7 +193,7 @@ def test_all_train_on_the_same_tokens(module, args, monkeypatch):
     assert {x.shape[0] for x in calls["Llama"]} == {4, 6}
 
 
-@pytest.mark.parametrize("method", ["Llama", "HMT, single"])
+@pytest.mark.parametrize("method", ["Llama", "HMT, single pass"])
 def test_rows_that_are_read_apart_train_the_same_model(method, module, float32, args, monkeypatch):
     args.rows, losses, weights = 4, [], []
     for rows_at_once in (1, 3, 4):
@@ -215,8 +217,8 @@ def test_the_second_stage_recalls_and_starts_from_the_first(method, module, args
         return
     second = module.hmt_training.second_stage(first, method, args)
     assert second.config.recall and torch.equal(second.memory.initial, first.memory.initial)
-    prompt = getattr(first.memory, "summary_prompt", first.memory.initial)
-    assert torch.equal(second.memory.summary_prompt, prompt)
+    prompt = getattr(first.memory, "summary_token", first.memory.initial)
+    assert torch.equal(second.memory.summary_token, prompt)
     model, _ = module.trained(method, 0, args)
     assert model.config.recall and not torch.equal(model.memory.wq, torch.eye(*model.memory.wq.shape))
 
@@ -226,7 +228,7 @@ def test_an_interrupted_training_ends_as_one_that_was_not(step, module, tmp_path
     steps, clip = iter(range(100)), torch.nn.utils.clip_grad_norm_
 
     def rows_of(folder, **changes):
-        options = SETTINGS | {"seeds": 0, "methods": "HMT, single"} | changes
+        options = SETTINGS | {"seeds": 0, "methods": "HMT, single pass"} | changes
         options |= {name: f"{tmp_path}/{folder}/{name}" for name in ("work", "output")}
         options |= {"picture": f"{tmp_path}/{folder}/x.png"}
         module.main([x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))])
@@ -309,14 +311,14 @@ def test_changes_are_taken_text_by_text_and_seed_by_seed(module):
     """Texts differ more from each other than models do."""
     several = module.series(
         [
-            row("HMT, single", 0, np.log(1.1), ["segments"]),
-            row("HMT, single", 1, np.log(9.9), ["segments"]),
+            row("HMT, single pass", 0, np.log(1.1), ["segments"]),
+            row("HMT, single pass", 1, np.log(9.9), ["segments"]),
             row("Llama", 0, 0.0, ["overlapping blocks"]),
             row("RMT", 7, 0.0, ["segments"]),
         ]
     )
     reference = several[module.REFERENCE]
-    assert module.change(several["HMT, single"], reference) == "+10.0 % (+10.0 to +10.0)"
+    assert module.change(several["HMT, single pass"], reference) == "+10.0 % (+10.0 to +10.0)"
     assert module.change(several["RMT"], reference) is None and module.change(reference, reference) is None
 
 
@@ -330,7 +332,7 @@ def test_a_picture_compares_seed_by_seed(module, monkeypatch, tmp_path):
         return plot(self, values, label=label, **style)
 
     rows = [row("Llama", 0, 0.0, ["overlapping blocks"]), row("Llama", 1, 0.0, ["overlapping blocks"])]
-    rows += [row("RMT", 1, 0.0, ["segments"]), row("HMT, single", 7, 0.0, ["segments"])]
+    rows += [row("RMT", 1, 0.0, ["segments"]), row("HMT, single pass", 7, 0.0, ["segments"])]
     for i, one in enumerate(rows):
         for entry in one["readings"].values():
             entry["by_position"] = [float(i)] * 16
@@ -339,7 +341,7 @@ def test_a_picture_compares_seed_by_seed(module, monkeypatch, tmp_path):
     assert lines.keys() == {"Llama: overlapping blocks", "RMT"}  # no other has a seed of the reference
     assert lines["RMT"] == pytest.approx([100 * np.expm1(2.0 - 1.0)] * 16)
     module.plot({"settings": SETTINGS, "rows": rows[3:]}, tmp_path / "x.png")
-    assert list(lines["HMT, single"]) == [3.0] * 16
+    assert list(lines["HMT, single pass"]) == [3.0] * 16
 
 
 def test_an_interval_covers_the_mean_of_texts(module):
@@ -354,17 +356,17 @@ def test_an_interval_covers_the_mean_of_texts(module):
 
 
 def test_a_table_compares_what_is_there(module):
-    memory = [row("HMT, single", 0, -0.1, ["segments"]), row("HMT, single", 1, -0.3, ["segments"])]
+    memory = [row("HMT, single pass", 0, -0.1, ["segments"]), row("HMT, single pass", 1, -0.3, ["segments"])]
     alone = module.table({"settings": SETTINGS, "rows": memory})
     assert "to overlapping blocks" not in alone and "2 texts of 64 tokens, pieces of one novel" in alone
     others = [row("Llama", seed, 0.0, ["overlapping blocks"]) for seed in (0, 1)]
-    others += [row("HMT, single", seed, 0.0, [module.SWAPPED]) for seed in (0, 1)]
+    others += [row("HMT, single pass", seed, 0.0, [module.SWAPPED]) for seed in (0, 1)]
     others += [row("HMT, paper", 0, -0.5, ["segments"])]
     table = module.table({"settings": SETTINGS, "rows": [*memory, *others]})
     lines = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines())}
-    assert "-18.1 % (-18.1 to -18.1)" in lines["HMT, single"]  # the mean of both seeds, exp(-0.2)
-    assert "9.03 to 11.02" in lines["HMT, single"]  # exp(2.5 - 0.3) and exp(2.5 - 0.1)
-    assert "+22.1 % (+22.1 to +22.1)" in lines[f"HMT, single: {module.SWAPPED}"]
+    assert "-18.1 % (-18.1 to -18.1)" in lines["HMT, single pass"]  # the mean of both seeds, exp(-0.2)
+    assert "9.03 to 11.02" in lines["HMT, single pass"]  # exp(2.5 - 0.3) and exp(2.5 - 0.1)
+    assert "+22.1 % (+22.1 to +22.1)" in lines[f"HMT, single pass: {module.SWAPPED}"]
     assert lines["HMT, paper"].count("") == 3  # no perplexity of all, nor seeds, nor change: it has read first halves
     assert "-39.3 % (-39.3 to -39.3)" in lines["HMT, paper"]
 
@@ -372,7 +374,7 @@ def test_a_table_compares_what_is_there(module):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--methods HMT", "--methods has .'HMT'.: choose from 'Llama', 'Llama, long rows', 'HMT, single'"),
+        ("--methods HMT", "--methods has .'HMT'.: choose from 'Llama', 'Llama, long rows', 'HMT, single pass'"),
         ("--rows-at-once 0", "--rows-at-once must be at least 1, and is 0"),
         ("--texts 1", "--texts must be at least 2, and is 1"),
         ("--segments 1", "--segments must be at least 2, and is 1"),
@@ -402,8 +404,8 @@ def test_the_committed_figures_show_what_the_text_says(module, rows):
     for name in ("smollm2", "llama-demo"):
         several = module.series(rows(f"hmt_perplexity_{name}_novels"))
         losses = {series: module.losses_of_texts(entries).mean() for series, entries in several.items()}
-        window = losses["Llama: blocks and what the single mode sees"]
-        assert losses["Llama: overlapping blocks"] < window < losses["HMT, single"] < losses["Llama: blocks"]
-        assert losses[f"HMT, single: {module.SWAPPED}"] == pytest.approx(losses["HMT, single"], abs=1e-3)
+        window = losses["Llama: blocks and what the single-pass mode sees"]
+        assert losses["Llama: overlapping blocks"] < window < losses["HMT, single pass"] < losses["Llama: blocks"]
+        assert losses[f"HMT, single pass: {module.SWAPPED}"] == pytest.approx(losses["HMT, single pass"], abs=1e-3)
         whole = losses["Llama, as it is: whole context"]
         assert whole < losses["Llama, as it is: overlapping blocks"] - (0.2 if name == "smollm2" else 0.01)

@@ -31,16 +31,16 @@ def recipe(proof):
 
 @pytest.fixture
 def model(proof, recipe):
-    run = proof.Run("recall", 0.6, 2, 0, "HMT, single")
+    run = proof.Run("recall", 0.6, 2, 0, "HMT, single pass")
     torch.manual_seed(0)
     return proof.HMTWrapper.from_backbone(
         proof.new_model(run, run.recall_task(recipe), recipe).backbone,
-        proof.HMTConfig(segment_length=16, sensory_tokens=2, recall_mode="single"),
+        proof.HMTConfig(segment_length=16, sensory_tokens=2, recall_mode="single_pass"),
     ).eval()
 
 
 def sample(proof, recipe):
-    task = proof.Run("recall", 0.6, 2, 0, "HMT, single").recall_task(recipe)
+    task = proof.Run("recall", 0.6, 2, 0, "HMT, single pass").recall_task(recipe)
     ids, _, facts = task.sample(3, 2, 4, torch.Generator().manual_seed(0))
     return ids, facts
 
@@ -80,7 +80,7 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "small" / "hmt_recall.png").exists()
     result = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())
     small = [row["method"] for row in result["rows"]]
-    assert small == ["HMT, single", "HMT, single, no recurrence", "HMT, causal", "window", "RMT"]
+    assert small == ["HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "window", "RMT"]
     proof.main(arguments)
     rows = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())["rows"]
     assert rows[:5] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 9
@@ -89,7 +89,7 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     assert all(row["first_steps"] == 2 for row in rows), "trained until one fact is solved, or for the budget"
     assert (rows[3]["steps"], rows[4]["steps"]) == (1, 2), "RMT trains until it solves two facts, or for its budget"
     output = capsys.readouterr().out
-    assert "| HMT, single: oracle recall |" in output and output.count("**The answer after the question**") == 2
+    assert "| HMT, single pass: oracle recall |" in output and output.count("**The answer after the question**") == 2
     assert (tmp_path / "x.png").stat().st_size > 10_000
     monkeypatch.setattr(proof, "measure", None)
     proof.main(arguments)
@@ -106,7 +106,7 @@ def test_the_leak_task_runs_without_controls(proof, recipe, monkeypatch):
     assert proof.measure(proof.Run("leak", 0.6, 0, 0, "RMT"), recipe)["first_steps"] == 1
 
 
-@pytest.mark.parametrize("method", ["HMT, single", "HMT, single, no recurrence", "HMT, causal"])
+@pytest.mark.parametrize("method", ["HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes"])
 def test_the_committed_models_find_a_fact_among_16_and_lose_it_without_their_memories(method):
     rows = json.loads((ROOT / "scripts" / "results" / "hmt_recall.json").read_text())["rows"]
     first = [row for row in rows if (row["task"], row["topic"], row["noise_segments"]) == ("recall", 0.6, 0)]

@@ -171,9 +171,11 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "model")
     assert not first.config.recall
     options["sequence_length"] = 160
-    with pytest.raises(ValueError, match=r"'recall_mode': 'single'}, this run has .*'recall_mode': 'causal'"):
+    with pytest.raises(ValueError, match=r"'recall_mode': 'single_pass'}, this run has .*'recall_mode': 'three_pass'"):
         train(
-            settings(tmp_path / "first" / "model", tmp_path / "other", **options | texts | {"recall_mode": "causal"})
+            settings(
+                tmp_path / "first" / "model", tmp_path / "other", **options | texts | {"recall_mode": "three_pass"}
+            )
         )
     assert train(settings(tmp_path / "first" / "model", tmp_path / "second", **options | texts)) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")

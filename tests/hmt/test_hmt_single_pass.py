@@ -1,4 +1,4 @@
-"""The single mode: its definition, that no position sees a later token, and how it reads."""
+"""The single-pass mode: its definition, that no position sees a later token, and how it reads."""
 
 import math
 
@@ -14,7 +14,7 @@ from hf_longctx.hmt.memory_hmt import TEMPERATURE
 
 
 def plain_single(model, row):
-    """The table of `single_hmt.py` for one row, (T,) -> (T, V): whole segments, no cache, a mask made in loops."""
+    """The table of `single_pass_hmt.py` for a row, (T,) -> (T, V): whole segments, no cache, a mask made in loops."""
     c, memory, backbone = model.config, model.memory, model.backbone
     embed, j, bank, logits = backbone.get_input_embeddings(), c.summary_length, [], []
 
@@ -46,12 +46,12 @@ def plain_single(model, row):
     for start in range(0, len(row), c.segment_length):
         x = embed(row[start : start + c.segment_length])
         front = torch.cat([memory.initial, embed(row[max(0, start - c.sensory_tokens) : start]), x[:j]])
-        out, hidden = call(front, memory.summary_prompt)
+        out, hidden = call(front, memory.summary_token)
         logits.append(out[len(front) - len(x[:j]) : len(front)])
         if len(x) <= j:
             continue
         prompt = recall(hidden[-1:]) if bank else memory.initial
-        parts = (front, memory.summary_prompt, prompt, x[j:], memory.summary_prompt)
+        parts = (front, memory.summary_token, prompt, x[j:], memory.summary_token)
         size, place = sum(map(len, parts)), len(front) + 1
         mask = torch.zeros(1, 1, size, size).double()
         for i in range(size):
@@ -77,7 +77,7 @@ SETTINGS = [
 @pytest.fixture
 def make_single(make_wrapper):
     def make(**settings):
-        return make_wrapper(recall_mode="single", **settings)
+        return make_wrapper(recall_mode="single_pass", **settings)
 
     return make
 
@@ -149,7 +149,7 @@ def test_checkpointing_gives_the_same_gradients(make_single, tokens, recurrence)
 def test_recall_is_free_of_scale():
     """What all memories have in common, and their size, do not matter, and the start is not saturated."""
     torch.manual_seed(0)
-    memory = HMTMemory(64, 1, 64, single=True).double()
+    memory = HMTMemory(64, 1, 64, single_pass=True).double()
     torch.nn.init.eye_(memory.wq)
     torch.nn.init.eye_(memory.wk)
     torch.nn.init.constant_(memory.log_temperature, math.log(TEMPERATURE))

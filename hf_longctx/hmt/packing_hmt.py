@@ -2,8 +2,8 @@
 
 The tokens of a call are moved to the left of each row, behind those of the row's open segment, and padding to the
 right. There a causal backbone never sees it, with or without an attention mask, be it attention, a recurrence or a
-convolution. `Rows` holds the tokens, `Chunk` those of the n-th segment that each row reads in the call, and `Span` the
-tokens of a pass whose logits are wanted.
+convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segment that each row reads in the call, and
+`Span` the tokens of a pass whose logits are wanted.
 """
 
 from bisect import bisect
@@ -97,7 +97,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass
-class Rows:
+class PackedSegments:
     """The tokens of a call behind those of the open segments.
 
     ids, mask, targets: (B, W); the tokens of each row stand at the left, but for the paper mode, which reads padding
@@ -183,4 +183,4 @@ class Rows:
         return torch.cat(parts).view(len(pieces), tokens - first, like.shape[1])
 
 
-__all__ = ["Chunk", "Rows", "Span", "align"]
+__all__ = ["Chunk", "PackedSegments", "Span", "align"]

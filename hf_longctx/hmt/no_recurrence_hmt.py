@@ -8,8 +8,8 @@ prompts are recalled between the calls, and the second call gives the logits of 
 before: a text takes two calls whatever its length, in groups of `summary_batch` segments and rows. What is lost is
 that a memory contains what its segment recalled: an answer that takes a chain of recalls needs as many readings.
 
-Segments that are not read at once, or whose rows differ, go through `SingleSegments`, and their memory is made by a
-pass of its own when they close.
+Segments that are not read at once, or whose rows differ, go through `SinglePassSegments`, and their memory is made by
+a pass of its own when they close.
 """
 
 from dataclasses import replace
@@ -19,16 +19,16 @@ import torch
 from transformers import DynamicCache
 
 from .backbone_hmt import can_cut, fork
-from .rows_hmt import align
+from .packing_hmt import align
 from .segments_hmt import Pass, Reading
-from .single_hmt import SingleSegments, pick_column
+from .single_pass_hmt import SinglePassSegments, pick_column
 
 
-class ParallelSegments(SingleSegments):
-    """`recall_mode` "single" without recurrence."""
+class NoRecurrenceSegments(SinglePassSegments):
+    """`recall_mode` "single_pass" without recurrence."""
 
     def read(self, state, chunks, use_cache):
-        """As `PublishedSegments.read`."""
+        """As `MultiPassSegments.read`."""
         late, early = [], []
         size = self.at_once(state)
         for (whole, _), several in groupby(chunks, key=lambda chunk: (self.whole(chunk), chunk.segments[0] > 0)):
@@ -49,7 +49,7 @@ class ParallelSegments(SingleSegments):
         return torch.cat([self.embeds(state, sensory_ids, chunk, *part) for part in parts], 1)
 
     def memory_of(self, state, chunk, hidden, spans):
-        """As in `SingleSegments`, of a pass of its own."""
+        """As in `SinglePassSegments`, of a pass of its own."""
         sensory_ids, sensory_mask = self.sensory(state, chunk)
         embeds = self.embeds_without_prompt(state, sensory_ids, chunk)
         present = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
@@ -94,4 +94,4 @@ class ParallelSegments(SingleSegments):
         return state, late, early
 
 
-__all__ = ["ParallelSegments"]
+__all__ = ["NoRecurrenceSegments"]

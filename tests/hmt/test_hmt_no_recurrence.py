@@ -13,7 +13,7 @@ SETTINGS = [{}, {"sum_fraction": 0.9}, {"sensory_tokens": 0}, {"recall": False}]
 @pytest.fixture
 def make_parallel(make_wrapper):
     def make(**settings):
-        return make_wrapper(recall_mode="single", recurrence=False, **settings)
+        return make_wrapper(recall_mode="single_pass", recurrence=False, **settings)
 
     return make
 
@@ -30,7 +30,7 @@ def test_a_memory_is_that_of_its_segment_without_recall(make_parallel, tokens, s
     embed, j, k = model.get_input_embeddings(), model.config.summary_length, model.config.sensory_tokens
     for n, made in enumerate(out.memories):
         x, front = embed(tokens[:, 8 * n : 8 * n + 8]), embed(tokens[:, max(0, 8 * n - k) : 8 * n])
-        initial, summary = (p.expand(2, 1, -1) for p in (memory.initial, memory.summary_prompt))
+        initial, summary = (p.expand(2, 1, -1) for p in (memory.initial, memory.summary_token))
         whole = torch.cat([initial, front, x[:, :j], summary, x[:, j:], summary], 1)
         close(made, model.backbone.model(inputs_embeds=whole).last_hidden_state[:, -1:])
     recurrent = make_parallel(**settings)

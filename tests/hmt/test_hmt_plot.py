@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longctx.hmt.pictures import draw_recall_distance, plot_recall, plot_recall_distance, recall_shares
+from hf_longctx.hmt.plot import draw_recall_distance, plot_recall, plot_recall_distance, recall_shares
 
 
 def test_shares_leave_out_what_recalled_nothing():

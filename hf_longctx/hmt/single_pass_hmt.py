@@ -1,4 +1,4 @@
-"""The layout with one pass: `recall_mode="single"`.
+"""The layout with one pass: `recall_mode="single_pass"`.
 
 The backbone reads each position of a segment once, in this order:
 
@@ -28,12 +28,14 @@ import torch
 from transformers import DynamicCache
 
 from .backbone_hmt import split
-from .memory_hmt import pick
-from .rows_hmt import Span, align
+from .memory_hmt import where_rows
+from .packing_hmt import Span, align
 from .segments_hmt import Pass, Reading, Segments
 
 
-PADDING, TOKEN, HIDDEN, PROMPT, LATE = range(5)  # roles of positions; LATE is the second part without its prompt
+PADDING, TOKEN, HIDDEN, PROMPT, AFTER_RECALL = range(
+    5
+)  # roles of positions; AFTER_RECALL is the second part without its prompt
 
 
 class FirstPart(NamedTuple):
@@ -49,8 +51,8 @@ class FirstPart(NamedTuple):
     kv_cache: object = None
 
 
-class SingleSegments(Segments):
-    """`recall_mode` "single"."""
+class SinglePassSegments(Segments):
+    """`recall_mode` "single_pass"."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -58,7 +60,7 @@ class SingleSegments(Segments):
         self.masks = {}  # of rows that are alike
 
     def read(self, state, chunks, use_cache):
-        """As `PublishedSegments.read`."""
+        """As `MultiPassSegments.read`."""
         late, early = [], []
         for chunk, first in zip(chunks, self.first_parts(state, chunks)):
             state, reading = self.read_segment(state, chunk, first, use_cache)
@@ -79,7 +81,7 @@ class SingleSegments(Segments):
 
     def roles(self, sensory):
         """The role of each column of a segment with so many sensory tokens."""
-        return [HIDDEN, *[TOKEN] * (sensory + self.j), HIDDEN, PROMPT, *[LATE] * (self.length - self.j + 1)]
+        return [HIDDEN, *[TOKEN] * (sensory + self.j), HIDDEN, PROMPT, *[AFTER_RECALL] * (self.length - self.j + 1)]
 
     def needs(self, sensory):
         """How many tokens of the segment must be known before each column is read. The prompt waits for x[j]."""
@@ -106,7 +108,7 @@ class SingleSegments(Segments):
     def embeds(self, state, sensory_ids, chunk, start, stop):
         """Embeddings of columns `start` to `stop` - 1, (B, stop - start, d)."""
         ids, split = torch.cat([sensory_ids, chunk.ids], 1), sensory_ids.shape[1] + self.j
-        initial, close = (self.prompt(x, state.bank) for x in (self.memory.initial, self.memory.summary_prompt))
+        initial, close = (self.prompt(x, state.bank) for x in (self.memory.initial, self.memory.summary_token))
         parts = (initial, 1), (ids[:, :split], split), (close, 1), (state.prompt, 1)
         parts += (ids[:, split:], self.length - self.j), (close, 1)
         pieces = []
@@ -137,7 +139,7 @@ class SingleSegments(Segments):
             of_query, of_key = roles[:, -n:, None], roles[:, None]
             place = torch.arange(roles.shape[1], device=roles.device)
             before, here = place < place[-n:, None], place == place[-n:, None]
-            seen = torch.where(of_query == LATE, of_key != HIDDEN, of_query != PROMPT) & (of_key != PADDING)
+            seen = torch.where(of_query == AFTER_RECALL, of_key != HIDDEN, of_query != PROMPT) & (of_key != PADDING)
             seen = seen & before | here
             mask = torch.zeros(seen.shape, dtype=embeds.dtype, device=embeds.device)
             self.masks[key] = mask.masked_fill_(~seen, torch.finfo(embeds.dtype).min)[:, None]
@@ -229,7 +231,7 @@ class SingleSegments(Segments):
         if any(rows):
             prompt, recall = self.prompt_for(state, chunk, first.query if self.config.recall else None)
             recall = recall and recall.of_rows(rows)
-            state = replace(state, prompt=pick(rows, prompt, state.prompt))
+            state = replace(state, prompt=where_rows(rows, prompt, state.prompt))
         full = [count == self.length for count in chunk.counts]
         stays_open = use_cache and not any(full)
         keeps = self.lm.continues and stays_open and all(chunk.ongoing) and not torch.is_grad_enabled()
@@ -239,7 +241,7 @@ class SingleSegments(Segments):
             visible = self.visible(roles, embeds)
             (reading,), hidden, kv_cache = self.run_passes([Pass(chunk, embeds, spans)], mask, kv_cache, visible)
         if any(full):
-            memory = pick(full, self.memory_of(state, chunk, hidden, spans), None)
+            memory = where_rows(full, self.memory_of(state, chunk, hidden, spans), None)
         state = replace(
             state,
             kv_cache=kv_cache if keeps else None,
@@ -277,9 +279,12 @@ class SingleSegments(Segments):
             spans = self.spans(chunk, [1 + sensory - start] * len(ids), first_returned)
             return embeds, spans, roles, None, new_cache if kv_cache is None else kv_cache
         if kv_cache is not None:
-            embeds, new_roles = self.lm.embed(ids.gather(1, chunk.new)), torch.where(chunk.new < self.j, TOKEN, LATE)
+            embeds, new_roles = (
+                self.lm.embed(ids.gather(1, chunk.new)),
+                torch.where(chunk.new < self.j, TOKEN, AFTER_RECALL),
+            )
             if self.length in chunk.counts:
-                close = self.prompt(self.memory.summary_prompt, embeds)
+                close = self.prompt(self.memory.summary_token, embeds)
                 embeds, new_roles = torch.cat([embeds, close], 1), torch.cat([new_roles, new_roles[:, -1:]], 1)
             roles = torch.cat([state.kv_mask, new_roles], 1)
             span = Span(first_returned, chunk.counts, [-read for read in chunk.read])
@@ -299,4 +304,4 @@ def pick_column(hidden, columns):
     return hidden.gather(1, place[:, None, None].expand(-1, 1, hidden.shape[2]))
 
 
-__all__ = ["SingleSegments"]
+__all__ = ["SinglePassSegments"]

@@ -7,12 +7,12 @@ from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
 from hf_longctx.hmt.loss_hmt import targets_of
-from hf_longctx.hmt.rows_hmt import Span, align
+from hf_longctx.hmt.packing_hmt import Span, align
 
 
 LENGTHS = (43, 30, 3)
 PAGED = {"memory_size": 1, "page_size": 1, "recalled_pages": 1}
-SINGLE = {"recall_mode": "single"}
+SINGLE = {"recall_mode": "single_pass"}
 PARALLEL = {**SINGLE, "recurrence": False}
 
 
@@ -88,7 +88,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sum_fraction": 1.0, "recall_mode": "causal"}, PAGED, SINGLE, PARALLEL], ids=str
+    "settings", [{}, {"sum_fraction": 1.0, "recall_mode": "three_pass"}, PAGED, SINGLE, PARALLEL], ids=str
 )
 def test_generation_of_unequal_prompts(make_wrapper, tokens, settings):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)

@@ -1,4 +1,4 @@
-"""The causal mode: its definition, and that no position sees a later token."""
+"""The three-pass mode: its definition, and that no position sees a later token."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def plain_causal(model, row):
         opening = memory.initial if not bank else bank[-1] if query is None else recall(query)
         before, recalled = len(opening) + len(sensory), None
         if bank and (len(x) > j or len(x) == c.segment_length):
-            query = call(memory.summary_prompt, x[:j], memory.summary_prompt)[1][-1:]
+            query = call(memory.summary_token, x[:j], memory.summary_token)[1][-1:]
             recalled = recall(query)
         prompt = opening if recalled is None else recalled
         out, hidden = call(prompt, sensory, x, prompt)
@@ -43,7 +43,7 @@ def plain_causal(model, row):
     "settings", [{}, {"sum_fraction": 1.0}, {"sum_fraction": 0.2}, {"sensory_tokens": 0}, {"recall_dim": 5}], ids=str
 )
 def test_equals_its_definition(make_wrapper, tokens, settings):
-    model = make_wrapper(recall_mode="causal", **settings)
+    model = make_wrapper(recall_mode="three_pass", **settings)
     for length in (8, 21, 36, 43):
         logits = model(tokens[:, :length]).logits
         for row, expected in zip(logits, tokens[:, :length]):
@@ -52,7 +52,7 @@ def test_equals_its_definition(make_wrapper, tokens, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"sum_fraction": 1.0}, {"recall": False}, {"memory_size": None}], ids=str)
 def test_no_position_sees_a_later_token(make_wrapper, tokens, settings):
-    early, here = changed_by(make_wrapper(recall_mode="causal", **settings), tokens[0, :29], range(29))
+    early, here = changed_by(make_wrapper(recall_mode="three_pass", **settings), tokens[0, :29], range(29))
     assert max(early) <= ROUNDING
     assert min(here) > 1e-3  # and its own logits notice it
 
@@ -68,7 +68,7 @@ def test_paper_mode_sees_the_tokens_of_its_query(make_wrapper, tokens):
 
 
 def test_from_token_j_on_it_is_the_papers(make_wrapper, tokens):
-    causal, paper = (make_wrapper(recall_mode=mode) for mode in ("causal", "paper"))
+    causal, paper = (make_wrapper(recall_mode=mode) for mode in ("three_pass", "paper"))
     a, b = (model(tokens[:, :40], output_recall=True) for model in (causal, paper))
     late = torch.arange(40) % 8 >= 4
     torch.testing.assert_close(a.logits[:, late], b.logits[:, late], atol=ROUNDING, rtol=0)
@@ -78,5 +78,5 @@ def test_from_token_j_on_it_is_the_papers(make_wrapper, tokens):
 
 
 def test_without_recall_both_modes_are_one(make_wrapper, tokens):
-    a, b = (make_wrapper(recall=False, recall_mode=mode)(tokens).logits for mode in ("causal", "paper"))
+    a, b = (make_wrapper(recall=False, recall_mode=mode)(tokens).logits for mode in ("three_pass", "paper"))
     assert torch.equal(a, b)

@@ -1,8 +1,8 @@
-"""The segments of the paper: a summary pass, and one pass between two prompts; in the causal mode a third pass.
+"""The segments of the paper: a summary pass, and one pass between two prompts; in the three-pass mode a third pass.
 
     summary      summary prompt, x[:j], summary prompt       its last hidden state is the query
-    first half   opening prompt, sensory tokens, x[:j]       causal mode only: logits before token j
-    segment      prompt, sensory tokens, x, prompt           logits (from token j on in the causal mode), the memory
+    first half   opening prompt, sensory tokens, x[:j]       three-pass mode only: logits before token j
+    segment      prompt, sensory tokens, x, prompt           logits (from token j on in three passes), the memory
 
 `modeling_hmt.py` says why. Without recall there is the third line alone, and the prompt is the latest memory.
 """
@@ -13,13 +13,13 @@ from itertools import groupby
 import torch
 from transformers import DynamicCache
 
-from .memory_hmt import pick
-from .rows_hmt import Span, align
+from .memory_hmt import where_rows
+from .packing_hmt import Span, align
 from .segments_hmt import Pass, Segments
 
 
-class PublishedSegments(Segments):
-    """`recall_mode` "paper" and "causal"; and any mode without recall."""
+class MultiPassSegments(Segments):
+    """`recall_mode` "paper" and "three_pass"; and any mode without recall."""
 
     def read(self, state, chunks, use_cache):
         """Read the segments of a call.
@@ -70,7 +70,7 @@ class PublishedSegments(Segments):
     def summarize(self, ids, mask=None):
         """H^sum (paper, sec. 3.2): the backbone on [H^T, E(ids), H^T], last position. (R, j) -> (R, 1, d)."""
         tokens = self.lm.embed(ids)
-        prompt = self.prompt(self.memory.summary_prompt, tokens)
+        prompt = self.prompt(self.memory.summary_token, tokens)
         if mask is not None:
             visible = mask.new_ones(len(ids), 1)
             mask = torch.cat([visible, mask, visible], 1)
@@ -94,17 +94,19 @@ class PublishedSegments(Segments):
         begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
         if any(begins):
             opening, _ = self.prompt_for(state, chunk, state.query)  # no query: none has recalled
-            prompts = {name: pick(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")}
+            prompts = {
+                name: where_rows(begins, opening, getattr(state, name)) for name in ("opening_prompt", "prompt")
+            }
             state = replace(state, **prompts)
         if query is not None:
             rows = self.recalls(chunk)
             recalled, recall = self.prompt_for(state, chunk, query)
-            prompt, query = pick(rows, recalled, state.prompt), pick(rows, query, state.query)
+            prompt, query = where_rows(rows, recalled, state.prompt), where_rows(rows, query, state.query)
             state = replace(state, prompt=prompt, query=query).without_kv_cache()
             recall = recall and recall.of_rows(rows)
 
         first, first_half = chunk.with_logits, []
-        if config.recall_mode == "causal":
+        if config.recall_mode == "three_pass":
             # segment 1 has one memory, so both prompts are equal: one pass is enough
             recalled = [n > 1 and self.has_recall(n, count) for n, count in zip(chunk.segments, chunk.counts)]
             stop = [max(a, min(j, n)) if late else a for a, n, late in zip(first, chunk.counts, recalled)]
@@ -133,7 +135,7 @@ class PublishedSegments(Segments):
             end = torch.tensor([start + count for start, count in zip(starts, chunk.counts)], device=embeds.device)
             place = end[:, None] + torch.arange(config.memory_tokens, device=embeds.device)
             memory = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
-            memory = pick(full if use_cache else [count > 0 for count in chunk.counts], memory, None)
+            memory = where_rows(full if use_cache else [count > 0 for count in chunk.counts], memory, None)
         if stays_open and kv_cache is not None:
             state = replace(state, kv_cache=kv_cache, kv_mask=mask)
         else:
@@ -197,4 +199,4 @@ class PublishedSegments(Segments):
         return 0 if state.kv_cache is None else state.kv_cache.get_seq_length()
 
 
-__all__ = ["PublishedSegments"]
+__all__ = ["MultiPassSegments"]
