@@ -6,8 +6,8 @@
 
 Such a process starts in 0.1 s in place of 6 s. It has its own arguments, folder, environment, standard streams, exit
 code and signals, and it imports this package anew. Libraries are imported already: a test of what an import does, or
-of a variable that a library reads as it is imported (HF_HOME, HF_ENDPOINT, HF_MODULES_CACHE, TRITON_INTERPRET), needs
-an interpreter of its own.
+of a variable that a library reads as it is imported (HF_HOME, HF_ENDPOINT, TRITON_INTERPRET), needs an interpreter of
+its own. HF_MODULES_CACHE is heeded.
 """
 
 import atexit
@@ -48,7 +48,7 @@ def context():
     return made
 
 
-def _main(command, folder, streams, environment):
+def _main(command, folder, streams, environment, package):
     """Become the process of `command`."""
     os.environ.clear()
     os.environ.update(environment)
@@ -61,7 +61,9 @@ def _main(command, folder, streams, environment):
     libraries = [path for path in sys.path if Path(path).is_relative_to(sys.prefix)]
     libraries += [path for path in sys.path if Path(path).is_relative_to(sys.base_prefix)]
     first = {"-m": os.getcwd(), "-c": "", None: str(ROOT)}.get(option, os.path.dirname(option or ""))
-    sys.path = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT), *libraries]
+    sys.path = [first, *([str(ROOT)] if package else []), *libraries]
+    if cache := os.environ.get("HF_MODULES_CACHE"):
+        sys.modules["transformers.dynamic_module_utils"].HF_MODULES_CACHE = cache
     try:
         if option is None:
             from hf_longctx.cli import main
@@ -88,14 +90,21 @@ class Command:
         cwd: its working directory, by default that of the caller.
         env: all of its environment variables, by default those of the caller.
         input: the text that its standard input gives.
+        package: let it find hf_longctx.
     """
 
-    def __init__(self, command, *, cwd=None, env=None, input=""):
+    def __init__(self, command, *, cwd=None, env=None, input="", package=True):
         self._files = tempfile.TemporaryDirectory()
         streams = [os.path.join(self._files.name, name) for name in ("stdin", *OUTPUT)]
         for path, text in zip(streams, (input, "", "")):
             Path(path).write_text(text)
-        arguments = (list(command), str(cwd or os.getcwd()), streams, dict(os.environ if env is None else env))
+        arguments = (
+            list(command),
+            str(cwd or os.getcwd()),
+            streams,
+            dict(os.environ if env is None else env),
+            package,
+        )
         self.args, self._process = command, context().Process(target=_main, args=arguments)
         self._process.start()
         self.pid, self.kill, self.terminate = self._process.pid, self._process.kill, self._process.terminate

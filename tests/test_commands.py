@@ -50,6 +50,11 @@ def test_a_signal_ends_it(number):
     assert command.returncode == -signal.SIGKILL
 
 
+def test_without_the_package(tmp_path):
+    done = run(["python", "-c", "import hf_longctx"], cwd=tmp_path, package=False)
+    assert done.returncode == 1 and "No module named 'hf_longctx'" in done.stderr
+
+
 def test_libraries_are_imported_already_and_this_package_is_not():
     code = "import sys; print([n for n in sys.argv[1:] if n in sys.modules], 'hf_longctx' in sys.modules)"
     needed = ["torch", "transformers.trainer"]

@@ -5,10 +5,9 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
+from commands import run
 from demo_model import DEMO
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -180,5 +179,4 @@ def test_an_interruption_is_no_traceback(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("module", ["hf_longctx", "hf_longctx.cli"])
 def test_the_package_can_be_run_as_a_module(module):
-    run = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
-    assert run.stdout == f"hf-longctx {__version__}\n"
+    assert run(["python", "-m", module, "--version"]).stdout == f"hf-longctx {__version__}\n"

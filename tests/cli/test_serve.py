@@ -1,14 +1,13 @@
 """hf-longctx serve, with the `openai` client: what is served is what `generate` gives."""
 
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from commands import Command
 from demo_model import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,29 +25,24 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module", params=["", BATCHING], ids=["one at a time", "continuous batching"])
-def client(request, tmp_path_factory):
+def client(request):
     openai = pytest.importorskip("openai", reason="serving needs more packages: pip install 'hf-longctx[serve]'")
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_longctx", "serve", str(DEMO), "--port", str(port), "--dtype", "float32"]
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as file:
-        server = subprocess.Popen([*command, *request.param.split()], stdout=file, stderr=file)
-    try:
+    command = ["hf-longctx", "serve", DEMO, "--port", port, "--dtype", "float32", *request.param.split()]
+    with Command(command) as server:
         while True:
             try:
                 urllib.request.urlopen(f"http://localhost:{port}/health")
                 break
             except OSError:
-                assert server.poll() is None, log.read_text()
+                assert server.poll() is None, server.stderr
                 time.sleep(0.1)
         yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
-    finally:
         server.kill()  # an interruption does not end a server of transformers 5.23 that batches
-        server.wait()
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from commands import run
 from mistakes import refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -323,10 +323,10 @@ def test_memory_stays_below_one_shard(tmp_path):
             vocab_size=4000, hidden_size=width, num_hidden_layers=layers, num_attention_heads=8, intermediate_size=1536
         )
         save(tmp_path / name, *fox.to_official(make(config)), shards)
-    run = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    done = run(["python", "-c", MEMORY, tmp_path])
+    assert done.returncode == 0, done.stderr
     shards = [path.stat().st_size for path in (tmp_path / "large").glob("*.safetensors")]
     assert len(shards) == 3 and min(shards) > 30e6
     with safe_open(next((tmp_path / "back").glob("*-00001-*.safetensors")), "pt") as tensors:
         assert "model.layers.0.attn.ogate_proj.weight" in tensors.keys()  # noqa: SIM118 (a file, not a dictionary)
-    assert int(run.stdout) < 1.3 * max(shards)
+    assert int(done.stdout) < 1.3 * max(shards)

@@ -1,13 +1,13 @@
 """The loss without logits is the loss, and takes a fraction of the memory."""
 
 import copy
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budget import EPS
+from commands import run
 from tiny_fox import TINY, make_from, tokens
 
 from hf_longctx.fox import FoxConfig
@@ -97,6 +97,5 @@ for loss in (
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 def test_a_fifth_of_the_memory_although_weights_in_bfloat16_are_copied():
-    printed = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, check=True).stdout
-    pieces, plain = map(int, printed.split())
+    pieces, plain = map(int, run(["python", "-c", MEASURE]).stdout.split())
     assert pieces < plain / 5

@@ -7,12 +7,11 @@ import copy
 import math
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import run
 
 
 pytest.importorskip("triton")
@@ -421,12 +420,8 @@ for model in (installed, remote):
 def test_remote_code_beside_the_package(tmp_path):
     """Each copy of the files has operators of its own."""
     make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-c", REMOTE, tmp_path / "model"],
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = run(["python", "-c", REMOTE, tmp_path / "model"], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     installed, remote = done.stdout.split()[:2], done.stdout.split()[2:]
     assert installed == remote

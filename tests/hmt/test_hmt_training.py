@@ -1,12 +1,12 @@
 """Losses, truncated backpropagation, checkpointing, compilation, Trainer and DDP."""
 
-import subprocess
 import sys
 import weakref
 from functools import partial
 
 import pytest
 import torch
+from commands import run
 from gradients import assert_same_gradients, gradients
 from tiny_hmt import ROUNDING, tiny_llama
 from torch.nn.functional import cross_entropy
@@ -226,8 +226,7 @@ for kept in (1, 0):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
 def test_a_loss_without_logits_takes_a_fifth_of_the_memory():
-    printed = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True).stdout
-    pieces, plain = map(int, printed.split())
+    pieces, plain = map(int, run(["python", "-c", MEASURE]).stdout.split())
     assert pieces < plain / 5
 
 
