@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_text
-from hf_longctx.fox.pictures import plot_forget_gates
+from hf_longctx.fox.plot import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, position_loss, read_result
 from hf_longctx.training.tokenizer import train_tokenizer
 

@@ -26,7 +26,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..fox.pictures import plot_forget_gates
+    from ..fox.plot import plot_forget_gates
 
     shared.check(args)
     tokenizer = shared.load_tokenizer(args)

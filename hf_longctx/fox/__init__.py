@@ -26,7 +26,7 @@ from .modeling_fox import (
     FoxPreTrainedModel,
 )
 from .operator import forgetting_attention
-from .pictures import HeadMap, head_maps
+from .plot import HeadMap, head_maps
 from .pruned_cache import PrunedCache
 
 

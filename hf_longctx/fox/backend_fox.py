@@ -37,9 +37,9 @@ from .attention_fox import (
     running_sum,
     unfold_decay,
 )
-from .bounds_fox import VisibleKeys, find_visible_keys, stop_query
 from .inputs_fox import Rows, check_gate_heads
 from .kernels_fox import triton
+from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
 from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache
 from .tiles_fox import DECODE_ROWS
@@ -246,16 +246,16 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     q, k, v, key = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, key))
     gates, gate_scale = gates_in(module, key, heads), -GATE_QUERY * scaling
     if decoding:
-        bounds = visible.first_key, end, scaling, tolerance, largest, bound_scale
+        bounds = visible.key_start, end, scaling, tolerance, largest, bound_scale
         o = kernels.triton_decode(q, k, v, gates, gate_scale, *bounds)
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.real is not None:
             c = c.masked_fill(~visible.real[:, None], 0.0)  # pruning needs a c that falls, padding included
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
-        stop = None if visible.first_key is None else stop_query(visible.first_key, k.shape[2])
+        stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest
-        o, _ = kernels.attention_from_sums(q, k, v, c, visible.first_key, stop, scaling, tolerance, bound)
+        o, _ = kernels.attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
     return visible.unsort_queries(o).transpose(1, 2), None
 
 

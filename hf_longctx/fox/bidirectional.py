@@ -18,7 +18,7 @@ log-sum-exp. The log-sum-exps L mix the two results:
 
 import torch
 
-from .bounds_fox import VisibleKeys, stop_query
+from .key_ranges_fox import VisibleKeys, find_query_end
 from .triton_fox import attention_from_sums, sort_inputs
 
 
@@ -36,13 +36,13 @@ def bidirectional_attention(q, k, v, log_f, visible=None, *, scale=None, log_pru
     if T == 1:
         return o
 
-    later_first = later_stop = None
+    later_first = later_end = None
     if stop is not None:
         later_first = (T - stop[..., :-1]).flip(-1)
-        later_stop = stop_query(later_first, T - 1)
+        later_end = find_query_end(later_first, T - 1)
     later_q, later_k, later_v = q[:, :, :-1].flip(2), k[:, :, 1:].flip(2), v[:, :, 1:].flip(2)
     later_c = -c[..., 1:].flip(-1)
-    later_o, later_lse = attention_from_sums(later_q, later_k, later_v, later_c, later_first, later_stop, *options)
+    later_o, later_lse = attention_from_sums(later_q, later_k, later_v, later_c, later_first, later_end, *options)
     later_o, later_lse = later_o.flip(2), later_lse.flip(-1)
 
     gap = later_lse + (c[..., 1:] - c[..., :-1]).float() - lse[..., :-1]  # (B, Hq, T - 1)

@@ -8,7 +8,7 @@ backend_fox.py. Any other model of transformers gets plain causal attention, by 
 import torch
 
 from .attention_fox import autocast_inputs
-from .bounds_fox import VisibleKeys, count_pruned_blocks, find_visible_keys
+from .key_ranges_fox import VisibleKeys, count_pruned_blocks, find_visible_keys
 from .triton_fox import (
     FOX_INTERFACE,
     attention_from_sums,

@@ -1,11 +1,11 @@
 """The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E); triton_fox.py launches them.
 
-    o_i = sum_{first_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
+    o_i = sum_{start_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
 Three ideas carry them.
 
 * **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
-  computation pruning all say the same thing: query i sees the keys first_i ... i. The kernels read that one integer
+  computation pruning all say the same thing: query i sees the keys start_i ... i. The kernels read that one integer
   per row (its transpose, one past the last query that sees a key, in the dk/dv pass) and know no other mask.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
   Only differences are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
@@ -123,29 +123,29 @@ def unpack(b_pair):
 
 
 @jit
-def key_range(p_first, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
-    """The keys [begin, end) that queries i_row ... i_row + BM see, and first_i, [BM].
+def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
+    """The keys [begin, end) that queries i_row ... i_row + BM see, and start_i, [BM].
 
     Blocks of BN keys in [full, diagonal) are seen by every row and need no mask.
     """
     o_i = i_row + tl.arange(0, BM)
     if BOUNDED:
-        b_first = tl.load(p_first + o_i, mask=o_i < Tk, other=0)
-        m_i = (b_first <= o_i) & (o_i < Tk)  # rows that see some key
-        begin = tl.min(tl.where(m_i, b_first, Tk), 0)
+        b_start = tl.load(p_start + o_i, mask=o_i < Tk, other=0)
+        m_i = (b_start <= o_i) & (o_i < Tk)  # rows that see some key
+        begin = tl.min(tl.where(m_i, b_start, Tk), 0)
         end = tl.max(tl.where(m_i, o_i + 1, 0), 0)
-        full = tl.cdiv(tl.minimum(tl.max(b_first, 0), end), BN) * BN
+        full = tl.cdiv(tl.minimum(tl.max(b_start, 0), end), BN) * BN
     else:
-        b_first = tl.zeros([BM], tl.int32)
+        b_start = tl.zeros([BM], tl.int32)
         begin, full = 0, 0
         end = tl.minimum(i_row + BM, Tk)
     diagonal = tl.maximum(full, tl.minimum(i_row + 1, end) // BN * BN)
-    return b_first, begin, full, diagonal, end
+    return b_start, begin, full, diagonal, end
 
 
 @jit_any_length
 def running_sum_kernel(
-    p_f, p_stop, p_dc, p_sums, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, n_chunks,
+    p_f, p_query_end, p_dc, p_sums, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, n_chunks,
     BT: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr, ONLY_SUMS: tl.constexpr,
 ):  # fmt: skip
     """The running sum c of log f in float64, or its gradient, the sum of dc from the last key on; BT keys of a row.
@@ -164,7 +164,7 @@ def running_sum_kernel(
     p_f += i_bh // H * s_fb + i_bh % H * s_fh
     b_f = tl.load(p_f + tl.cast(o_t, tl.int64) * s_ft, mask=m_t, other=0.0)  # [BT]
     if BOUNDED:
-        m_real = tl.load(p_stop + i_bh // H * s_sb + i_bh % H * s_sh + o_t, mask=m_t, other=0) > o_t  # [BT]
+        m_real = tl.load(p_query_end + i_bh // H * s_sb + i_bh % H * s_sh + o_t, mask=m_t, other=0) > o_t  # [BT]
         b_f = tl.where(m_real, b_f, 0.0)
     if BACKWARD:
         b_x = tl.load(p_dc + i_bh * T + o_t, mask=m_t, other=0.0).to(tl.float64)  # [BT]
@@ -240,7 +240,7 @@ def forward_span(
 
 @jit
 def forward_masked_span(
-    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, i_from, i_to, begin, end, Tk,
+    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, i_from, i_to, begin, end, Tk,
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +248,7 @@ def forward_masked_span(
     o_i = i_row + tl.arange(0, BM)  # loaded here, so that it takes no registers in the unmasked loop
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
     if BOUNDED:
-        b_first = tl.load(p_first + o_i, mask=o_i < Tk, other=0)  # [BM]
+        b_start = tl.load(p_start + o_i, mask=o_i < Tk, other=0)  # [BM]
     for i_k in range(i_from, i_to, BN):
         o_j = i_k + tl.arange(0, BN)
         m_j = (o_j >= begin) & (o_j < end)
@@ -259,7 +259,7 @@ def forward_masked_span(
         b_s += decay(b_ci[:, None], b_ei[:, None], b_cj[None, :], b_ej[None, :])
         m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
         if BOUNDED:
-            m_s = m_s & (o_j[None, :] >= b_first[:, None])
+            m_s = m_s & (o_j[None, :] >= b_start[:, None])
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)  # rows that have seen no key yet
@@ -274,7 +274,7 @@ def forward_masked_span(
 
 @jit_any_length
 def forward_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_bound, p_o, p_lse,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_bound, p_o, p_lse,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
@@ -299,8 +299,8 @@ def forward_kernel(
     p_d += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
-        p_first += i_b * s_fb + i_h * s_fh - past
-    _, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
+        p_start += i_b * s_fb + i_h * s_fh - past
+    _, begin, full, diagonal, end = key_range(p_start, i_row, Tk, BM, BN, BOUNDED)
 
     b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
     c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
@@ -326,10 +326,10 @@ def forward_kernel(
     b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
-            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, begin // BS * BS, full, begin, end, Tk,
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, begin // BS * BS, full, begin, end, Tk,
             s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     b_o, b_l, b_m = forward_masked_span(
-        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_first, i_row, diagonal, end, begin, end, Tk,
+        b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, diagonal, end, begin, end, Tk,
         s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
     o_i = i_row + tl.arange(0, BM)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
@@ -339,7 +339,7 @@ def forward_kernel(
 
 @jit
 def dq_span(
-    b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+    b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_start, i_row,
     i_from, i_to, begin, end, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -358,7 +358,7 @@ def dq_span(
             b_s += decay(b_ci[:, None], b_ei[:, None], b_cj[None, :], b_ej[None, :]) - b_lse[:, None]
             m_s = (o_j[None, :] <= o_i[:, None]) & m_j[None, :]
             if BOUNDED:
-                m_s = m_s & (o_j[None, :] >= b_first[:, None])
+                m_s = m_s & (o_j[None, :] >= b_start[:, None])
             b_ds = tl.exp2(b_s) * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])  # [BM, BN]
             b_ds = tl.where(m_s, b_ds, 0.0)  # a row that sees nothing may hold NaN
         else:
@@ -374,7 +374,7 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_first, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_rows,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_rows,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
@@ -407,8 +407,8 @@ def dq_kernel(
     p_dlse += (i_b * Hq + i_h) * Tq - past
     p_rows += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
-        p_first += i_b * s_fb + i_h * s_fh - past
-    b_first, begin, full, diagonal, end = key_range(p_first, i_row, Tk, BM, BN, BOUNDED)
+        p_start += i_b * s_fb + i_h * s_fh - past
+    b_start, begin, full, diagonal, end = key_range(p_start, i_row, Tk, BM, BN, BOUNDED)
 
     o_i = i_row + tl.arange(0, BM)
     m_i = o_i < Tk
@@ -427,14 +427,14 @@ def dq_kernel(
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dc = tl.zeros([BM], tl.float32)
     b_dq, b_dc = dq_span(
-        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_start, i_row,
         full, diagonal, begin, end, s_kt, s_vt, scale2, D, BM, BN, BD, BOUNDED, MASKED=False)  # fmt: skip
     if BOUNDED:
         b_dq, b_dc = dq_span(
-            b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+            b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_start, i_row,
             begin // BS * BS, full, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     b_dq, b_dc = dq_span(
-        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_first, i_row,
+        b_dq, b_dc, b_q, b_do, b_lse, b_delta, p_k, p_v, p_c, p_e, p_d, b_ci, b_ei, c_row, e_row, b_start, i_row,
         diagonal, end, begin, end, s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED, MASKED=True)  # fmt: skip
     store_rows(p_dq, b_dq * scale, i_row, Tk, s_dqt, D, BM, BD)
     tl.store(p_dc + o_i, b_dc, mask=m_i)
@@ -442,7 +442,7 @@ def dq_kernel(
 
 @jit
 def dkdv_span(
-    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_rows, b_cj, b_ej, c_col, e_col, b_stop, i_col,
+    b_dk, b_dv, b_dc, b_k, b_v, p_q, p_do, p_c, p_e, p_lse, p_rows, b_cj, b_ej, c_col, e_col, b_query_end, i_col,
     i_from, i_to, begin, end, s_qt, s_dot, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -460,7 +460,7 @@ def dkdv_span(
             _, b_delta = unpack(tl.load(p_rows + o_i, mask=m_i, other=0))  # [BM]
             b_s = dot(b_k, tl.trans(b_q)) * scale2  # [BN, BM]
             b_s += decay(b_ci[None, :], b_ei[None, :], b_cj[:, None], b_ej[:, None]) - b_lse[None, :]
-            m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_stop[:, None]) & m_i[None, :]
+            m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_query_end[:, None]) & m_i[None, :]
             b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])  # [BN, BM]
             b_ds = tl.where(m_s, b_ds, 0.0)  # a key that no query sees may hold NaN
@@ -479,7 +479,7 @@ def dkdv_span(
 
 @jit_any_length
 def dkdv_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_stop, p_lse, p_do, p_rows, p_dk, p_dv, p_dc,
+    p_q, p_k, p_v, p_c, p_e, p_query_end, p_lse, p_do, p_rows, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
     Tq, Tk, Hq, G, n_parts, scale,
@@ -515,13 +515,13 @@ def dkdv_kernel(
         c_col, e_col = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
         # Queries [begin, end) see some of these keys; blocks of BM queries in [full, ragged) see all of them.
         if BOUNDED:
-            b_stop = tl.load(p_stop + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
-            m_j = b_stop > o_j  # keys that some query sees
+            b_query_end = tl.load(p_query_end + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
+            m_j = b_query_end > o_j  # keys that some query sees
             begin = tl.maximum(tl.min(tl.where(m_j, o_j, Tk), 0), Tk - Tq)
-            end = tl.max(tl.where(m_j, b_stop, 0), 0)
-            until = tl.min(tl.where(o_j < Tk, b_stop, Tk), 0)
+            end = tl.max(tl.where(m_j, b_query_end, 0), 0)
+            until = tl.min(tl.where(o_j < Tk, b_query_end, Tk), 0)
         else:
-            b_stop = tl.zeros([BN], tl.int32) + Tk
+            b_query_end = tl.zeros([BN], tl.int32) + Tk
             begin = tl.maximum(i_col, Tk - Tq)
             end, until = Tk, Tk
         full = tl.cdiv(tl.minimum(tl.maximum(i_last, begin), end), BM) * BM
@@ -529,14 +529,14 @@ def dkdv_kernel(
         b_dc = tl.zeros([BN], tl.float32)
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
-            b_stop, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2,
+            b_query_end, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2,
             D, BS, BN, BD, MASKED=True)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
-            b_stop, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
+            b_query_end, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
-            b_stop, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
+            b_query_end, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
         p_dch = p_dc + i_key + o_j
         tl.store(
             p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
@@ -564,7 +564,7 @@ def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
 
 @jit_any_length
 def prune_kernel(
-    p_x, p_first, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
+    p_x, p_start, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
     Tq, Tk, Hq, G, n_rows, n_halvings, gate_scale, bound_scale, tolerance,
     BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
@@ -585,27 +585,27 @@ def prune_kernel(
     o_m = Tk - Tq + o_r % Tq // BM * BM  # the first row of the block
     m_r = o_r < n_rows
     if BOUNDED:
-        b_first = tl.load(p_first + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BR]
+        b_start = tl.load(p_start + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BR]
     else:
-        b_first = tl.zeros([BR], tl.int32)
-    m_see = m_r & (b_first <= o_i)
+        b_start = tl.zeros([BR], tl.int32)
+    m_see = m_r & (b_start <= o_i)
     b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BR]
     b_threshold = (tolerance - 2 * bound_scale * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
     p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
     p_xm = p_x_rows + o_m.to(tl.int64) * s_xt
-    b_lo, b_hi = b_first // BN, o_m // BN
+    b_lo, b_hi = b_start // BN, o_m // BN
     for _ in range(n_halvings):
         b_mid = (b_lo + b_hi) // 2
         m_mid = m_see & (b_lo < b_hi)
         p_xj = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
         m_drop = m_mid & (decay_parts(p_xm, p_xj, s_xp, gate_scale * LOG2E, m_see, m_mid, P) < b_threshold)
         b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
-    tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_first, b_lo * BN), b_first), mask=m_r)
+    tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_start, b_lo * BN), b_start), mask=m_r)
 
 
 @jit_any_length
 def decode_kernel(
-    p_q, p_k, p_v, p_x, p_first, p_end, p_o, p_lse,
+    p_q, p_k, p_v, p_x, p_start, p_end, p_o, p_lse,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
     Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
@@ -640,11 +640,11 @@ def decode_kernel(
     p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
     gate_scale = gate_scale * LOG2E
     if BOUNDED:
-        b_first = tl.load(p_first + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
+        b_start = tl.load(p_start + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
     else:
-        b_first = tl.zeros([BM], tl.int32)
-    m_see = m_r & (b_first <= o_i)
-    begin = tl.min(tl.where(m_see, b_first, Tk), 0)
+        b_start = tl.zeros([BM], tl.int32)
+    m_see = m_r & (b_start <= o_i)
+    begin = tl.min(tl.where(m_see, b_start, Tk), 0)
     stop = tl.max(tl.where(m_see, o_i + 1, 0), 0)
     span = tl.cdiv(tl.cdiv(tl.maximum(stop - begin, 0), BN), n_split) * BN
     begin += i_s * span
@@ -657,7 +657,7 @@ def decode_kernel(
         o_j = i_k + tl.arange(0, BN)
         b_k = load_rows(p_k, i_k, begin, stop, s_kt, D, BN, BD, True)  # [BN, BD]
         b_v = load_rows(p_v, i_k, begin, stop, s_vt, D, BN, BD, True)  # [BN, BD]
-        m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_first[:, None])
+        m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_start[:, None])
         m_s = m_s & (o_j[None, :] <= o_i[:, None])
         p_xj = p_x_rows[:, None] + o_j.to(tl.int64)[None, :] * s_xt
         b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)  # [BM, BN]

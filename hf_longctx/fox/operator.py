@@ -12,8 +12,8 @@ from .attention_fox import (
     forgetting_attention_ref,
 )
 from .bidirectional import bidirectional_attention
-from .bounds_fox import document_starts, find_visible_keys
 from .kernels_fox import INTERPRETED
+from .key_ranges_fox import document_starts, find_visible_keys
 from .triton_fox import triton_attention, why_not
 
 

@@ -9,13 +9,6 @@ import contextlib
 
 import torch
 
-from .bounds_fox import (
-    VisibleKeys,
-    bound_from_norms,
-    bound_per_head,
-    stop_query,
-    tally_pruned,
-)
 from .kernels_fox import (
     INTERPRETED,
     decode_kernel,
@@ -27,6 +20,13 @@ from .kernels_fox import (
     running_sum_kernel,
     split_sum_kernel,
     triton,
+)
+from .key_ranges_fox import (
+    VisibleKeys,
+    bound_from_norms,
+    bound_per_head,
+    find_query_end,
+    tally_pruned,
 )
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
@@ -84,25 +84,25 @@ def _empty_output(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def launch_running_sum(log_f, stop):
-    return _running_sum(log_f, stop, None, log_f.new_empty(log_f.shape, dtype=torch.float64))
+def launch_running_sum(log_f, query_end):
+    return _running_sum(log_f, query_end, None, log_f.new_empty(log_f.shape, dtype=torch.float64))
 
 
-def launch_running_sum_backward(dc, log_f, stop):
-    return _running_sum(log_f, stop, dc.contiguous(), log_f.new_empty(log_f.shape))
+def launch_running_sum_backward(dc, log_f, query_end):
+    return _running_sum(log_f, query_end, dc.contiguous(), log_f.new_empty(log_f.shape))
 
 
-def _running_sum(log_f, stop, dc, result):
+def _running_sum(log_f, query_end, dc, result):
     B, H, T = log_f.shape
     chunks = triton.cdiv(T, SUM_TILE.BM)
     sums = log_f.new_empty(B, H, chunks, dtype=torch.float64)
-    stop, *s_stop = _bound(stop, B, H)
+    query_end, *s_end = _bound(query_end, B, H)
     with _on(log_f.device):
         for only_sums in (True, False) if chunks > 1 else (False,):
             launch(
                 running_sum_kernel, B * H * chunks, SUM_TILE,
-                log_f, stop, dc, sums, result, *log_f.stride(), *s_stop, H, T, chunks,
-                BT=SUM_TILE.BM, BC=SUM_TILE.BN, BOUNDED=stop is not None, BACKWARD=dc is not None, ONLY_SUMS=only_sums,
+                log_f, query_end, dc, sums, result, *log_f.stride(), *s_end, H, T, chunks,
+                BT=SUM_TILE.BM, BC=SUM_TILE.BN, BOUNDED=query_end is not None, BACKWARD=dc is not None, ONLY_SUMS=only_sums,
             )  # fmt: skip
     return result
 
@@ -117,45 +117,45 @@ def split_sum(c: torch.Tensor, block: int) -> list[torch.Tensor]:
     return parts
 
 
-def _launch_prune(gates, first_key, end, bound, Tq, blocks, gate_scale, bound_scale, tolerance):
+def _launch_prune(gates, key_start, end, bound, Tq, blocks, gate_scale, bound_scale, tolerance):
     """The first key that each row reads, (B, Hq, Tq) int32; `blocks`: queries and keys that are pruned together."""
     B, Hkv, G, Tk, parts = gates.shape
-    first_key, *s_first = _bound(first_key, B, Hkv * G)
+    key_start, *s_start = _bound(key_start, B, Hkv * G)
     kept, rows = gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32), B * Hkv * G * Tq
     bound, (BM, BN) = bound.expand(B, Hkv * G), blocks
     with _on(gates.device):
         launch(
             prune_kernel, triton.cdiv(rows, 128), Tile(128, 1, 4, 1),
-            gates, first_key, end, bound, kept, *gates.stride(), *s_first, *bound.stride(),
+            gates, key_start, end, bound, kept, *gates.stride(), *s_start, *bound.stride(),
             Tq, Tk, Hkv * G, G, rows, triton.cdiv(Tk, BN).bit_length(), gate_scale, bound_scale, tolerance,
-            BR=128, BM=BM, BN=BN, BOUNDED=first_key is not None, P=parts, ENDS=end is not None,
+            BR=128, BM=BM, BN=BN, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
         )  # fmt: skip
     return kept
 
 
-def launch_prune(c, first_key, bound, Tq, query_block, key_block, tolerance):
+def launch_prune(c, key_start, bound, Tq, query_block, key_block, tolerance):
     blocks = query_block, key_block
-    return _launch_prune(c[:, :, None, :, None], first_key, None, bound, Tq, blocks, 1.0, 1.0, tolerance)
+    return _launch_prune(c[:, :, None, :, None], key_start, None, bound, Tq, blocks, 1.0, 1.0, tolerance)
 
 
-def launch_forward(q, k, v, c, first_key, stop_query, logit_bound, scale):
+def launch_forward(q, k, v, c, key_start, query_end, logit_bound, scale):
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
     c, e, d = split_sum(c, tile.BN)
-    first_key, *s_first = _bound(first_key, B, Hq)
+    key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
             forward_kernel, triton.cdiv(Tq, tile.BM) * B * Hq, tile,
-            q, k, v, c, e, d, first_key, logit_bound, o, lse, *_strides(q, k, v, o), *s_first,
+            q, k, v, c, e, d, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
-            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, KNOWN=logit_bound is not None,
+            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, KNOWN=logit_bound is not None,
             BS=min(tile.BN, MASKED_KEYS),
         )  # fmt: skip
     return o, lse
 
 
-def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
+def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     do, dlse = _readable(do), dlse.contiguous()
@@ -163,14 +163,14 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d = split_sum(c, tiles.dq.BN)
     dc, rows = torch.zeros_like(c), torch.empty_like(lse, dtype=torch.int64)
-    bounded = first_key is not None
-    first_key, *s_first = _bound(first_key, B, Hq)
-    stop_query, *s_stop = _bound(stop_query, B, Hq)
+    bounded = key_start is not None
+    key_start, *s_start = _bound(key_start, B, Hq)
+    query_end, *s_end = _bound(query_end, B, Hq)
     with _on(q.device):
         launch(
             dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, first_key, o, lse, do, dlse, dq, dc, rows,
-            *_strides(q, k, v, o, do, dq), *s_first,
+            q, k, v, c, e, d, key_start, o, lse, do, dlse, dq, dc, rows,
+            *_strides(q, k, v, o, do, dq), *s_start,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
             BS=min(tiles.dq.BN, MASKED_KEYS),
@@ -182,7 +182,7 @@ def launch_backward(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
             parts = [q.new_empty(B, Hkv * n_parts, Tk, D, dtype=torch.float32) for _ in range(2)]
         launch(
             dkdv_kernel, programs * n_parts, tiles.dkdv,
-            q, k, v, c, e, stop_query, lse, do, rows, *parts, dc, *_strides(q, k, v, do, *parts), *s_stop,
+            q, k, v, c, e, query_end, lse, do, rows, *parts, dc, *_strides(q, k, v, do, *parts), *s_end,
             Tq, Tk, Hq, G // n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
         )  # fmt: skip
@@ -201,7 +201,7 @@ def parts_of_group(programs: int, group: int, processors: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
 
 
-def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
+def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
@@ -214,14 +214,14 @@ def launch_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, boun
     o = _empty_output(q)
     parts, ends = gates.shape[-1], end is not None
     if bound is not None:
-        first_key = _launch_prune(gates, first_key, end, bound, Tq, (1, tile.BN), gate_scale, bound_scale, tolerance)
-    first_key, *s_first = _bound(first_key, B, Hq)
+        key_start = _launch_prune(gates, key_start, end, bound, Tq, (1, tile.BN), gate_scale, bound_scale, tolerance)
+    key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
             decode_kernel, n_split * rows, tile,
-            q, k, v, gates, first_key, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_first,
+            q, k, v, gates, key_start, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_start,
             Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
-            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=first_key is not None, P=parts, ENDS=ends,
+            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, P=parts, ENDS=ends,
             W=1 if any(s % 8 for s in _strides(k, v)) else 8,
         )  # fmt: skip
         launch(
@@ -235,7 +235,7 @@ if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
     # For a kernel of the Hub, it is the identifier in its metadata.
     _SPACE = __package__.removesuffix(".fox").replace(".", "_")
-    _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? first_key, Tensor? stop_query"
+    _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? key_start, Tensor? query_end"
 
     # Opaque, and not `torch.library.triton_op`, with which torch could compile the kernels ahead of time. Inductor
     # would compile G = 1 into the dk/dv pass in spite of `do_not_specialize`, drop enable_fp_fusion, and compile again
@@ -244,14 +244,16 @@ if triton is not None:
     def _operator(name, launcher, schema):
         return torch.library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
 
-    fox_running_sum = _operator("fox_running_sum", launch_running_sum, "(Tensor log_f, Tensor? stop) -> Tensor")
+    fox_running_sum = _operator("fox_running_sum", launch_running_sum, "(Tensor log_f, Tensor? query_end) -> Tensor")
     fox_running_sum_backward = _operator(
-        "fox_running_sum_backward", launch_running_sum_backward, "(Tensor dc, Tensor log_f, Tensor? stop) -> Tensor"
+        "fox_running_sum_backward",
+        launch_running_sum_backward,
+        "(Tensor dc, Tensor log_f, Tensor? query_end) -> Tensor",
     )
     fox_prune = _operator(
         "fox_prune",
         launch_prune,
-        "(Tensor c, Tensor? first_key, Tensor bound, SymInt Tq, int query_block, int key_block, float tolerance)"
+        "(Tensor c, Tensor? key_start, Tensor bound, SymInt Tq, int query_block, int key_block, float tolerance)"
         " -> Tensor",
     )
     fox_forward = _operator(
@@ -265,32 +267,32 @@ if triton is not None:
     fox_decode = _operator(
         "fox_decode",
         launch_decode,
-        "(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first_key, Tensor? end, Tensor? bound, "
+        "(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? key_start, Tensor? end, Tensor? bound, "
         "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
     )
 
     @fox_running_sum.register_fake
-    def _(log_f, stop):
+    def _(log_f, query_end):
         return log_f.new_empty(log_f.shape, dtype=torch.float64)
 
     @fox_running_sum_backward.register_fake
-    def _(dc, log_f, stop):
+    def _(dc, log_f, query_end):
         return log_f.new_empty(log_f.shape)
 
     @fox_prune.register_fake
-    def _(c, first_key, bound, Tq, query_block, key_block, tolerance):
+    def _(c, key_start, bound, Tq, query_block, key_block, tolerance):
         return c.new_empty(*c.shape[:2], Tq, dtype=torch.int32)
 
     @fox_forward.register_fake
-    def _(q, k, v, c, first_key, stop_query, logit_bound, scale):
+    def _(q, k, v, c, key_start, query_end, logit_bound, scale):
         return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @fox_backward.register_fake
-    def _(do, dlse, q, k, v, c, first_key, stop_query, o, lse, scale):
+    def _(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
         return *map(torch.empty_like, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)
 
     @fox_decode.register_fake
-    def _(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance):
+    def _(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance):
         return _empty_output(q)
 
     def _save(ctx, inputs, output):
@@ -347,13 +349,13 @@ def is_decoding(*tensors: torch.Tensor) -> bool:
 
 
 def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
-    """q, k, v and the float64 running sum of log f in the order in which `visible` counts, its first_key and the
-    `stop_query` of that.
+    """q, k, v and the float64 running sum of log f in the order in which `visible` counts, its key_start and the
+    `find_query_end` of that.
     """
     q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
-    first = visible.first_key
-    stop = None if first is None else stop_query(first, k.shape[2])
-    return q, k, v, fox_running_sum(log_f, stop), first, stop
+    first = visible.key_start
+    query_end = None if first is None else find_query_end(first, k.shape[2])
+    return q, k, v, fox_running_sum(log_f, query_end), first, query_end
 
 
 def triton_attention(
@@ -374,23 +376,23 @@ def triton_attention(
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens.
     """
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
-    q, k, v, c, first_key, stop = sort_inputs(q, k, v, log_f, visible)
+    q, k, v, c, key_start, query_end = sort_inputs(q, k, v, log_f, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if is_decoding(q, k, v, log_f):
         gates = c.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
         bound = None if logit_bound is None else bound_per_head(q, logit_bound)
-        o = triton_decode(q, k, v, gates, 1.0, first_key, None, scale, log_pruning_tolerance, bound)
+        o = triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
     else:
-        bounds = first_key, stop, scale, log_pruning_tolerance, logit_bound
+        bounds = key_start, query_end, scale, log_pruning_tolerance, logit_bound
         o, _ = attention_from_sums(q, k, v, c, *bounds)
     return visible.unsort_queries(o)
 
 
-def attention_from_sums(q, k, v, c, first_key, stop, scale, log_pruning_tolerance, logit_bound):
+def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
     """`triton_attention` from the float64 running sum c of log f, (B, Hq, Tk), and the keys that queries see.
 
     Args:
-        first_key, stop: `VisibleKeys.first_key` and its `stop_query`, or None twice.
+        key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or None twice.
 
     Returns:
         The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
@@ -401,19 +403,19 @@ def attention_from_sums(q, k, v, c, first_key, stop, scale, log_pruning_toleranc
         if logit_bound is not None:
             logit_bound = bound_per_head(q, logit_bound)
         elif log_pruning_tolerance is not None:
-            logit_bound = bound_from_norms(q, k, scale, first_key, stop)
+            logit_bound = bound_from_norms(q, k, scale, key_start, query_end)
         if log_pruning_tolerance is not None:
             Tq, Tk, tiles = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype)
-            pruned = fox_prune(c, first_key, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
-            tally_pruned(first_key, pruned, Tk, tiles.forward)
-            first_key, stop = pruned, stop_query(pruned, Tk)
+            pruned = fox_prune(c, key_start, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
+            tally_pruned(key_start, pruned, Tk, tiles.forward)
+            key_start, query_end = pruned, find_query_end(pruned, Tk)
         if q.dtype == torch.float16:  # cannot hold weights that are small beside a bound: keeps the running maximum
             logit_bound = None
-    return fox_forward(q, k, v, c, first_key, stop, logit_bound, scale)
+    return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)
 
 
 def triton_decode(
-    q, k, v, gates, gate_scale, first_key, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
+    q, k, v, gates, gate_scale, key_start, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
 ) -> torch.Tensor:
     """`triton_attention` of up to 16 queries without gradients, whose keys may be the folded keys of a cache.
 
@@ -421,7 +423,7 @@ def triton_decode(
         q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
         gates, gate_scale: the running sum of log f, c = gate_scale * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts),
             any strides; or one part in float64.
-        first_key, end: as in `VisibleKeys`; end is a tensor of one element, or None for Tk.
+        key_start, end: as in `VisibleKeys`; end is a tensor of one element, or None for Tk.
         bound, bound_scale: |scale * q.k| <= bound_scale * bound; fp32, of a shape that expands to (B, Hq). Without it
             nothing is pruned.
 
@@ -431,4 +433,4 @@ def triton_decode(
     q, k, v = _readable(q), _readable(k), _readable(v)
     bound = None if log_pruning_tolerance is None else bound
     tolerance = log_pruning_tolerance or 0.0
-    return fox_decode(q, k, v, gates, first_key, end, bound, scale, gate_scale, bound_scale, tolerance)
+    return fox_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance)

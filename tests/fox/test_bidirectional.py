@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from budget import check_close, draw, error, floors, run, runs_triton
 
 from hf_longctx.fox.bidirectional import bidirectional_attention
-from hf_longctx.fox.bounds_fox import find_visible_keys
+from hf_longctx.fox.key_ranges_fox import find_visible_keys
 from hf_longctx.fox.triton_fox import triton_attention
 
 

@@ -266,7 +266,7 @@ def test_the_triton_backend_reads_it_too():
 
 def test_the_mask_of_the_triton_backend_can_be_cut():
     mask = VisibleKeys(torch.tensor([[[0]], [[9]], [[20]]]), end=20)
-    assert mask.last(12).first_key.tolist() == [[[0]], [[1]], [[12]]]
+    assert mask.last(12).key_start.tolist() == [[[0]], [[1]], [[12]]]
     assert mask.last(12).end == 12
     assert VisibleKeys(None, end=20).last(12) == VisibleKeys(None, end=12)
     with pytest.raises(NotImplementedError, match="padding lies between"):

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, triton_fox
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
-from hf_longctx.fox.bounds_fox import count_pruned_blocks
+from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

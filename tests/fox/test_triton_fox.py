@@ -30,9 +30,9 @@ from budget import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
-from hf_longctx.fox import bounds_fox, kernels_fox, tiles_fox, triton_fox
+from hf_longctx.fox import kernels_fox, key_ranges_fox, tiles_fox, triton_fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, unfold_decay
-from hf_longctx.fox.bounds_fox import find_visible_keys
+from hf_longctx.fox.key_ranges_fox import find_visible_keys
 from hf_longctx.fox.triton_fox import triton_attention, triton_decode
 
 
@@ -104,7 +104,7 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     gates = keys[..., D : D + GATE_PARTS * gates_per_key].unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
     gates = gates.expand(-1, -1, 2, -1, -1)
     mask = padding(filled, (0, filled), (5, filled))
-    first = find_visible_keys(Tq, filled, q.device, real=mask.bool()).first_key
+    first = find_visible_keys(Tq, filled, q.device, real=mask.bool()).key_start
     args = (gates, -GATE_QUERY * scale, first, torch.tensor(filled, device=DEVICE), scale)
     o = triton_decode(q, keys[..., :D], values, *args)
 
@@ -284,7 +284,7 @@ def test_a_known_bound_changes_nothing(shape, options, dtype):
         described["real"] = options["attention_mask"].bool()
     if "document_start" in options:
         options["cu_seqlens"] = torch.tensor(options.pop("document_start"), device=DEVICE)
-        described["document_start"] = bounds_fox.document_starts(options["cu_seqlens"], shape[4])
+        described["document_start"] = key_ranges_fox.document_starts(options["cu_seqlens"], shape[4])
     visible = find_visible_keys(*shape[3:5], bound.device, **described)
     fast = run(triton_attention, *inputs, visible=visible, logit_bound=bound)
     plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
@@ -363,7 +363,7 @@ def test_pruning_adds_no_masks_to_the_backward_pass(capability, head_dim):
     T, blocks = 768, tiles_fox.prune_blocks(tiles)
     c = draw(1, 2, 2, 1, T, 16, openness=0.0)[3].double().cumsum(-1)
     kept = triton_fox.launch_prune(c, None, torch.tensor([[0.5, 3.0]], device=DEVICE), T, *blocks, -3.0)
-    stop = bounds_fox.stop_query(kept, T)
+    stop = key_ranges_fox.find_query_end(kept, T)
     assert kept.max() > 0 and stop.min() < T
     for tile in (tiles.forward, tiles.dq, tiles.dkdv):
         assert (kept % tile.BN == 0).all() and (stop % tile.BM == 0).all()
@@ -404,7 +404,7 @@ def test_log_sum_exp_has_a_gradient():
     dlse = torch.randn(2, 2, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = padding(50, (9, 50), (0, 40))
     real = mask.bool()
-    first = find_visible_keys(20, 50, q.device, real=real).first_key
+    first = find_visible_keys(20, 50, q.device, real=real).key_start
     past = torch.ones(20, 50, dtype=torch.bool, device=DEVICE).tril(30)
     visible = past & real[:, None, None] & real[:, None, 30:, None]
     seen = visible.any(-1).expand(2, 2, -1)
@@ -416,7 +416,7 @@ def test_log_sum_exp_has_a_gradient():
         return o, s.masked_fill(~visible, -torch.inf)[seen].logsumexp(-1)
 
     def fast(q, k, v, log_f):
-        stop = bounds_fox.stop_query(first, 50)
+        stop = key_ranges_fox.find_query_end(first, 50)
         c = log_f.double().cumsum(-1)
         return triton_fox.attention_from_sums(q, k, v, c, first, stop, 0.25, None, None)
 
@@ -464,10 +464,10 @@ def test_same_inputs_same_bits():
 def test_custom_ops_are_registered_correctly():
     q, k, v, log_f, _ = draw(1, 2, 1, 20, 24, 16)
     c = log_f.double().cumsum(-1)
-    first = find_visible_keys(20, 24, q.device, window=7).first_key
+    first = find_visible_keys(20, 24, q.device, window=7).key_start
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
-    stop, bound = bounds_fox.stop_query(first, 24), torch.ones(1, 2, device=DEVICE)
+    stop, bound = key_ranges_fox.find_query_end(first, 24), torch.ones(1, 2, device=DEVICE)
     torch.library.opcheck(ops.fox_forward, (*inputs, first, stop, bound, 0.25))
     torch.library.opcheck(ops.fox_running_sum, (log_f.requires_grad_(), stop))
     torch.library.opcheck(ops.fox_prune, (c.detach(), first, bound, 20, 8, 4, -3.0))

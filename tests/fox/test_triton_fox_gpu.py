@@ -17,7 +17,7 @@ from budget import check_budget, draw, error, padding, run, run_exact, run_plain
 from test_triton_fox import check_output, check_same_bits, largest_logit
 
 from hf_longctx import forgetting_attention
-from hf_longctx.fox.bounds_fox import count_pruned_blocks
+from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.fox.triton_fox import triton_attention
 
 

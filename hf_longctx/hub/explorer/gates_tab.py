@@ -7,7 +7,7 @@ from outputs import connect, image, picture
 from tokenizers import Tokenizer
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.fox.pictures import head_maps, plot_forget_gates
+from hf_longctx.fox.plot import head_maps, plot_forget_gates
 from hf_longctx.metrics.report.comparison import markdown
 from hf_longctx.metrics.space import TEXT
 

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from hf_longctx.fox import bidirectional, bounds_fox, tiles_fox
+from hf_longctx.fox import bidirectional, key_ranges_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, folded_attention
 from scripts.bench import common
@@ -269,7 +269,7 @@ def pruning_row(name, share_aimed_at, D, T, B, H, device):
     threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
     log_f = -threshold / (T * (1 - share_aimed_at**0.5)) if share_aimed_at else 0.0
     inputs = draw(B, H, T, D, device, log_f=log_f)
-    with bounds_fox.count_pruned_blocks() as blocks:
+    with key_ranges_fox.count_pruned_blocks() as blocks:
         ours_pruned(*inputs)
     if name == "ours":
         dense, pruned = ours_bounded, ours_pruned
@@ -298,9 +298,9 @@ def prologue_row(D, T, B, H, device):
 
     def prologue():
         c = fox.fox_running_sum(log_f, None)
-        bound = bounds_fox.bound_from_norms(q, k, D**-0.5, None, None)
+        bound = key_ranges_fox.bound_from_norms(q, k, D**-0.5, None, None)
         kept = fox.fox_prune(c, None, bound, T, *tiles_fox.prune_blocks(tiles), TOLERANCE)
-        bounds_fox.stop_query(kept, T)
+        key_ranges_fox.find_query_end(kept, T)
         fox.split_sum(c, tiles.forward.BN)
 
     functions = {

@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 
-from hf_longctx.fox import bounds_fox, tiles_fox
+from hf_longctx.fox import key_ranges_fox, tiles_fox
 from hf_longctx.fox.attention_fox import GATE_QUERY
 from scripts.bench import common
 from scripts.bench.gpu.bench import LOGIT_BOUND, draw, draw_decoding, flops, folded, fox, launched_tiles, put_tile
@@ -90,7 +90,7 @@ class Problem:
         q, k, v, log_f = self.drawn = draw(B, H, T, D, device, grad=False)
         c = fox.fox_running_sum(log_f, None)
         first = torch.zeros(1, 1, T, dtype=torch.int32, device=device)
-        self.inputs = (q, k, v, c, first, bounds_fox.stop_query(first, T))
+        self.inputs = (q, k, v, c, first, key_ranges_fox.find_query_end(first, T))
         self.bound = torch.full((B, H), LOGIT_BOUND, device=device)
         self.saved, self.do = None, torch.randn_like(q)
         self.few = draw_decoding(B, H, decoding_heads(H), T, D, device)

@@ -6,7 +6,7 @@ import torch
 from tiny_fox import make
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.fox.pictures import head_maps, heading, plot_forget_gates, reduce_blocks, spread
+from hf_longctx.fox.plot import head_maps, heading, plot_forget_gates, reduce_blocks, spread
 
 
 VARIANTS = ["llama", "pro with grouped heads and rope", "one gate per key head", "window"]
@@ -50,7 +50,7 @@ def test_maps_are_those_of_the_definition(variant):
 
 
 def test_a_long_text_is_reduced_block_by_block(monkeypatch):
-    monkeypatch.setattr("hf_longctx.fox.pictures.ELEMENTS_AT_A_TIME", 100)  # several pieces
+    monkeypatch.setattr("hf_longctx.fox.plot.ELEMENTS_AT_A_TIME", 100)  # several pieces
     model, ids = make("llama"), tokens(50)
     (whole,) = head_maps(model, ids, layers=[1], heads=[2])
     (reduced,) = head_maps(model, ids[None], layers=[1], heads=[2], resolution=13)

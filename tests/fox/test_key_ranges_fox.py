@@ -21,36 +21,36 @@ from budget import (
 from golden_fox import check, load_cases
 
 from hf_longctx import forgetting_attention
-from hf_longctx.fox import bounds_fox, tiles_fox
-from hf_longctx.fox.bounds_fox import (
+from hf_longctx.fox import key_ranges_fox, tiles_fox
+from hf_longctx.fox.key_ranges_fox import (
     VisibleKeys,
     count_pruned_blocks,
     document_starts,
+    find_query_end,
     find_visible_keys,
-    stop_query,
 )
 from hf_longctx.fox.triton_fox import launch_prune, triton_attention
 
 
-def first_keys(Tq, Tk, **options):
-    return find_visible_keys(Tq, Tk, "cpu", **options).first_key
+def key_starts(Tq, Tk, **options):
+    return find_visible_keys(Tq, Tk, "cpu", **options).key_start
 
 
 def test_the_first_key_of_each_query():
-    assert first_keys(3, 5) is None
-    assert first_keys(2, 4, real=torch.ones(2, 4, dtype=torch.bool)) is None
-    assert first_keys(2, 4, window=2).tolist() == [[[1, 2]]]
+    assert key_starts(3, 5) is None
+    assert key_starts(2, 4, real=torch.ones(2, 4, dtype=torch.bool)) is None
+    assert key_starts(2, 4, window=2).tolist() == [[[1, 2]]]
     real = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    assert first_keys(4, 4, real=real).tolist() == [[[1, 1, 1, 1]], [[0, 0, 4, 4]], [[4, 4, 4, 4]]]
+    assert key_starts(4, 4, real=real).tolist() == [[[1, 1, 1, 1]], [[0, 0, 4, 4]], [[4, 4, 4, 4]]]
     assert document_starts(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
-    assert first_keys(5, 5, document_start=torch.tensor([[0, 0, 2, 2, 2]])).tolist() == [[[0, 0, 2, 2, 2]]]
+    assert key_starts(5, 5, document_start=torch.tensor([[0, 0, 2, 2, 2]])).tolist() == [[[0, 0, 2, 2, 2]]]
 
 
 def seen(visible, Tq, Tk):
     """(B, Tq, Tk) bool: what the kernels make of `VisibleKeys`, in the order of time."""
     end = int(visible.end)
     i, j = torch.arange(end - Tq, end)[:, None], torch.arange(Tk)
-    first = torch.zeros(1, 1, Tq) if visible.first_key is None else visible.first_key
+    first = torch.zeros(1, 1, Tq) if visible.key_start is None else visible.key_start
     matrix = (first.mT <= j) & (j <= i)  # (B, Tq, Tk)
     if visible.order is None:
         return matrix
@@ -94,13 +94,13 @@ def check_visible_keys(Tq, window, documents, mask, free):
     got, expected = torch.broadcast_tensors(got[..., :12], expected)
     compared = real_queries.expand(len(got), -1)  # what a padding query sees is left open
     assert torch.equal(got[compared], expected[compared])
-    if visible.first_key is not None:
-        assert (visible.first_key.diff(dim=-1) >= 0).all()
+    if visible.key_start is not None:
+        assert (visible.key_start.diff(dim=-1) >= 0).all()
 
 
 def test_the_last_query_that_sees_a_key():
     first = torch.tensor([[[0, 0, 2, 2, 6]]], dtype=torch.int32)  # queries 1 to 5
-    assert stop_query(first, 6).tolist() == [[[3, 3, 5, 5, 5, 5]]]  # none sees the last key
+    assert find_query_end(first, 6).tolist() == [[[3, 3, 5, 5, 5, 5]]]  # none sees the last key
 
 
 # --- pruning ---------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_golden_thresholds(golden):
         q, k = t["inputs/q"], t["inputs/k"]
         threshold = t.get(case["call"]["adaptive_threshold"])
         if case["call"]["adaptive_threshold"] == "auto":
-            bound = bounds_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
+            bound = key_ranges_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
             threshold = pruning_threshold(bound, k.shape[2], -10.0)
             assert check(case, t, "expected/threshold", threshold)
         blocks = case["forward_block_sizes"] if "forward_block_sizes" in case else case["call"]["forward_block_sizes"]
@@ -248,7 +248,7 @@ def test_the_kernel_prunes_what_the_rule_says(Tq, query_block, key_block):
     """Together with padding; the first key of a row rises along the rows."""
     log_f, bound = draw(2, 3, 3, 1, 97, 16, openness=0.0)[3], torch.tensor([0.5, 3.0, torch.nan], device=DEVICE)
     c = log_f.double().cumsum(-1)
-    first = find_visible_keys(Tq, 97, c.device, real=padding(97, (0, 97), (13, 97)).bool()).first_key
+    first = find_visible_keys(Tq, 97, c.device, real=padding(97, (0, 97), (13, 97)).bool()).key_start
     kept = launch_prune(c, first, bound, Tq, query_block, key_block, -3.0)
     threshold = pruning_threshold(bound, 97, -3.0).nan_to_num(nan=-torch.inf).expand(2, 3)
     start = first_kept_key(c, threshold, Tq, query_block, key_block).repeat_interleave(query_block, -1)[..., :Tq]

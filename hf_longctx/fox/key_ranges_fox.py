@@ -17,16 +17,16 @@ from .tiles_fox import DECODE_ROWS, Tile
 class VisibleKeys(NamedTuple):
     """Which keys the queries of one call see; the same in every layer of a model.
 
-    first_key: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
-        first_key > own position: the query sees nothing. None: plain causal attention.
+    key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
+        key_start > own position: the query sees nothing. None: plain causal attention.
     end: the queries are the last Tq of the first `end` keys; the slots after them are free. An int, or a tensor of one
         element where only the device knows.
     order, query_order, real: set only where padding lies between real tokens. Orders of the keys, (B, Tk), and of the
-        queries, (B, Tq), that put padding first, and which of the ordered keys are real. `first_key` counts in this
+        queries, (B, Tq), that put padding first, and which of the ordered keys are real. `key_start` counts in this
         order.
     """
 
-    first_key: torch.Tensor | None
+    key_start: torch.Tensor | None
     end: int | torch.Tensor
     order: torch.Tensor | None = None
     query_order: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class VisibleKeys(NamedTuple):
                 "forgetting_triton cannot use a PrunedCache where padding lies between real tokens. Pad on one side, or "
                 "use another backend: model.set_attn_implementation('sdpa')."
             )
-        first = None if self.first_key is None else (self.first_key - (self.end - length)).clamp(min=0)
+        first = None if self.key_start is None else (self.key_start - (self.end - length)).clamp(min=0)
         return VisibleKeys(first, length)
 
     def sort_queries(self, x):
@@ -120,24 +120,24 @@ def document_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 
 
-def stop_query(first_key: torch.Tensor, Tk: int) -> torch.Tensor:
-    """The transpose of first_key, (b, h, Tq): one past the last query that sees each key, int32, (b, h, Tk).
+def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
+    """The transpose of key_start, (b, h, Tq): one past the last query that sees each key, int32, (b, h, Tk).
 
     A key that no query sees has a number of at most its own position.
     """
-    keys = torch.arange(Tk, device=first_key.device, dtype=torch.int32).expand(*first_key.shape[:2], Tk)
-    count = torch.searchsorted(first_key.contiguous(), keys.contiguous(), right=True, out_int32=True)
-    return torch.where(count > 0, count + (Tk - first_key.shape[-1]), 0).int()
+    keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
+    count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
+    return torch.where(count > 0, count + (Tk - key_start.shape[-1]), 0).int()
 
 
-def bound_from_norms(q, k, scale, first_key, stop) -> torch.Tensor:
+def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
     """Upper bound of |scale * q.k| from the largest norms of the queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
-    if first_key is not None:  # padding may hold anything
+    if key_start is not None:  # padding may hold anything
         t = torch.arange(k.shape[2], device=k.device)
-        rows = torch.where(first_key <= t[k.shape[2] - q.shape[2] :], rows, 0.0)
-        keys = torch.where(stop > t, keys, 0.0)
+        rows = torch.where(key_start <= t[k.shape[2] - q.shape[2] :], rows, 0.0)
+        keys = torch.where(query_end > t, keys, 0.0)
     return rows.amax(-1) * keys.amax(-1).repeat_interleave(q.shape[1] // k.shape[1], 1) * abs(scale)
 
 
@@ -161,13 +161,13 @@ class PrunedBlocks:
 _tallies: list[PrunedBlocks] = []
 
 
-def tally_pruned(first_key: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-    """Count the key blocks that `first_key` leaves to the query blocks of a call, and those `pruned_from` drops."""
+def tally_pruned(key_start: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
+    """Count the key blocks that `key_start` leaves to the query blocks of a call, and those `pruned_from` drops."""
     if not _tallies:
         return
     stops = torch.arange(Tk - pruned_from.shape[-1], Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
     begin = pruned_from[..., :: tile.BM]
-    before = torch.zeros_like(begin) if first_key is None else first_key[..., :: tile.BM].expand_as(begin)
+    before = torch.zeros_like(begin) if key_start is None else key_start[..., :: tile.BM].expand_as(begin)
     blocks, kept = (((stops - first).clamp(min=0) + tile.BN - 1) // tile.BN for first in (before, begin))
     for tally in _tallies:
         tally.total = tally.total + blocks.sum()
