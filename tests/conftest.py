@@ -1,6 +1,8 @@
 """Shared fixtures: the golden data, which lives beside the repository and not in it."""
 
+import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import commands
@@ -42,16 +44,41 @@ UPSTREAM_MARKS = """
 """
 
 
+def pytest_addoption(parser):
+    parser.addoption("--durations-json", metavar="PATH", help="write the seconds of each test file to this JSON")
+
+
 def pytest_configure(config):
     commands.ENVIRONMENT.update(os.environ)
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 
 
-def pytest_terminal_summary(terminalreporter):
-    counts = mistakes.count(terminalreporter.stats.get("passed", []))
+def pytest_terminal_summary(terminalreporter, config):
+    reports = [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")]
+    counts = mistakes.count(report for report in reports if report.outcome == "passed" and report.when == "call")
     if counts:
         terminalreporter.write_line(
             f"bad input: {counts.total()} mistakes, {counts['refused']} refused with one clear error, "
             f"{counts['harmless']} harmless"
         )
+    for report in reports:
+        if report.when == "call" and (hops := dict(report.user_properties).get("hops")):
+            terminalreporter.write_line("{}: {} functions, {} changes of file".format(report.nodeid, *hops))
+    if path := config.getoption("durations_json"):
+        write_durations(Path(path), reports, config.getoption("numprocesses", None) or 1)
+
+
+def write_durations(path, reports, processes):
+    """Write the seconds of each file, its fixtures included, the slowest file first."""
+    from scripts.bench.common import machine
+
+    seconds = Counter()
+    for report in reports:
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    files = {name: round(total, 1) for name, total in seconds.most_common()}
+    result = {
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "processes": processes,
+    }
+    path.write_text(json.dumps(result | {"seconds": round(seconds.total(), 1), "files": files}, indent=1) + "\n")
