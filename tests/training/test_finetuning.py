@@ -160,7 +160,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
         "hf_longctx.training.trainer.StepLR", lambda optimizer, step_size, gamma: StepLR(optimizer, 2, gamma)
     )
     options = dict(recipe="hmt", segment_length=40, sensory_tokens=8, sequence_length=80, batch_tokens=160, steps=3)
-    options["recall_mode"] = "single"
+    options["recall_mode"] = "single_pass"
     texts = dict(tokenizer=str(llama), data=str(llama / "text.txt"))
     assert train(settings(llama, tmp_path / "first", **options)) == 0
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
@@ -179,7 +179,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
         )
     assert train(settings(tmp_path / "first" / "model", tmp_path / "second", **options | texts)) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
-    assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single"
+    assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single_pass"
     assert not torch.equal(first.memory.initial, second.memory.initial)
     with pytest.raises(ValueError, match="has been through both stages of --recipe hmt; train it by --recipe lora"):
         train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts))
