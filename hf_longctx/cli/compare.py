@@ -9,7 +9,7 @@ Examples:
 
 from pathlib import Path
 
-from . import shared
+from . import measuring
 
 
 def add_arguments(parser):
@@ -43,7 +43,7 @@ def run(args):
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
     if args.test_sources:
         check_sources(results.values())
-    output = shared.picture_path(args.output, (*shared.PICTURES, ".md"))
+    output = measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
     if args.test_sources:

@@ -15,7 +15,7 @@ Examples:
 import os
 from functools import partial
 
-from . import shared
+from . import measuring, shared
 
 
 PAPER_POINTS = 32
@@ -23,12 +23,12 @@ TIMED_TOKENS = 512  # most in the input that --dry-run times, where a length is 
 
 
 def add_arguments(parser):
-    shared.add_served(shared.add_model(parser))
+    measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("curve")
-    shared.add_text(group)
+    measuring.add_text(group)
     group.add_argument(
         "--lengths",
-        action=shared.Numbers,
+        action=measuring.Numbers,
         nargs="+",
         metavar="TOKENS",
         help="the passages' lengths themselves, such as 500,1000,2000",
@@ -46,7 +46,7 @@ def add_arguments(parser):
         help="paper: the lengths l/32, 2l/32 ... l of Liu et al., l being the claimed context or --max-length; the model "
         "reads twice as many tokens",
     )
-    shared.add_repeats(group, "passages per length")
+    measuring.add_repeats(group, "passages per length")
     group.add_argument(
         "--data-type", choices=("order", "random"), default="order", help="running text or random tokens"
     )
@@ -66,8 +66,8 @@ def add_arguments(parser):
         "adaptive: measures only what its two lengths depend on",
     )
     group.add_argument("--confidence", type=float, metavar="P", help="of the adaptive protocol (default: 0.95)")
-    shared.add_train_length(group)
-    run = shared.add_run(parser, output="forgetting_curve")
+    measuring.add_train_length(group)
+    run = measuring.add_run(parser, output="forgetting_curve")
     run.add_argument("--eos-token-id", type=int, metavar="ID", help="default: the tokenizer's")
     run.add_argument(
         "--tokens-per-pass", type=int, metavar="N", help="memory budget (default: 512 on a CPU, 4096 elsewhere)"
@@ -102,18 +102,18 @@ def choose_lengths(args, claimed, corpus_tokens):
     if args.lengths is not None:
         return args.lengths
     if args.preset is not None:
-        longest = shared.coalesce(args.max_length, claimed)
+        longest = measuring.default(args.max_length, claimed)
         if longest is None:
             raise ValueError(
                 f"{args.model} claims no context, which --preset paper measures up to: give --max-length."
             )
         return sorted({max(1, longest * i // PAPER_POINTS) for i in range(1, PAPER_POINTS + 1)})
     grid = log_lengths if args.log_lengths else linear_lengths
-    points = shared.coalesce(args.points, 32 if args.protocol == "adaptive" else 16)
+    points = measuring.default(args.points, 32 if args.protocol == "adaptive" else 16)
     if args.max_length is not None:
         return grid(args.max_length, points)
     lengths = default_lengths(claimed, corpus_tokens, points, grid)
-    shared.say(f"measuring up to {lengths[-1]} tokens (choose another end with --max-length or --lengths)")
+    measuring.log(f"measuring up to {lengths[-1]} tokens (choose another end with --max-length or --lengths)")
     return lengths
 
 
@@ -124,18 +124,18 @@ def run(args):
     from ..metrics.curve.protocol import order_samples
     from ..metrics.run.parts import process_rank
 
-    shared.check(args)
+    measuring.check(args)
     check_options(args)
-    confidence = shared.coalesce(args.confidence, 0.95)
+    confidence = measuring.default(args.confidence, 0.95)
     check_choices(args.data_type, args.protocol, confidence)
     if args.lengths is not None:
         check_lengths(args.lengths)
-    tokenizer, claimed, open_reader = shared.open_model(args)
+    tokenizer, claimed, open_reader = measuring.open_model(args)
     corpus = irrelevant = None
     if args.data_type == "order":
         longest = args.lengths[-1] if args.lengths else args.max_length or claimed
-        corpus = shared.load_corpus(args.text, tokenizer, longest)
-        irrelevant = args.irrelevant_text and shared.load_corpus(args.irrelevant_text, tokenizer, longest)
+        corpus = measuring.load_corpus(args.text, tokenizer, longest)
+        irrelevant = args.irrelevant_text and measuring.load_corpus(args.irrelevant_text, tokenizer, longest)
     lengths = choose_lengths(args, claimed, corpus and len(corpus.tokens))
     if corpus is not None:  # says now whether the texts are long enough
         order_samples(corpus.tokens, lengths, args.repeats, args.seed, irrelevant and irrelevant.tokens)
@@ -152,8 +152,8 @@ def run(args):
         lengths=lengths,
         repeats=args.repeats,
         seed=args.seed,
-        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
-        eos_token_id=shared.coalesce(args.eos_token_id, tokenizer.eos_token_id),
+        bos_token_id=measuring.default(args.bos_token_id, tokenizer.bos_token_id),
+        eos_token_id=measuring.default(args.eos_token_id, tokenizer.eos_token_id),
         data_type=args.data_type,
         irrelevant_tokens=irrelevant and irrelevant.tokens,
         irrelevant_name=irrelevant and irrelevant.name,
@@ -165,7 +165,7 @@ def run(args):
         train_length=args.train_length,
         run=Run(args.journal, args.tokens_per_pass, progress=True),
     )
-    shared.write_measured(args, measure, train_length=args.train_length)
+    measuring.measure_and_write(args, measure, train_length=args.train_length)
 
 
 def plan(reader, lengths, args):

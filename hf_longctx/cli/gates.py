@@ -10,13 +10,13 @@ Examples:
 
 from statistics import median
 
-from . import shared
+from . import measuring, shared
 
 
 def add_arguments(parser):
     shared.add_model(parser)
     group = parser.add_argument_group("picture")
-    shared.add_text(group)
+    measuring.add_text(group)
     group.add_argument(
         "--tokens", type=int, default=768, metavar="N", help="read this much of the text (default: %(default)s)"
     )
@@ -28,10 +28,10 @@ def add_arguments(parser):
 def run(args):
     from ..fox.plot import plot_forget_gates
 
-    shared.check(args)
+    measuring.check(args)
     tokenizer = shared.load_tokenizer(args)
-    tokens = shared.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens]
-    output = shared.picture_path(args.output)
+    tokens = measuring.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens]
+    output = measuring.picture_path(args.output)
     maps = plot_forget_gates(shared.load_weights(args), tokens, output, layers=args.layers, heads=args.heads)
     times = sorted(head_map.decay_time for head_map in maps)
     print(

@@ -9,22 +9,22 @@ Examples:
 
 from functools import partial
 
-from . import shared
+from . import measuring, shared
 
 
 def add_arguments(parser):
-    shared.add_served(shared.add_model(parser))
+    measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("lines")
     group.add_argument(
         "--lines",
-        action=shared.Numbers,
+        action=measuring.Numbers,
         nargs="+",
         metavar="N",
         help="lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
     )
-    shared.add_repeats(group, "records of each number of lines")
-    shared.add_no_replies(group)
-    shared.add_run(parser, output="line_retrieval")
+    measuring.add_repeats(group, "records of each number of lines")
+    measuring.add_no_replies(group)
+    measuring.add_run(parser, output="line_retrieval")
 
 
 def run(args):
@@ -32,10 +32,10 @@ def run(args):
     from ..metrics.report.defaults import NO_CLAIM, line_counts
     from ..metrics.retrieval.lines import draw_record
 
-    shared.check(args)
+    measuring.check(args)
     for n in args.lines or ():
         draw_record(n, args.seed, 0)
-    tokenizer, claimed, open_reader = shared.open_model(args)
+    tokenizer, claimed, open_reader = measuring.open_model(args)
     lines = args.lines or line_counts(claimed or NO_CLAIM, tokenizer)
     measure = partial(
         line_retrieval,
@@ -45,7 +45,7 @@ def run(args):
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,
-        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+        bos_token_id=measuring.default(args.bos_token_id, tokenizer.bos_token_id),
         run=Run(args.journal, progress=True),
     )
-    shared.write_measured(args, measure)
+    measuring.measure_and_write(args, measure)

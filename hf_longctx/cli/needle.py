@@ -10,13 +10,13 @@ Examples:
 
 from functools import partial
 
-from . import shared
+from . import measuring, shared
 
 
 def add_arguments(parser):
-    shared.add_served(shared.add_model(parser))
+    measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("needle")
-    shared.add_text(group)
+    measuring.add_text(group)
     group.add_argument(
         "--mode",
         choices=("easy", "standard"),
@@ -25,22 +25,22 @@ def add_arguments(parser):
     )
     group.add_argument(
         "--lengths",
-        action=shared.Numbers,
+        action=measuring.Numbers,
         nargs="+",
         metavar="TOKENS",
         help="of prompt and answer (default: 8, evenly spaced up to the claimed context, but those too short for it)",
     )
     group.add_argument("--depths", type=int, default=11, metavar="N", help="how many (default: %(default)s)")
-    shared.add_repeats(group, "haystacks per length", default=1)
-    shared.add_no_replies(group)
+    measuring.add_repeats(group, "haystacks per length", default=1)
+    measuring.add_no_replies(group)
     group.add_argument(
         "--score",
         choices=("match_rate", "exact_rate", "probability"),
         help="what the picture shows: answer found in the reply (default), given token for token (default with "
         "--no-replies), its probability",
     )
-    shared.add_train_length(group)
-    shared.add_run(parser, output="needle")
+    measuring.add_train_length(group)
+    measuring.add_run(parser, output="needle")
 
 
 def run(args):
@@ -52,12 +52,12 @@ def run(args):
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
-    shared.check(args)
-    tokenizer, claimed, open_reader = shared.open_model(args)
+    measuring.check(args)
+    tokenizer, claimed, open_reader = measuring.open_model(args)
     lengths = args.lengths or needle_lengths(claimed or NO_CLAIM, tokenizer, args.mode)
     pieces = needle_pieces(encoder(tokenizer), 0, args.mode)
     rooms = [haystack_length(length, pieces) for length in check_lengths(lengths)]
-    tokens, corpus_name = shared.load_corpus(args.text, tokenizer, lengths[-1])
+    tokens, corpus_name = measuring.load_corpus(args.text, tokenizer, lengths[-1])
     draw_begins(len(tokens), rooms[-1], args.repeats, args.seed)
     measure = partial(
         needle_in_a_haystack,
@@ -70,9 +70,9 @@ def run(args):
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,
-        bos_token_id=shared.coalesce(args.bos_token_id, tokenizer.bos_token_id),
+        bos_token_id=measuring.default(args.bos_token_id, tokenizer.bos_token_id),
         corpus_name=corpus_name,
         train_length=args.train_length,
         run=Run(args.journal, progress=True),
     )
-    shared.write_measured(args, measure, score=args.score, train_length=args.train_length)
+    measuring.measure_and_write(args, measure, score=args.score, train_length=args.train_length)

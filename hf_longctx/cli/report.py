@@ -13,21 +13,21 @@ Examples:
 
 from contextlib import suppress
 
-from . import shared
+from . import measuring, shared
 
 
 def add_arguments(parser):
-    shared.add_served(shared.add_model(parser))
+    measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("report")
-    shared.add_text(group)
+    measuring.add_text(group)
     group.add_argument(
         "--context-length",
         type=int,
         metavar="TOKENS",
         help="the longest input to measure with (default: the claimed context)",
     )
-    shared.add_repeats(group, "of the curve")
-    shared.add_train_length(group)
+    measuring.add_repeats(group, "of the curve")
+    measuring.add_train_length(group)
     group.add_argument("--output", default="report", metavar="FOLDER", help="default: %(default)s")
 
 
@@ -35,9 +35,9 @@ def run(args):
     from ..metrics import measure_all
     from ..metrics.report.defaults import NO_CLAIM
 
-    shared.check(args, folder=True)
-    tokenizer, claimed, open_reader = shared.open_model(args)
-    corpus = shared.load_corpus(args.text, tokenizer, shared.coalesce(args.context_length, claimed, NO_CLAIM))
+    measuring.check(args, folder=True)
+    tokenizer, claimed, open_reader = measuring.open_model(args)
+    corpus = measuring.load_corpus(args.text, tokenizer, measuring.default(args.context_length, claimed or NO_CLAIM))
     report = measure_all(
         open_reader(),
         tokenizer,

@@ -8,7 +8,7 @@ Examples:
   hf-longctx rope MODEL --context-length 65536 --output rope.svg
 """
 
-from . import shared
+from . import measuring, shared
 
 
 def add_arguments(parser):
@@ -27,11 +27,11 @@ def run(args):
     from ..metrics import rope_report
 
     if args.output is not None:
-        shared.check_writable("--output", args.output)
+        measuring.check_writable("--output", args.output)
     config = AutoConfig.from_pretrained(args.model, **shared.source(args, file=True))
     report = rope_report(config, context_length=args.context_length)
     print(report.to_json(indent=1) if args.json else report)
     if args.output is not None:
-        output = shared.picture_path(args.output)
+        output = measuring.picture_path(args.output)
         report.plot(output)
-        shared.say(f"wrote {output}")
+        measuring.log(f"wrote {output}")

@@ -60,7 +60,7 @@ MISTAKES = [
     mistake(
         "output below a file",
         "curve --output {tmp}/short.txt/a",
-        "--output .* cannot be written: .*short.txt is no folder",
+        "--output .* cannot be written: .*short.txt is not a folder",
     ),
     mistake("output into a folder", "curve --output {tmp}", "--output .* is a folder; name a file in it"),
     mistake("journal into a folder", "curve --journal {tmp}", "--journal .* is a folder; name a file in it"),
@@ -79,7 +79,7 @@ MISTAKES = [
     mistake("no repeats", "lines --repeats 0", "--repeats is 0"),
     mistake("a text", "lines --text stdlib", "unrecognized arguments: --text"),
     mistake(
-        "a file for a folder", "report --output {tmp}/short.txt", "short.txt is no folder that you may write into"
+        "a file for a folder", "report --output {tmp}/short.txt", "short.txt is not a folder that you may write into"
     ),
     mistake("no context", "report --context-length 0", "--context-length is 0"),
     mistake("two metrics", "compare {tmp}/curve.json {tmp}/loss.json", "give forgetting curves only, or"),

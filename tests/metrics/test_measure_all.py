@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.metrics import PositionLoss, measure_all
-from hf_longctx.metrics.report.measure_all import METRICS, measure_into
+from hf_longctx.metrics import ForgettingCurve, PositionLoss, measure_all
+from hf_longctx.metrics.output import run_measurement
+from hf_longctx.metrics.report.measure_all import METRICS, measure_metric
 from hf_longctx.metrics.retrieval.haystack import needle_pieces
 from hf_longctx.metrics.retrieval.measure import encoder
 
@@ -175,24 +176,24 @@ def test_pictures_mark_the_training_context(llama, tokenizer, tokens, tmp_path, 
 LOSS = PositionLoss([3.0, 2.5], 1)
 
 
-def fail_with(result):
-    error = RuntimeError("out of memory")
+@pytest.mark.parametrize("result, returned", [(LOSS, LOSS), (None, None), (ForgettingCurve([]), None)])
+def test_what_was_measured_before_a_failure_is_kept(result, returned):
+    error = KeyboardInterrupt()
     error.result = result
-    raise error
 
+    def measure():
+        raise error
 
-@pytest.mark.parametrize("result, files", [(LOSS, ["loss.json", "loss.png"]), (None, [])])
-def test_what_was_measured_before_a_failure_is_written(tmp_path, result, files):
-    told = []
-    with pytest.raises(RuntimeError, match="out of memory"):
-        measure_into(tmp_path / "loss", lambda: fail_with(result), tell=told.append)
-    assert sorted(path.name for path in tmp_path.iterdir()) == files and told == [result] * bool(files)
+    assert run_measurement(measure) == (returned, error)
+    assert run_measurement(lambda: result) == (result, None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_process_of_several_writes(tmp_path, monkeypatch, rank):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    (tmp_path / "unfinished").mkdir()
     told = []
-    measure_into(tmp_path / "loss", lambda: LOSS, tell=told.append)
-    assert bool(list(tmp_path.iterdir())) is bool(told) is (rank == 0)
+    measure_metric("loss", lambda run: LOSS, tmp_path, None, False, told.append)
+    assert {path.name for path in tmp_path.glob("*.*")} == ({"loss.json", "loss.png"} if rank == 0 else set())
+    assert told == [LOSS.summary()] * (rank == 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ from ..curve.protocol import default_lengths, log_lengths, longest_length
 from ..curve.result import ForgettingCurve
 from ..loss.measure import position_loss
 from ..loss.result import PositionLoss
-from ..result import Result, read_result, writing
+from ..output import run_measurement, write_picture
+from ..result import Result, read_result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
@@ -28,9 +28,9 @@ from ..rope.result import RopeReport
 from ..run.journal import content_hash
 from ..run.parts import Run, process_rank, wait
 from ..run.reader import Reader, reader_for
+from .arguments import check_unchanged, resolved, write_arguments
 from .card import card_snippet, eval_results
 from .defaults import NO_CLAIM, line_counts, needle_lengths, record_tokens
-from .lock import absolute, begin, check_unchanged
 from .page import write_report
 
 
@@ -71,6 +71,20 @@ class Subject(NamedTuple):
         """Keywords of the metrics that read a text."""
         bos = self.tokenizer.bos_token_id
         return dict(bos_token_id=bos, corpus_name=self.corpus_name, train_length=self.train_length)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return all that the results depend on, as JSON values."""
+        return {
+            **self.reader.settings(),
+            "context_length": self.context_length,
+            "train_length": self.train_length,
+            "repeats": self.repeats,
+            "seed": self.seed,
+            "model": resolved(str(self.reader.settings()["model"])),
+            "text": resolved(self.corpus_name),
+            "corpus_sha256": content_hash(self.tokens),
+            **self.reader.identity(),
+        }
 
 
 def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
@@ -170,90 +184,81 @@ def measure_all(
     Raises:
         ValueError: nothing could be measured, or the folder holds a report of another model, text or argument.
     """
-    folder, rank = Path(folder), process_rank()
-    say = partial(print, file=sys.stderr) if progress and rank == 0 else lambda message: None
+    folder, log = Path(folder), partial(log_line, progress and process_rank() == 0)
     reader = reader_for(model)
     if config is None:
         config = getattr(getattr(reader, "model", None), "config", None)
     subject = Subject(reader, tokenizer, tokens, config, context_length, train_length, repeats, seed, corpus_name)
-    name = str(reader.settings()["model"])
-    arguments = {
-        **reader.settings(),
-        **dict(context_length=context_length, train_length=train_length, repeats=repeats, seed=seed),
-        **dict(model=absolute(name), text=absolute(corpus_name), corpus_sha256=content_hash(subject.tokens)),
-        **reader.identity(),
-    }
-    check_unchanged(folder, arguments)
-    measured_before = {metric for metric in METRICS if (folder / f"{metric}.json").exists()}
-    wait()  # until every process has looked
-    if rank == 0:
-        begin(folder, arguments)
-    wait()
+    measured_before = open_folder(folder, subject.arguments())
     missing = {}
-    for metric, (result_class, measure) in METRICS.items():
-        if metric in measured_before:
-            say(f"{result_class.title}: measured before")
+    for name, (result_class, measure) in METRICS.items():
+        if name in measured_before:
+            log(f"{result_class.title}: measured before")
             continue
-        say(f"{result_class.title}:")
-        unfinished = folder / "unfinished" / metric
-        journal = unfinished.with_suffix(".jsonl")
+        log(f"{result_class.title}:")
         try:
-            metric_run = partial(measure, subject, Run(journal, progress=progress))
-            measure_into(unfinished, metric_run, tell=lambda result: say(result.summary()), train_length=train_length)
+            measure_metric(name, partial(measure, subject), folder, train_length, progress, log)
         except EXPECTED as error:
             missing[result_class.title] = str(error)
-            say(f"{result_class.title}: {error}")
-            continue
-        if rank == 0:
-            for ending in (".png", ".json"):  # the JSON last: it says that the measurement is complete
-                if unfinished.with_suffix(ending).exists():
-                    unfinished.with_suffix(ending).replace(folder / f"{metric}{ending}")
-        Path(f"{journal}.{rank}" if rank else journal).unlink(missing_ok=True)
-    title = Path(name).resolve().name if Path(name).is_dir() else name
+            log(f"{result_class.title}: {error}")
     wait()  # until every process has removed its journals
-    if rank == 0:
-        with suppress(OSError):  # something is left to go on with
-            (folder / "unfinished").rmdir()
-    return write_pages(folder, title, missing) if rank == 0 else None
+    if process_rank() > 0:
+        return None
+    if not any((folder / "unfinished").iterdir()):  # else something is left to go on with
+        (folder / "unfinished").rmdir()
+    model_name = str(reader.settings()["model"])
+    title = Path(model_name).resolve().name if Path(model_name).is_dir() else model_name
+    return write_pages(folder, title, missing)
 
 
-def measure_into(
-    output: Path,
-    measure: Callable[[], Result],
-    *,
-    tell: Callable[[Result], None],
-    ending: str = ".png",
-    wrote: Callable[[Path], None] = lambda path: None,
-    **picture: Any,
-) -> None:
-    """Write what `measure()` returns, or had measured when an exception left it, to `output`.json and a picture.
+def log_line(shown: bool, message: str) -> None:
+    """Print a line on stderr, if it is to be shown."""
+    if shown:
+        print(message, file=sys.stderr)
 
-    `tell` gets the result before the picture is drawn, and in any case; `wrote` gets each file. `picture` are options
-    of the result's `plot`, `ending` that of the picture's name. Only the first process writes and tells.
+
+def open_folder(folder: Path, arguments: dict[str, Any]) -> set[str]:
+    """Return the names of the metrics that were measured before; the first process writes the arguments.
+
+    Raises:
+        ValueError: the folder holds a report with other arguments.
     """
+    check_unchanged(folder, arguments)
+    measured_before = {name for name in METRICS if (folder / f"{name}.json").exists()}
+    wait()  # until every process has looked
+    if process_rank() == 0:
+        write_arguments(folder, arguments)
+        (folder / "unfinished").mkdir(exist_ok=True)
+    wait()
+    return measured_before
 
-    def write(result):
-        if process_rank() > 0:
-            return
-        document, drawing = (output.with_name(f"{output.name}{suffix}") for suffix in (".json", ending))
-        try:
-            result.save(document)
-        finally:
-            tell(result)
-        wrote(document)
-        with writing(drawing):
-            result.plot(drawing, **picture)
-        wrote(drawing)
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        result = measure()
-    except BaseException as error:
-        partial_result = getattr(error, "result", None)
-        if partial_result is not None and partial_result.measured:
-            write(partial_result)
-        raise
-    write(result)
+def measure_metric(
+    name: str,
+    measure: Callable[[Run], Result],
+    folder: Path,
+    train_length: int | None,
+    progress: bool,
+    log: Callable[[str], None],
+) -> None:
+    """Measure in `folder`/unfinished, and move NAME.json and NAME.png into `folder` when they are complete.
+
+    Raises:
+        Exception: what `measure` raises, after what it had measured has been written into unfinished.
+    """
+    journal, document, picture = (folder / "unfinished" / f"{name}.{ending}" for ending in ("jsonl", "json", "png"))
+    result, failure = run_measurement(partial(measure, Run(journal, progress=progress)))
+    rank = process_rank()
+    if result is not None and rank == 0:
+        log(result.summary())
+        result.save(document)
+        write_picture(result, picture, train_length=train_length)
+    if failure is not None:
+        raise failure
+    if rank == 0:
+        for path in (picture, document):  # the JSON last: it says that the measurement is complete
+            path.replace(folder / path.name)
+    (Path(f"{journal}.{rank}") if rank else journal).unlink(missing_ok=True)
 
 
 def write_pages(folder: Path, model_name: str, missing: dict[str, str]) -> Report:

@@ -1,4 +1,4 @@
-"""The folder of a report is of one model, one text and one set of arguments: arguments.json holds them."""
+"""The arguments of a report, kept in arguments.json: its folder is of one model, one text and one set of arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ CHANGES = {
 
 
 def check_unchanged(folder: Path, arguments: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: the folder holds measurements of something else.
-    """
+    """Raise ValueError if the folder holds measurements with other arguments."""
     file = folder / "arguments.json"
-    if not file.exists() or not begun(folder):
+    if not file.exists() or not has_measurements(folder):
         return
     before = json.loads(file.read_text(encoding="utf-8"))
     changes = [CHANGES.get(name, name) for name, value in arguments.items() if before.get(name) != value]
@@ -30,22 +27,22 @@ def check_unchanged(folder: Path, arguments: dict[str, Any]) -> None:
         )
 
 
-def begun(folder: Path) -> bool:
-    """Whether anything has been measured: there is a result, or a journal with more than its first line."""
+def has_measurements(folder: Path) -> bool:
+    """Return whether there is a result, or a journal with more than its first line."""
     results = {path.name for path in folder.glob("*.json")} - {"arguments.json"}
     journals = (folder / "unfinished").glob("*.jsonl*")
     return bool(results) or any(journal.read_bytes().count(b"\n") > 1 for journal in journals)
 
 
-def begin(folder: Path, arguments: dict[str, Any]) -> None:
-    """Write down what the folder is a report of."""
-    if not begun(folder):  # the journals of a run that failed at once may be of other arguments
+def write_arguments(folder: Path, arguments: dict[str, Any]) -> None:
+    """Make the folder, and write down the arguments of its report."""
+    if not has_measurements(folder):  # the journals of a run that failed at once may be of other arguments
         for journal in (folder / "unfinished").glob("*.jsonl*"):
             journal.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "arguments.json").write_text(json.dumps(arguments, indent=1) + "\n", encoding="utf-8")
 
 
-def absolute(name: str | None) -> str | None:
-    """A file or folder by its whole path; any other name as it is."""
+def resolved(name: str | None) -> str | None:
+    """Return a file or folder by its whole path, any other name unchanged."""
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name

@@ -1,0 +1,261 @@
+"""What the measuring commands have in common: served models, texts, numbers on the command line, what is written."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import shared
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..corpus import Corpus
+    from ..metrics import Reader
+    from ..metrics.result import Result
+
+T = TypeVar("T")
+
+PICTURES = (".png", ".svg", ".pdf")
+# the least that an option may be, by its name in the namespace
+LEAST = {
+    **dict.fromkeys(("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens"), 1),
+    **dict.fromkeys(("points", "depths"), 2),
+}
+
+
+# Arguments ----------------------------------------------------------------------------------------------------------
+
+
+def add_served(parser: argparse._ActionsContainer) -> None:
+    """Add the arguments of commands that can measure a served model."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded",
+    )
+    parser.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL there, if several are served")
+    parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds its key")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="endpoint: of one request (default: 600)")
+    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: of a failed request (default: 4)")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="endpoint: requests in flight (default: 8)")
+
+
+def add_text(parser: argparse._ActionsContainer) -> None:
+    """Add the argument that names a text for `hf_longctx.corpus`."""
+    parser.add_argument(
+        "--text",
+        metavar="SOURCE",
+        help="text file, .jsonl, .json or .parquet with a column text (each also .gz), folder of such files, dataset "
+        "name, pg19, or stdlib for English from CPython (default: pg19 where a hub can be reached, else stdlib)",
+    )
+
+
+class Numbers(argparse.Action):
+    """Whole numbers, separated by spaces or commas."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            setattr(namespace, self.dest, [int(word) for value in values for word in value.split(",") if word])
+        except ValueError as error:
+            raise argparse.ArgumentError(self, f"{error}; give whole numbers, such as 500,1000") from None
+
+
+def add_repeats(parser: argparse._ActionsContainer, of: str, default: int = 10) -> None:
+    """Add the number of repeats; `of` says of what."""
+    parser.add_argument("--repeats", type=int, default=default, metavar="N", help=f"{of} (default: %(default)s)")
+
+
+def add_train_length(parser: argparse._ActionsContainer) -> None:
+    """Add the context length of training."""
+    parser.add_argument(
+        "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the pictures"
+    )
+
+
+def add_no_replies(parser: argparse._ActionsContainer) -> None:
+    """Add the switch that leaves replies out."""
+    parser.add_argument(
+        "--no-replies", action="store_true", help="score the answer's tokens only; the model generates nothing"
+    )
+
+
+def add_run(parser: argparse.ArgumentParser, output: str) -> argparse._ArgumentGroup:
+    """Add the arguments of commands that measure one metric, and return their group; see `measure_and_write`."""
+    group = parser.add_argument_group("run")
+    group.add_argument("--bos-token-id", type=int, metavar="ID", help="default: the tokenizer's, or the model's")
+    group.add_argument(
+        "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
+    )
+    group.add_argument(
+        "--output",
+        default=output,
+        metavar="PATH",
+        help="of JSON and picture, which is a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
+    )
+    return group
+
+
+def default(value: T | None, fallback: T) -> T:
+    """Return the value, or the fallback where the value is None."""
+    return fallback if value is None else value
+
+
+# Checks before anything is loaded -----------------------------------------------------------------------------------
+
+
+def check(args: argparse.Namespace, folder: bool = False) -> None:
+    """Check numbers and the names of files; `folder` says whether --output names a folder.
+
+    Raises:
+        ValueError: a number is too small, or a file cannot be written.
+    """
+    for name, least in LEAST.items():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    check_writable("--output", args.output, folder)
+    if getattr(args, "journal", None) is not None:
+        check_writable("--journal", args.journal)
+
+
+def check_writable(option: str, name: str, folder: bool = False) -> None:
+    """Raise ValueError if no file, or folder, of that name can be written."""
+    path = Path(name).absolute()
+    if not folder and (path.is_dir() or name.endswith("/")):
+        raise ValueError(f"{option} {name} is a folder; name a file in it.")
+    if not folder and path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{option} {name} is a file that you may not write.")
+    parent = next(parent for parent in (*[path] * folder, *path.parents) if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{option} {name} cannot be written: {parent} is not a folder that you may write into.")
+
+
+def picture_path(name: str, endings: Sequence[str] = PICTURES) -> Path:
+    """Return the file of a picture, and make its folder; one of `endings` is added where the name has none.
+
+    >>> picture_path("a/b").name, picture_path("a/b.svg").name
+    ('b.png', 'b.svg')
+    """
+    path = Path(name)
+    if path.suffix not in endings:
+        if path.suffix[1:].isalpha():
+            raise ValueError(f"--output {name} ends with {path.suffix}; it may end with {', '.join(endings)}.")
+        path = path.with_name(f"{path.name}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+# Models and texts ---------------------------------------------------------------------------------------------------
+
+
+def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, int | None, Callable[[], Reader]]":
+    """Read what is known of a model before its weights are loaded; joins other processes first.
+
+    Returns:
+        the tokenizer, the context that the model claims, in tokens, or None, and a function that makes the reader.
+    """
+    from transformers import AutoConfig
+
+    from ..metrics import LocalReader, ServedModel
+    from ..metrics.run.model import check_decoder
+
+    options = served_options(args)
+    join_processes()
+    if args.endpoint is not None:
+        tokenizer = shared.load_tokenizer(args)
+        reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
+        return tokenizer, reader.claimed_context, lambda: reader
+    shared.choose_device(args.device)
+    try:
+        config = AutoConfig.from_pretrained(args.model, **shared.source(args)).get_text_config()
+    except Exception:  # an adapter has none, and loading the model says best what is wrong with another
+        local = LocalReader(shared.load_weights(args))
+        return shared.load_tokenizer(args), local.claimed_context, lambda: local
+    check_decoder(config)
+    claimed = getattr(config, "max_position_embeddings", None)
+    return shared.load_tokenizer(args), claimed, lambda: LocalReader(shared.load_weights(args))
+
+
+def served_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `ServedModel`.
+
+    Raises:
+        ValueError: there is an option without --endpoint, or the variable of the key is not set.
+    """
+    options = {"model": args.served_as, "api_key": args.api_key_env, "timeout": args.timeout}
+    options |= {"retries": args.retries, "concurrency": args.concurrency}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options and args.endpoint is None:
+        raise ValueError(
+            "--served-as, --api-key-env, --timeout, --retries and --concurrency are for a served model; give its --endpoint."
+        )
+    if "api_key" in options:
+        options["api_key"] = os.environ.get(args.api_key_env)
+        if not options["api_key"]:
+            raise ValueError(f"--api-key-env {args.api_key_env}: this environment variable is not set, or empty.")
+    return options
+
+
+def join_processes() -> None:
+    """Join the other processes under torchrun or accelerate launch, each on a device of its own."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        return
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()
+
+
+def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longest: int | None = None) -> "Corpus":
+    """Load the text of that name (see `add_text`), and log which one it is.
+
+    From a dataset no more documents are read than make a million tokens, or ten times the `longest` stretch needed.
+    """
+    from ..corpus import load_tokens
+
+    corpus = load_tokens(tokenizer, source, at_least=max(1_000_000, 10 * (longest or 0)))
+    log(f"text: {corpus.name}, {len(corpus.tokens)} tokens")
+    return corpus
+
+
+# What is told and written -------------------------------------------------------------------------------------------
+
+
+def log(message: str) -> None:
+    """Print a line on stderr, in one process only where several run."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message, file=sys.stderr)
+
+
+def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]", **options: Any) -> None:
+    """Measure, print the summary, and write JSON and picture to --output, in the first of several processes.
+
+    Where an exception ends the measurement, what was measured until then is written first.
+
+    Args:
+        options: those of the result's `plot`.
+    """
+    from ..metrics.output import run_measurement, write_picture
+    from ..metrics.run.parts import process_rank
+
+    output, ending = Path(args.output), ".png"
+    if output.suffix in (".json", *PICTURES):
+        ending = ".png" if output.suffix == ".json" else output.suffix
+        output = output.with_suffix("")
+    document, picture = (output.with_name(output.name + suffix) for suffix in (".json", ending))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result, failure = run_measurement(measure)
+    if result is not None and process_rank() == 0:
+        print(result.summary(), flush=True)  # first, as the disk may be full
+        result.save(document)
+        print(f"wrote {document}")
+        write_picture(result, picture, **options)
+        print(f"wrote {picture}")
+    if failure is not None:
+        raise failure
