@@ -77,8 +77,5 @@ def write_durations(path, reports, processes):
     for report in reports:
         seconds[report.nodeid.partition("::")[0]] += report.duration
     files = {name: round(total, 1) for name, total in seconds.most_common()}
-    result = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "processes": processes,
-    }
+    result = {"machine": machine(), "processes": processes}
     path.write_text(json.dumps(result | {"seconds": round(seconds.total(), 1), "files": files}, indent=1) + "\n")
