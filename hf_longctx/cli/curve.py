@@ -122,7 +122,7 @@ def run(args):
     from ..metrics.checks import check_lengths
     from ..metrics.curve.measure import check_choices
     from ..metrics.curve.protocol import order_samples
-    from ..metrics.run.parts import process_rank
+    from ..metrics.run.distributed import process_rank
 
     measuring.check(args)
     check_options(args)

@@ -26,7 +26,7 @@ _NAMES = {
     "loss.result": "PositionLoss",
     "retrieval.measure": "line_retrieval needle_in_a_haystack",
     "loss.measure": "position_loss",
-    "run.parts": "Run",
+    "run.distributed": "Run",
     "run.reader": "Reader LocalReader reader_for",
     "run.served": "ServedModel",
     "run.offline": "OfflineModel",

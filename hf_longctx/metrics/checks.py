@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-def check_count(name: str, value, least: float = 1) -> int:
+def positive_int(name: str, value, least: float = 1) -> int:
     """A whole number as a plain integer.
 
     Raises:
@@ -65,7 +65,7 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
     return lengths
 
 
-def check_ids(ids, name: str, vocab_size: float) -> np.ndarray:
+def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """Token ids as an int64 array of shape (N,). The vocabulary may be `math.inf`, unknown.
 
     Raises:

@@ -120,7 +120,7 @@ def _option_names():
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
     from .rope.measure import rope_report
-    from .run.parts import Run
+    from .run.distributed import Run
 
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
@@ -189,7 +189,7 @@ def complete(options: dict, tokenizer, name: str) -> dict:
 
     The journal gets the module's name appended, because `evaluate.combine` passes the same path to all its modules.
     """
-    from .run.parts import Run
+    from .run.distributed import Run
 
     run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
     options = {option: value for option, value in options.items() if option not in run}

@@ -49,7 +49,7 @@ def area(colours: dict[str, str], name: str | None) -> dict:
     return dict(facecolor=colours[name], edgecolor="none", linewidth=0)
 
 
-def bare(axes, across: str = "", up: str = "", colour: str = INK, **ticks) -> None:
+def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks) -> None:
     """Name the axes, and leave their labels only: no frame, no tick marks.
 
     Args:
@@ -70,7 +70,7 @@ def grid(axes, colour: str = GRID, width: float = 0.8) -> None:
     axes.grid(axis="y", color=colour, linewidth=width)
 
 
-def rates(axes) -> None:
+def percent_axis(axes) -> None:
     """A y axis from 0 % to 100 %."""
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))

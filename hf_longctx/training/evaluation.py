@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..metrics import line_retrieval, position_loss
 from ..metrics.report.defaults import line_counts
-from ..metrics.run.parts import process_rank
+from ..metrics.run.distributed import process_rank
 from .data import StreamedRows
 
 

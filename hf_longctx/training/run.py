@@ -35,7 +35,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..metrics.run.parts import wait
+from ..metrics.run.distributed import wait
 from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
 from .recipes import RunSettings, TrainSettings
 from .repeated import RowsWithRepeats

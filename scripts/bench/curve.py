@@ -87,8 +87,8 @@ def run_protocol(setup, protocol, args):
     if protocol == "plain":
         return row, result
     row["points"] = len(result.points)
-    row["lengths"] = {reading: str(getattr(result, f"{reading}_length")) for reading in ("fine", "coarse")}
-    row["intervals_95"] = {reading: str(result.interval(reading)) for reading in ("fine", "coarse")}
+    row["lengths"] = {method: str(getattr(result, f"{method}_length")) for method in ("fine", "coarse")}
+    row["intervals_95"] = {method: str(result.interval(method)) for method in ("fine", "coarse")}
     return row, [(point.copy_correct, point.lm_correct) for point in result.points]
 
 

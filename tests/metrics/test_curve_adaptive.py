@@ -66,30 +66,30 @@ def test_simulated_curves(name):
         curve, cost = run(points)
         assert 5 * cost <= full_cost
         costs.append(cost)
-        for reading in ("fine", "coarse"):
-            intervals = [c.interval(reading) for c in (curve, ForgettingCurve(points, ADAPTIVE))]
+        for method in ("fine", "coarse"):
+            intervals = [c.interval(method) for c in (curve, ForgettingCurve(points, ADAPTIVE))]
             ends = [(i.low, 1450 if i.high is None else i.high) for i in intervals]
-            covered += ends[0][0] <= truth[reading] < ends[0][1]
-            widths[reading].append([high - low for low, high in ends])
+            covered += ends[0][0] <= truth[method] < ends[0][1]
+            widths[method].append([high - low for low, high in ends])
     assert covered >= 0.95 * 40
-    for reading in widths:
-        adaptive, full = np.median(widths[reading], axis=0)
+    for method in widths:
+        adaptive, full = np.median(widths[method], axis=0)
         assert adaptive <= 1.75 * full
     assert np.median(costs) <= SPENT.get(name, 0.2) * full_cost
 
 
 @pytest.mark.parametrize("name", ["order_linear16_r10_s0", "random_linear12_r10_s2"])
 def test_recorded_curves(recorded, name):
-    """The same counts as the full curve, at fewer points; the readings of both lie in the interval."""
+    """The same counts as the full curve, at fewer points; what both show lies in the interval."""
     rows = recorded[name]["rows"]
     full = ForgettingCurve([CurvePoint(r["length"], r["copy_correct"], r["lm_correct"]) for r in rows])
     curve, cost = run(full.points)
     assert cost <= BUDGET * input_tokens(rows[-1]["length"])
     assert cost < 0.6 * sum(20 * input_tokens(r["length"]) for r in rows)
-    for reading in ("fine", "coarse"):
-        interval = curve.interval(reading)
+    for method in ("fine", "coarse"):
+        interval = curve.interval(method)
         for measured in (full, curve):
-            length = getattr(measured, f"{reading}_length")
+            length = getattr(measured, f"{method}_length")
             assert interval.low <= length
             assert interval.high is None or length < interval.high or length < interval.low
 

@@ -10,20 +10,22 @@ from hf_longctx.metrics.curve.intervals import (
     p_values,
     rejected,
     repeats_needed,
-    verdict,
+)
+from hf_longctx.metrics.curve.intervals import (
+    test_result as t_test,
 )
 from hf_longctx.metrics.curve.lengths import margins
 from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
-def test_verdict_is_a_paired_t_test():
+def test_the_test_result_is_a_paired_t_test():
     point = CurvePoint(2000, [990, 985, 995, 980, 992], [950, 960, 955, 940, 955])
     values = margins(point.copy_correct, point.lm_correct, 1000, "coarse")
     assert np.allclose(values, [0.03, 0.015, 0.03, 0.03, 0.027])
     p = scipy.stats.ttest_1samp(values, 0, alternative="greater").pvalue
-    assert verdict(values, 1000, 1.1 * p) == point.verdict("coarse", 1.1 * p) == 1
-    assert verdict(values, 1000, 0.9 * p) == 0
-    assert CurvePoint(2000, point.lm_correct, point.copy_correct).verdict("coarse", 0.001) == -1
+    assert t_test(values, 1000, 1.1 * p) == point.test_result("coarse", 1.1 * p) == 1
+    assert t_test(values, 1000, 0.9 * p) == 0
+    assert CurvePoint(2000, point.lm_correct, point.copy_correct).test_result("coarse", 0.001) == -1
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,8 @@ def test_verdict_is_a_paired_t_test():
     ],
     ids=["few-tokens", "many", "fails", "one-repeat", "at-the-threshold"],
 )
-def test_verdict_without_spread(point, expected):
-    assert point.verdict("fine", 0.01) == expected
+def test_result_without_spread(point, expected):
+    assert point.test_result("fine", 0.01) == expected
 
 
 def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
@@ -139,14 +141,14 @@ def simulate(accuracy, spread, repeats, curves, seed=0):
     return rng.binomial(SCORED[:, None], p)
 
 
-def intervals_of(shape, reading, spread, repeats, curves=200):
+def intervals_of(shape, method, spread, repeats, curves=200):
     """Indices of the ends, (curves,) each, and how many lengths truly pass."""
     copy = simulate(SHAPES[shape], spread, repeats, curves)
     lm = simulate(SHAPES["no memory"], spread, repeats, curves, seed=1)
-    values = [margins(copy[:, i], lm[:, i], n, reading) for i, n in enumerate(SCORED)]
+    values = [margins(copy[:, i], lm[:, i], n, method) for i, n in enumerate(SCORED)]
     low = rejected(p_values(values, SCORED, 1), 0.025)
     high = 16 - rejected(p_values(values, SCORED, -1)[..., ::-1], 0.025)
-    truth = SHAPES[shape] - (0.99 if reading == "fine" else 0.31)
+    truth = SHAPES[shape] - (0.99 if method == "fine" else 0.31)
     return low, high, int((truth >= 0).sum())
 
 
@@ -155,15 +157,15 @@ def intervals_of(shape, reading, spread, repeats, curves=200):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_interval_covers_the_truth(shape, spread, repeats):
     """Each end errs in at most 2.5 % of the curves (here 5 of 200, and 4 for the luck of the draw)."""
-    for reading in ("fine", "coarse"):
-        if (shape, reading) == ("no memory", "fine"):
+    for method in ("fine", "coarse"):
+        if (shape, method) == ("no memory", "fine"):
             continue
-        low, high, passing = intervals_of(shape, reading, spread, repeats)
+        low, high, passing = intervals_of(shape, method, spread, repeats)
         assert (low > passing).sum() <= 9 and (high < passing).sum() <= 9
 
 
 def test_the_longest_length_that_passes_is_no_memory():
-    """The paper's reading of the same curves without memory, beside it."""
+    """The paper's method of the same curves without memory, beside it."""
     copy, lm = (simulate(SHAPES["no memory"], 0, 10, 200, seed).sum(-1) for seed in (0, 1))
     assert ((100 * (copy - lm) >= 10 * SCORED).any(-1)).mean() > 0.9
     low, _, _ = intervals_of("no memory", "coarse", 0, 10)

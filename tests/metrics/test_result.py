@@ -61,8 +61,8 @@ def test_settings_can_be_added():
 
 HEADLINES = [
     [
-        ("forgetting_curve", f"{reading} memory length, at least (tokens, 95 % sure)", 800)
-        for reading in ("fine", "coarse")
+        ("forgetting_curve", f"{method} memory length, at least (tokens, 95 % sure)", 800)
+        for method in ("fine", "coarse")
     ],
     [("perplexity", "perplexity of 2 tokens", 15.6426)],
     [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
@@ -79,7 +79,7 @@ def test_what_a_report_says(result, headlines):
 
 
 OVERVIEWS = [
-    [(f"{reading} length, tokens", "at least 800", "1 length, 3 repeats") for reading in ("fine", "coarse")],
+    [(f"{method} length, tokens", "at least 800", "1 length, 3 repeats") for method in ("fine", "coarse")],
     [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
     [("up to 100 tokens, found", "100.0%", "1 questions")],
     [("up to 10 lines, found", "100.0%", "1 questions")],

@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from .intervals import LOOKS, adaptive_tests
-from .lengths import READINGS
+from .intervals import STAGES, adaptive_tests
+from .lengths import METHODS
 from .protocol import input_tokens
 from .result import CurvePoint
 
@@ -38,13 +38,13 @@ def locate(
         confidence: with which the two neighbours on the grid shall be told apart from the threshold.
 
     Returns:
-        The measured points, ascending. `length_interval(points, reading, confidence=confidence)` is what they show.
+        The measured points, ascending. `length_interval(points, method, confidence=confidence)` is what they show.
     """
     search = _Search(lengths, measure, repeats, confidence)
     length = lengths[-1]
-    while search.look(length) and length > lengths[0]:
+    while search.evaluate(length) and length > lengths[0]:
         length = lengths[max(bisect_right(lengths, length // 2) - 1, 0)]
-    while any(search.step(reading) for reading in READINGS):
+    while any(search.step(method) for method in METHODS):
         pass
     return [search.points[length] for length in sorted(search.points)]
 
@@ -52,16 +52,16 @@ def locate(
 class _Search:
     def __init__(self, lengths, measure, repeats, confidence):
         self.lengths, self.measure = lengths, measure
-        self.looks = [n for n in LOOKS if n < repeats] + [repeats]
+        self.stages = [n for n in STAGES if n < repeats] + [repeats]
         self.level = (1 - confidence) / 2  # shared by all tests, as in length_interval
         self.budget = BUDGET * input_tokens(lengths[-1])
         self.points = {}
 
-    def look(self, length):
+    def evaluate(self, length):
         """More repeats of a length. False, and nothing is done, if it has all or they cost too much."""
         point = self.points.get(length)
         done = point.repeats if point else 0
-        following = [n for n in self.looks if n > done]
+        following = [n for n in self.stages if n > done]
         cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
         if not following or cost > self.budget:
             return False
@@ -69,37 +69,37 @@ class _Search:
         self.points[length] = self.measure(length, done, following[0])
         return True
 
-    def step(self, reading):
-        """One look where a reading needs it most; False if it needs none, or the budget allows none."""
-        low, high = self.bracket(reading)
+    def step(self, method):
+        """Add repeats where a method needs them most; False if it needs none or the budget allows none."""
+        low, high = self.interval(method)
         if high - low > 1:
-            return self.look(self.lengths[(low + high) // 2])
-        return self.settle(reading, low, -1) or self.settle(reading, high, 1)
+            return self.evaluate(self.lengths[(low + high) // 2])
+        return self.narrow(method, low, -1) or self.narrow(method, high, 1)
 
-    def bracket(self, reading):
+    def interval(self, method):
         """Grid indices of the last length that passes and of the next measured one, by a non-increasing fit."""
         measured = sorted(self.points)
-        values = [self.points[n].margins(reading).mean() for n in measured]
+        values = [self.points[n].margins(method).mean() for n in measured]
         weights = [self.points[n].repeats * self.points[n].scored_tokens for n in measured]
         from scipy.optimize import isotonic_regression  # half a second to import, for this protocol only
 
         fit = isotonic_regression(values, weights=weights, increasing=False).x
-        passing = sum(1 for value in fit if value > 0 or (value == 0 and reading == "coarse"))
+        passing = sum(1 for value in fit if value > 0 or (value == 0 and method == "coarse"))
         low = self.lengths.index(measured[passing - 1]) if passing else -1
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
-    def settle(self, reading, end, direction):
-        """A look that brings the nearest length with a sure verdict nearer to this end of the bracket.
+    def narrow(self, method, end, direction):
+        """Add repeats that bring the nearest length with a sure test result nearer to this end of the interval.
 
-        Below the bracket (direction -1) lengths are to pass, above it (1) they are to fail.
+        Below the interval (direction -1) lengths are to pass, above it (1) they are to fail.
         """
-        level = self.level / adaptive_tests(len(self.points), self.looks[-1])
+        level = self.level / adaptive_tests(len(self.points), self.stages[-1])
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
         outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
         for position, i in enumerate(outside):
-            if self.points[self.lengths[i]].verdict(reading, level) == -direction:
+            if self.points[self.lengths[i]].test_result(method, level) == -direction:
                 middle = (i + outside[position - 1]) // 2 if position else i
-                return middle not in indices and self.look(self.lengths[middle])
-            if self.look(self.lengths[i]):
+                return middle not in indices and self.evaluate(self.lengths[middle])
+            if self.evaluate(self.lengths[i]):
                 return True
         return False

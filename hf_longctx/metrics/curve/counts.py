@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..run.distributed import Worker
 from ..run.engine import OutOfMemory, Unreadable, batches
-from ..run.parts import Worker
 from ..run.reader import Reader
 from ..run.scoring import OVERFLOW
 from .protocol import Sample, input_tokens, model_input, scored_logits

@@ -1,6 +1,6 @@
 """How surely the counts of a forgetting curve show a memory length: t tests, and the interval that follows from them.
 
-A reading ("fine" or "coarse") has a margin: by how much a target passes, with mean mu_n at length n. If memory only
+A method ("fine" or "coarse") has a margin: by how much a target passes, with mean mu_n at length n. If memory only
 fades as targets grow, the memory length reaches n if mu_n > 0, and ends before n if mu_n < 0. So the claim that it
 reaches n holds only with the same claim for all shorter lengths, and the claim that it ends before n only with that
 for all longer ones. Testing such claims in this order, up to the first test that does not reject, keeps the risk at
@@ -33,7 +33,7 @@ from scipy.special import ndtri, stdtr
 
 RESOLUTION = 0.01  # between copying exactly and the fine threshold, and between guessing and the coarse one
 POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
-LOOKS = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
+STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
 
 
 class Mean(NamedTuple):
@@ -73,7 +73,7 @@ def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int], nested: bo
     return Mean(value, np.sqrt(variance + 1) / total, samples)
 
 
-def verdict(margins: np.ndarray, scored_tokens: int, level: float) -> int:
+def test_result(margins: np.ndarray, scored_tokens: int, level: float) -> int:
     """1 if a length passes for sure, -1 if it fails for sure, 0 if either may be: one-sided t tests at this level.
 
     Args:
@@ -201,9 +201,9 @@ def length_interval(
     level, nested = (1 - confidence) / 2, protocol == "nested"
     if protocol == "adaptive":
         tests = adaptive_tests(count, max(m.shape[-1] for m in margins))
-        verdicts = [verdict(m, n, level / tests) for m, n in zip(margins, scored)]
-        reached = max((i for i, v in enumerate(verdicts, start=1) if v > 0), default=0)
-        end = min((i for i, v in enumerate(verdicts) if v < 0 and i >= reached), default=count)
+        outcomes = [test_result(m, n, level / tests) for m, n in zip(margins, scored)]
+        reached = max((i for i, v in enumerate(outcomes, start=1) if v > 0), default=0)
+        end = min((i for i, v in enumerate(outcomes) if v < 0 and i >= reached), default=count)
     else:
         reached = rejected(p_values(margins, scored, 1, nested), level)
         ended = rejected(p_values(margins, scored, -1, nested)[..., ::-1], level)
@@ -220,7 +220,7 @@ def adaptive_tests(lengths: int, repeats: int) -> int:
     >>> adaptive_tests(6, 10), adaptive_tests(6, 20)
     (24, 30)
     """
-    return lengths * (len(LOOKS) + (repeats > LOOKS[-1]))
+    return lengths * (len(STAGES) + (repeats > STAGES[-1]))
 
 
 def repeats_needed(

@@ -1,7 +1,7 @@
 """Which lengths pass by the counts of a forgetting curve, and the memory lengths of the paper that follow.
 
 A length passes as fine if its copy accuracy is above 99 %, as coarse if that is at least 1 % above its LM accuracy.
-These readings take noise for memory: where copying is as good as guessing, one of many lengths passes by chance. What
+These methods take noise for memory: where copying is as good as guessing, one of many lengths passes by chance. What
 the counts show for sure is in intervals.py. This file knows plain sequences of counts only.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-READINGS = ("fine", "coarse")
+METHODS = ("fine", "coarse")
 
 
 class MemoryLength(int):
@@ -42,22 +42,22 @@ class MemoryLength(int):
         return f"MemoryLength({int(self)}, open_ended={self.open_ended}, next_tested={self.next_tested})"
 
 
-def check_reading(reading: str) -> None:
-    if reading not in READINGS:
-        raise ValueError(f"reading must be one of {READINGS}, got {reading!r}.")
+def check_method(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}.")
 
 
-def passes(copy: int, lm: int, scored: int, reading: str) -> bool:
+def passes(copy: int, lm: int, scored: int, method: str) -> bool:
     """Whether a length passes as "fine" or as "coarse", decided in integers.
 
     Args:
         copy, lm, scored: correct copy tokens, correct LM tokens and scored tokens, summed over repeats.
 
     Raises:
-        ValueError: no such reading.
+        ValueError: no such method.
     """
-    check_reading(reading)
-    return 100 * copy > 99 * scored if reading == "fine" else 100 * (copy - lm) >= scored
+    check_method(method)
+    return 100 * copy > 99 * scored if method == "fine" else 100 * (copy - lm) >= scored
 
 
 def memory_lengths(
@@ -87,7 +87,7 @@ def memory_lengths(
         raise ValueError(
             f"lengths, copy, lm, scored and p_values have {sizes} entries; give one of each for every length."
         )
-    fine, coarse = ([passes(*counts, reading) for counts in zip(copy, lm, scored)] for reading in READINGS)
+    fine, coarse = ([passes(*counts, method) for counts in zip(copy, lm, scored)] for method in METHODS)
     significant = [passing and p < 0.05 for passing, p in zip(coarse, p_values)]
 
     def largest(passing):
@@ -99,31 +99,31 @@ def memory_lengths(
         start = passing.index(True)
         return passing.index(False, start) - 1 if False in passing[start:] else len(passing) - 1
 
-    def reading(i):
+    def memory_length(i):
         following = lengths[i + 1] if i + 1 < len(lengths) else None
         return MemoryLength(
             lengths[i] if i >= 0 else 0, open_ended=i >= 0 and following is None, next_tested=following
         )
 
     return {
-        "fine_max": reading(largest(fine)),
-        "fine_first_run": reading(first_run(fine)),
-        "coarse_max": reading(largest(coarse)),
-        "coarse_first_run": reading(first_run(coarse)),
-        "coarse_max_significant": reading(largest(significant)),
+        "fine_max": memory_length(largest(fine)),
+        "fine_first_run": memory_length(first_run(fine)),
+        "coarse_max": memory_length(largest(coarse)),
+        "coarse_first_run": memory_length(first_run(coarse)),
+        "coarse_max_significant": memory_length(largest(significant)),
     }
 
 
-def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, reading: str) -> np.ndarray:
-    """By how much each repeat is above the threshold of a reading, as a share of the scored tokens; (R,) float64.
+def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, method: str) -> np.ndarray:
+    """By how much each repeat is above the threshold of a method, as a share of the scored tokens; (R,) float64.
 
     Raises:
-        ValueError: no such reading, or there are not as many copy counts as LM counts.
+        ValueError: no such method, or there are not as many copy counts as LM counts.
     """
-    check_reading(reading)
+    check_method(method)
     copy, lm = (np.array(counts) / scored_tokens for counts in (copy_correct, lm_correct))
     if copy.shape != lm.shape:
         raise ValueError(
             f"copy_correct has shape {copy.shape} and lm_correct {lm.shape}; they are pairs, one per repeat."
         )
-    return copy - 0.99 if reading == "fine" else copy - lm - 0.01
+    return copy - 0.99 if method == "fine" else copy - lm - 0.01

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..checks import check_count, check_ids, check_lengths
+from ..checks import check_lengths, check_token_ids, positive_int
+from ..run.distributed import Run, exchange, labels, run_distributed
 from ..run.journal import content_hash
-from ..run.parts import Run, exchange, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from .adaptive import BUDGET, locate
 from .counts import Measurement, sample_input, tally
@@ -114,7 +114,7 @@ def forgetting_curve(
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)
-    repeats, seed = check_count("repeats", repeats), check_count("seed", seed, -math.inf)
+    repeats, seed = positive_int("repeats", repeats), positive_int("seed", seed, -math.inf)
     check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
     draw_order, draw_random, measure = PROTOCOLS[protocol]
@@ -159,7 +159,7 @@ def forgetting_curve(
     names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
     names |= token_size(tokenizer, corpus) if data_type == "order" else {}
     trial = sample_input(samples[lengths[0]][0], "copy", bos, eos)
-    curve = run_parts(reader, "forgetting curve", work, result, depends_on=settings, trial=trial, run=run)
+    curve = run_distributed(reader, "forgetting curve", work, result, depends_on=settings, trial=trial, run=run)
     if fitting != lengths:
         error = PositionLimitError(lengths[len(fitting)], limit)
         error.result = curve
@@ -172,7 +172,7 @@ def forgetting_curve(
 
 def measure_reference(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
     """Processes share the lengths."""
-    lengths = work.worker.share(lengths, work.cost)
+    lengths = work.worker.tasks(lengths, work.cost)
     work.expect(2 * repeats * sum(map(work.cost, lengths)))
     for length in lengths:
         work.measure(length, 0, repeats)
@@ -251,11 +251,11 @@ def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
         raise ValueError(
             'tokens is None, and data_type="order" needs the ids of a text. For random ids: data_type="random".'
         )
-    corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
+    corpus = check_token_ids(as_array(tokens), "tokens", reader.vocab_size)
     data = {"corpus_tokens": len(corpus), "corpus_sha256": content_hash(corpus)}
     if irrelevant_tokens is None:
         return corpus, None, data
-    irrelevant = check_ids(as_array(irrelevant_tokens), "irrelevant_tokens", reader.vocab_size)
+    irrelevant = check_token_ids(as_array(irrelevant_tokens), "irrelevant_tokens", reader.vocab_size)
     data |= {"irrelevant_tokens": len(irrelevant), "irrelevant_sha256": content_hash(irrelevant)}
     return corpus, irrelevant, data
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 
 from .. import style
-from .lengths import READINGS
+from .lengths import METHODS
 
 
 SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # settings, and how they are written
@@ -41,9 +41,9 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     axes.set_xscale(**scale)
     axes.set_xlim(left, right)
     axes.xaxis.set_major_formatter(style.TOKENS)
-    style.rates(axes)
+    style.percent_axis(axes)
     style.grid(axes, "white", 1.2)
-    style.bare(axes, "length of the text to copy (tokens)", "tokens predicted right")
+    style.strip_frame(axes, "length of the text to copy (tokens)", "tokens predicted right")
 
     reads = axes.twiny()  # not secondary_xaxis, which forgets its ticks when the scale is logarithmic
     reads.set_xscale(**scale)
@@ -52,7 +52,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     ticks = [tick for tick in ticks if left <= (tick - 3) / 2 <= right]
     reads.set_xticks([(tick - 3) / 2 for tick in ticks], [f"{tick:,.0f}" for tick in ticks])
     reads.minorticks_off()
-    style.bare(reads, "tokens the model reads", colour=style.QUIET, length=3)
+    style.strip_frame(reads, "tokens the model reads", colour=style.QUIET, length=3)
 
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     style.titled_legend(figure, [*lines, *keys], title or style.heading(curve))
@@ -89,14 +89,14 @@ def mark_failures(axes, curve) -> None:
     if failures:
         accuracy = {p.length: p.copy_mean for p in curve.points}
         ring = dict(marker="o", markersize=11, markerfacecolor="none", markeredgecolor=style.INK, linestyle="none")
-        words = ", ".join(f"{length:,} ({reading})" for reading, length in failures.items())
+        words = ", ".join(f"{length:,} ({method})" for method, length in failures.items())
         lengths = list(failures.values())
         axes.plot(lengths, [accuracy[n] for n in lengths], **ring, zorder=5, label=f"first failure: {words}")
 
 
 def area_of(point, intervals) -> str:
     """What a length shows: "fine", "coarse" or "amnesia" for sure, "fine?" by its counts only, or "unsure"."""
-    fine, coarse = (intervals[reading] for reading in READINGS)
+    fine, coarse = (intervals[method] for method in METHODS)
     if point.passes("fine") and (fine.high is None or point.length < fine.high):
         return "fine" if point.length <= fine.low else "fine?"
     if point.passes("coarse") and point.length <= coarse.low:
@@ -109,7 +109,7 @@ def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, floa
 
     A border is in the middle of two lengths, by their ratio on a logarithmic axis.
     """
-    intervals = {reading: curve.interval(reading) for reading in READINGS}
+    intervals = {method: curve.interval(method) for method in METHODS}
     lengths = [p.length for p in curve.points]
     middles = [(a * b) ** 0.5 if log else (a + b) / 2 for a, b in pairwise(lengths)]
     borders = [left, *middles, right]
@@ -124,7 +124,7 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
     for start, end, area in stretches:
         axes.axvspan(start, end, **style.area(style.PALE, area), zorder=0)
     drawn = {area for _, _, area in stretches}
-    intervals = {reading: f"{reading}, 95 % sure: {curve.interval(reading).in_words()}" for reading in READINGS}
+    intervals = {method: f"{method}, 95 % sure: {curve.interval(method).in_words()}" for method in METHODS}
     keys = [(area if area in drawn else None, label) for area, label in intervals.items()]
     keys += [(area, label) for area, label in style.AREAS.items() if area in drawn]
     return [style.Patch(**style.area(style.PALE, area), label=label) for area, label in keys]

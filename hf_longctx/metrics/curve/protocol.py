@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..checks import check_count
+from ..checks import positive_int
 
 
 SHORTEST = 8  # first length of the two standard grids
@@ -44,7 +44,7 @@ def log_lengths(max_length: int, n: int) -> list[int]:
 
 
 def _grid(space, max_length, n):
-    n, max_length = check_count("n", n, -math.inf), check_count("max_length", max_length, -math.inf)
+    n, max_length = positive_int("n", n, -math.inf), positive_int("max_length", max_length, -math.inf)
     if n < 2 or max_length <= SHORTEST:
         raise ValueError(
             f"a grid of {n} lengths up to {max_length} is too small: it starts at {SHORTEST} tokens and needs n >= 2 "

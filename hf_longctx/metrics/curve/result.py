@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..checks import check_count, entries, integers
+from ..checks import entries, integers, positive_int
 from ..result import Headline, Overview, Result, Table
-from .intervals import LengthInterval, length_interval, verdict
-from .lengths import READINGS, MemoryLength, margins, memory_lengths, passes
+from .intervals import LengthInterval, length_interval, test_result
+from .lengths import METHODS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
 
 
@@ -32,7 +32,7 @@ class CurvePoint:
     begin_locs: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        length = check_count("length", self.length)
+        length = positive_int("length", self.length)
         object.__setattr__(self, "length", length)
         for name in ("copy_correct", "lm_correct"):
             counts = integers(getattr(self, name), f"{name} at length {length}", 0, self.scored_tokens)
@@ -48,7 +48,7 @@ class CurvePoint:
 
     def first(self, repeats: int) -> CurvePoint:
         """The point with its first repeats only, one or more."""
-        check_count("repeats", repeats)
+        positive_int("repeats", repeats)
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 
@@ -91,17 +91,17 @@ class CurvePoint:
         error = difference.std(ddof=1) / self.repeats**0.5
         return 0.0 if error == 0 else float(2 * stdtr(self.repeats - 1, -abs(difference.mean()) / error))
 
-    def margins(self, reading: str) -> np.ndarray:
+    def margins(self, method: str) -> np.ndarray:
         """By how much each repeat is above the threshold of "fine" or "coarse"; see `lengths.margins`."""
-        return margins(self.copy_correct, self.lm_correct, self.scored_tokens, reading)
+        return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
-    def passes(self, reading: str) -> bool:
+    def passes(self, method: str) -> bool:
         """Whether the counts pass as "fine" or "coarse", whatever their noise; see `lengths.passes`."""
-        return passes(sum(self.copy_correct), sum(self.lm_correct), self.repeats * self.scored_tokens, reading)
+        return passes(sum(self.copy_correct), sum(self.lm_correct), self.repeats * self.scored_tokens, method)
 
-    def verdict(self, reading: str, level: float) -> int:
-        """Whether the length passes (1), fails (-1), or may do either (0) at this level; see `intervals.verdict`."""
-        return verdict(self.margins(reading), self.scored_tokens, level)
+    def test_result(self, method: str, level: float) -> int:
+        """Return 1 if the length passes at this level, -1 if it fails, else 0; see `intervals.test_result`."""
+        return test_result(self.margins(method), self.scored_tokens, level)
 
 
 @dataclass(frozen=True)
@@ -152,19 +152,19 @@ class ForgettingCurve(Result):
             [p.p_value for p in self.points],
         )
 
-    def interval(self, reading: str, confidence: float = 0.95) -> LengthInterval:
+    def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
         lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
         protocol = self.settings.get("protocol", "reference")
-        return length_interval(lengths, [p.margins(reading) for p in self.points], scored, confidence, protocol)
+        return length_interval(lengths, [p.margins(method) for p in self.points], scored, confidence, protocol)
 
     def first_failures(self) -> dict[str, int]:
-        """By reading, the first length that fails after others have passed, if there is one.
+        """By method, the first length that fails after others have passed, if there is one.
 
         Passing lengths beyond it are either a dip of the curve or luck.
         """
-        first_runs = {reading: self.memory_lengths[f"{reading}_first_run"] for reading in READINGS}
-        return {reading: run.next_tested for reading, run in first_runs.items() if run and run.next_tested is not None}
+        first_runs = {method: self.memory_lengths[f"{method}_first_run"] for method in METHODS}
+        return {method: run.next_tested for method, run in first_runs.items() if run and run.next_tested is not None}
 
     @property
     def repeats_range(self) -> str:
@@ -183,10 +183,10 @@ class ForgettingCurve(Result):
 
         first, last, failures = self.points[0], self.points[-1], self.first_failures()
 
-        def read_off(reading):
-            length = self.memory_lengths[f"{reading}_max"]
-            dip = reading in failures and failures[reading] < length
-            return f"{reading} {length}" + (f" (fails first at {failures[reading]})" if dip else "")
+        def read_off(method):
+            length = self.memory_lengths[f"{method}_max"]
+            dip = method in failures and failures[method] < length
+            return f"{method} {length}" + (f" (fails first at {failures[method]})" if dip else "")
 
         return (
             f"95 % sure, in tokens: fine length {self.interval('fine')}, coarse length {self.interval('coarse')}; the "
@@ -206,10 +206,10 @@ class ForgettingCurve(Result):
     def headlines(self) -> list[Headline]:
         """The ends of the intervals, as far as they are known: numbers that noise does not make."""
         ends = {}
-        for reading in READINGS if self.points else ():
-            interval = self.interval(reading)
-            ends[f"{reading} memory length, at least"] = interval.low
-            ends[f"{reading} memory length, below"] = interval.high
+        for method in METHODS if self.points else ():
+            interval = self.interval(method)
+            ends[f"{method} memory length, at least"] = interval.low
+            ends[f"{method} memory length, below"] = interval.high
         return [Headline("forgetting_curve", f"{name} (tokens, 95 % sure)", end) for name, end in ends.items() if end]
 
     def table(self) -> Table:
@@ -219,7 +219,7 @@ class ForgettingCurve(Result):
                 *(p.length, p.scored_tokens, p.repeats),
                 *(f"{value:.1%}" for value in (p.copy_mean, p.copy_std, p.lm_mean, p.lm_std)),
                 f"{p.p_value:.2g}",
-                next((reading for reading in READINGS if p.passes(reading)), "-"),
+                next((method for method in METHODS if p.passes(method)), "-"),
             )
             for p in self.points
         ]
@@ -234,12 +234,12 @@ class ForgettingCurve(Result):
         sample = f"{len(self.points)} length{'s' * (len(self.points) > 1)}, {self.repeats_range} repeats"
         return [
             Overview(
-                f"{reading} length, tokens",
-                self.interval(reading).in_words(),
-                f"95 % sure; the paper's: {self.memory_lengths[f'{reading}_max']}",
+                f"{method} length, tokens",
+                self.interval(method).in_words(),
+                f"95 % sure; the paper's: {self.memory_lengths[f'{method}_max']}",
                 sample,
             )
-            for reading in READINGS
+            for method in METHODS
         ]
 
     @classmethod
@@ -252,15 +252,15 @@ class ForgettingCurve(Result):
     def document(self) -> dict[str, Any]:
         names = ("length", "scored_tokens", "copy_correct", "lm_correct", "begin_locs")
         names += ("copy_mean", "copy_std", "lm_mean", "lm_std", "p_value")
-        readings = {
+        lengths = {
             name: {"length": int(length), "open_ended": length.open_ended, "next_tested": length.next_tested}
             for name, length in self.memory_lengths.items()
         }
         return {
             "settings": self.settings,
-            "memory_lengths": readings,
+            "memory_lengths": lengths,
             "points": [{name: getattr(p, name) for name in names} for p in self.points],
-            "intervals_95": {reading: self.interval(reading)._asdict() for reading in READINGS},
+            "intervals_95": {method: self.interval(method)._asdict() for method in METHODS},
             "not_measured": [{"length": n, "reason": reason} for n, reason in self.not_measured.items()],
         }
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import nn
 
-from ..checks import check_count, check_ids
+from ..checks import check_token_ids, positive_int
+from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
-from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from ..run.scoring import token_losses
 from .result import PositionLoss, window_starts
@@ -51,10 +51,10 @@ def position_loss(
         RuntimeError: memory runs out even in the smallest passes.
     """
     reader = reader_for(model)
-    corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
+    corpus = check_token_ids(as_array(tokens), "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
-    context_length = check_count("context_length", context_length)
-    sequences = sequences if sequences is None else check_count("sequences", sequences)
+    context_length = positive_int("context_length", context_length)
+    sequences = sequences if sequences is None else positive_int("sequences", sequences)
     starts = check_starts(starts, sequences, len(corpus), context_length)
     check_positions(reader, context_length, "context_length")
     settings = reader.settings() | {
@@ -82,7 +82,7 @@ def position_loss(
         losses = [entries[start] for start in starts if start in entries]
         return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length))
 
-    return run_parts(
+    return run_distributed(
         reader,
         "position loss",
         lambda worker: worker.measure(starts, lambda start: context_length, measure, name),

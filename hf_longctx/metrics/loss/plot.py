@@ -42,8 +42,8 @@ def plot_losses(
         below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     above.set_ylim(*least_span(*above.get_ylim()))
     below.set_ylim(*np.exp(least_span(*np.log(np.maximum(below.get_ylim(), 1)))))
-    style.bare(above, up="loss L(i), nats")
-    style.bare(below, "position i, or context length l (tokens)", "perplexity P(l)")
+    style.strip_frame(above, up="loss L(i), nats")
+    style.strip_frame(below, "position i, or context length l (tokens)", "perplexity P(l)")
     for axes in (above, below):
         style.grid(axes)
         axes.set_xlim(0, longest)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from ..checks import check_count
+from ..checks import positive_int
 from ..result import Headline, Overview, Result, Table
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 
@@ -30,8 +30,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
-    check_count("context_length", context_length)
-    check_count("sequences", 1 if sequences is None else sequences)
+    positive_int("context_length", context_length)
+    positive_int("sequences", 1 if sequences is None else sequences)
     if corpus_tokens < context_length:
         raise ValueError(
             f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "
@@ -76,10 +76,10 @@ class PositionLoss(Result):
 
     def __post_init__(self):
         object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
-        object.__setattr__(self, "sequences", check_count("sequences", self.sequences))
+        object.__setattr__(self, "sequences", positive_int("sequences", self.sequences))
         if self.error is None:
             return
-        check_count("sequences of a loss with an error", self.sequences, 2)
+        positive_int("sequences of a loss with an error", self.sequences, 2)
         object.__setattr__(self, "error", numbers_by_position(self.error, "error"))
         if len(self.error) != len(self.loss) or min(self.error) < 0:
             raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import style
-from ..curve.lengths import READINGS
+from ..curve.lengths import METHODS
 from ..curve.plot import areas, logarithmic, ribbon
 from ..curve.result import ForgettingCurve
 from ..loss.plot import plot_losses
@@ -146,7 +146,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     rows = []
     for name, curve in curves.items():
         row = {"model": name, "data": curve.settings.get("data_type", "-")}
-        row |= {f"{reading}, 95 % sure": curve.interval(reading).in_words() for reading in READINGS}
+        row |= {f"{method}, 95 % sure": curve.interval(method).in_words() for method in METHODS}
         row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
         row["effective (85 % copied)"] = effective_length(curve)
         row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
@@ -206,8 +206,8 @@ def plot_comparison(
     below.xaxis.set_major_formatter(style.TOKENS)
     for axes in (above, below):
         axes.minorticks_off()
-    style.bare(above, up="tokens copied right")
-    style.bare(below, "length of the text to copy (tokens)")
+    style.strip_frame(above, up="tokens copied right")
+    style.strip_frame(below, "length of the text to copy (tokens)")
     drawn = draw_bars(below, curves, train_lengths or {}, left, log)
     style.name_differences(above, differences(curves))
     words = {"fine": "fine", "coarse": "coarse", **style.AREAS}
@@ -227,7 +227,7 @@ def draw_curves(axes, curves: Mapping[str, ForgettingCurve]) -> None:
         axes.fill_between(lengths, *ribbon(copy), color=colour, alpha=0.13, linewidth=0)
         line = dict(color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(name, 30))
         axes.plot(lengths, [mean for mean, _ in copy], **line)
-    style.rates(axes)
+    style.percent_axis(axes)
     style.grid(axes)
 
 
@@ -254,7 +254,7 @@ def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mappin
         for start, end, area in areas(curve, left, curve.points[-1].length, log):
             axes.barh(row, end - start, left=start, height=0.42, **style.area(style.STRONG, area))
             drawn.add(area)
-        words = ", ".join(f"{reading}: {curve.interval(reading).in_words()}" for reading in READINGS)
+        words = ", ".join(f"{method}: {curve.interval(method).in_words()}" for method in METHODS)
         place = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=style.INK)
         axes.annotate(words, (0.005, row + 0.4), **place)
         mark = mark_place(curve, train_lengths.get(name), left)

@@ -25,8 +25,8 @@ from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
 from ..rope.measure import rope_report
 from ..rope.result import RopeReport
+from ..run.distributed import Run, process_rank, wait
 from ..run.journal import content_hash
-from ..run.parts import Run, process_rank, wait
 from ..run.reader import Reader, reader_for
 from .arguments import check_unchanged, resolved, write_arguments
 from .card import card_snippet, eval_results

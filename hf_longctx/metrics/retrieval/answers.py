@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from ..checks import check_count, entries, integers
+from ..checks import entries, integers, positive_int
 from ..result import Headline, Overview, Result
 
 
@@ -44,7 +44,7 @@ class Answer:
     matched: bool
 
     def __post_init__(self):
-        check_count("tokens of an answer", self.tokens)
+        positive_int("tokens of an answer", self.tokens)
         if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
 

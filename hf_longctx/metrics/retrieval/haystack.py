@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_count, entries
+from ..checks import entries, positive_int
 from ..result import Table
 from .answers import SCORES, Answers, Retrieval
 
@@ -161,7 +161,7 @@ class NeedleCell(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        check_count("length of a cell", self.length)
+        positive_int("length of a cell", self.length)
         if not 0 <= self.depth <= 1:
             raise ValueError(f"the depth of a cell must lie between 0 and 1, got {self.depth}.")
         self.for_each("positions", 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..checks import check_count, entries
+from ..checks import entries, positive_int
 from ..result import Table
 from .answers import Answers, Retrieval
 
@@ -91,7 +91,7 @@ class LinesPoint(Answers):
 
     def __post_init__(self):
         super().__post_init__()
-        check_count("lines", self.lines)
+        positive_int("lines", self.lines)
         self.for_each("tokens", 1)
         self.for_each("asked_lines", 0, self.lines - 1)
 

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 from torch import nn
 
-from ..checks import check_count, check_ids, check_lengths
+from ..checks import check_lengths, check_token_ids, positive_int
+from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
-from ..run.parts import Run, labels, run_parts
 from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
 from ..run.scoring import REPLY_MARGIN, score_answer
 from .answers import Answers, holds_number, holds_text
@@ -80,11 +80,11 @@ def needle_in_a_haystack(
     if not depths or depths[0] < 0 or depths[-1] > 1:
         raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
     repeats, seed = check_questions(reader, repeats, seed, generate)
-    corpus = check_ids(as_array(tokens), "tokens", reader.vocab_size)
+    corpus = check_token_ids(as_array(tokens), "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     pieces = needle_pieces(encoder(tokenizer), bos, mode)
     for name, ids in zip(pieces._fields, pieces):
-        check_ids(ids, f"the {name} as the tokenizer encodes it", reader.vocab_size)
+        check_token_ids(ids, f"the {name} as the tokenizer encodes it", reader.vocab_size)
     begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
     check_positions(reader, lengths[-1], "the longest length", REPLY_MARGIN * generate)
     settings = reader.settings() | {
@@ -128,7 +128,7 @@ def needle_in_a_haystack(
         return NeedleGrid(cells, settings | grid_asked | labels(corpus_name, train_length))
 
     grid = [(length, depth) for length in lengths for depth in depths]
-    return run_parts(
+    return run_distributed(
         reader,
         "needle",
         lambda worker: worker.measure(grid, lambda cell: cell[0], measure, name),
@@ -174,8 +174,8 @@ def line_retrieval(
     def question(n, repeat):
         record = draw_record(n, seed, repeat)
         prompt, answer = split_encoding(encode, record.text + record.question, record.answer)
-        prompt = check_ids([bos, *prompt], "the record as the tokenizer encodes it", reader.vocab_size)
-        answer = check_ids(answer, "the answer as the tokenizer encodes it", reader.vocab_size)
+        prompt = check_token_ids([bos, *prompt], "the record as the tokenizer encodes it", reader.vocab_size)
+        answer = check_token_ids(answer, "the answer as the tokenizer encodes it", reader.vocab_size)
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(
                 "the tokenizer turns a record of lines into one id over and over: it does not know this language. Give "
@@ -211,7 +211,7 @@ def line_retrieval(
         points = [LinesPoint.from_list(e["answers"], n, e["tokens"], e["asked_lines"]) for n, e in measured]
         return LineRetrieval(points, settings | {"lines": lines} | labels(None, train_length))
 
-    return run_parts(
+    return run_distributed(
         reader,
         "line retrieval",
         lambda worker: worker.measure(lines, lambda n: n, measure, lambda n: f"{n} lines"),
@@ -236,4 +236,4 @@ def check_questions(reader: Reader, repeats: int, seed: int, generate: bool) -> 
     if generate and not reader.can_reply:
         name = reader.settings()["model"]
         raise ValueError(f"{name} has no generate method; measure without replies: generate=False, or --no-replies.")
-    return check_count("repeats", repeats), check_count("seed", seed, -math.inf)
+    return positive_int("repeats", repeats), positive_int("seed", seed, -math.inf)

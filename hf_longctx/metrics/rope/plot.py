@@ -66,7 +66,7 @@ def draw_decay(axes, group, train_length: int | None) -> None:
     axes.xaxis.set_major_formatter(style.TOKENS)
     style.grid(axes)
     axes.set_axisbelow(True)
-    style.bare(axes, up=f"$B_m$ ($B_0$ = {group.head_dim // 2})", labelsize=9.5)
+    style.strip_frame(axes, up=f"$B_m$ ($B_0$ = {group.head_dim // 2})", labelsize=9.5)
 
 
 def decay_range(group, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -271,7 +271,7 @@ def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | No
     entries = choice.get("prompt_logprobs")
     if not entries:
         return None
-    check_count(len(entries), len(ids))
+    check_logprob_count(len(entries), len(ids))
     numbers = [{int(token): number(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
     return scores_of_entries(numbers, ids)
 
@@ -283,7 +283,7 @@ def parse_echo(choice: dict[str, Any], ids: list[int]) -> Scores | None:
     if not tokens or not alternatives or tokens[0] is not None:  # some servers report the completion only
         return None
     if len(tokens) != len(ids) + 1:  # one token is generated, but not by every server
-        check_count(len(tokens), len(ids))
+        check_logprob_count(len(tokens), len(ids))
     if len(alternatives) < len(ids) or not all(alternatives[1 : len(ids)]):  # alternatives of the completion only
         return None
     scores = no_scores(len(ids))
@@ -315,7 +315,7 @@ class Form:
 
     def read(self, reply: dict[str, Any], ids: list[int]) -> Scores | None:
         """Scores of a reply; ValueError if the server has read another number of tokens."""
-        check_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
+        check_logprob_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
         return self.parse(reply["choices"][0], ids)
 
 
@@ -344,7 +344,7 @@ def number(value) -> float:
     return math.nan if value is None else float(value)
 
 
-def check_count(entries, tokens):
+def check_logprob_count(entries, tokens):
     if entries != tokens:
         raise ValueError(
             f"the endpoint returned log-probabilities of {entries} tokens for a prompt of {tokens}. It may add special "

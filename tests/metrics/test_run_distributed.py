@@ -5,14 +5,14 @@ import pytest
 from tiny_models import CORPUS, tiny_llama
 
 from hf_longctx.metrics import PositionLoss, Run, position_loss
-from hf_longctx.metrics.run.parts import Worker, exchange, labels, run_parts
+from hf_longctx.metrics.run.distributed import Worker, exchange, labels, run_distributed
 from hf_longctx.metrics.run.reader import LocalReader
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
 def test_every_part_has_one_process_and_the_load_is_even(processes):
     parts = [3, 1, 40, 7, 30, 12, 13, 25, 8]
-    shares = [Worker(None, None, rank, processes).share(parts, lambda part: part) for rank in range(processes)]
+    shares = [Worker(None, None, rank, processes).tasks(parts, lambda part: part) for rank in range(processes)]
     assert sorted(part for share in shares for part in share) == sorted(parts)
     assert all(share == [part for part in parts if part in share] for share in shares)  # in order
     assert max(map(sum, shares)) <= sum(parts) / processes + max(parts)
@@ -40,7 +40,7 @@ def test_an_exception_carries_what_was_measured(done, summary):
         return 1.5
 
     with pytest.raises(OSError, match="disk") as caught:
-        run_parts(
+        run_distributed(
             LocalReader(tiny_llama()),
             "parts",
             lambda worker: worker.measure(range(5), lambda part: 1, measure),

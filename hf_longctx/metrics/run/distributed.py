@@ -1,11 +1,11 @@
 """How a metric is run: in parts that a journal keeps, that processes share, and whose progress is shown.
 
-A metric says how a part is measured and what the parts amount to; `run_parts` does the rest:
+A metric says how a part is measured and what the parts amount to; `run_distributed` does the rest:
 
     def work(worker):
         worker.measure(parts, cost, measure)
 
-    run_parts(reader, "needle", work, result, depends_on=settings, trial=ids, run=Run(journal="needle.jsonl"))
+    run_distributed(reader, "needle", work, result, depends_on=settings, trial=ids, run=Run(journal="needle.jsonl"))
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..checks import check_count
+from ..checks import positive_int
 from ..result import Result
 from .engine import pass_and_tile
 from .journal import Journal
@@ -53,7 +53,7 @@ class Run:
 
     def __post_init__(self):
         if self.tokens_per_pass is not None:
-            check_count("tokens_per_pass", self.tokens_per_pass)
+            positive_int("tokens_per_pass", self.tokens_per_pass)
 
 
 class Worker(NamedTuple):
@@ -70,7 +70,7 @@ class Worker(NamedTuple):
     rank: int
     processes: int
 
-    def share(self, parts: Sequence, cost: Callable[[Any], float]) -> list:
+    def tasks(self, parts: Sequence, cost: Callable[[Any], float]) -> list:
         """The parts that this process measures: the costliest are dealt out first, to the process with least to do."""
         loads, shares = [0.0] * self.processes, [set() for _ in range(self.processes)]
         for i in sorted(range(len(parts)), key=lambda i: cost(parts[i]), reverse=True):
@@ -92,7 +92,7 @@ class Worker(NamedTuple):
             measure: returns JSON values.
             name: of a part, for the bar.
         """
-        parts = self.share(parts, cost)
+        parts = self.tasks(parts, cost)
         self.bar.reset(sum(map(cost, parts)))
         for part in parts:
             if part not in self.journal.done:
@@ -101,7 +101,7 @@ class Worker(NamedTuple):
             self.bar.update(cost(part))
 
 
-def run_parts(
+def run_distributed(
     reader: Reader,
     name: str,
     work: Callable[[Worker], None],
@@ -135,13 +135,13 @@ def run_parts(
         depends_on = depends_on | {"process": rank, "processes": processes}
         journal = f"{journal}.{rank}" if journal is not None and rank else journal
     failure = None
-    with Journal(journal, depends_on) as book, progress_bar(name, run.progress and rank == 0) as bar:
+    with Journal(journal, depends_on) as progress, progress_bar(name, run.progress and rank == 0) as bar:
         try:
             with reader.reading(trial, run.tokens_per_pass):
-                work(Worker(book, bar, rank, processes))
+                work(Worker(progress, bar, rank, processes))
         except BaseException as error:
             failure = error
-    entries = book.done
+    entries = progress.done
     if processes > 1 and not isinstance(failure, KeyboardInterrupt):
         entries, failure = exchange(entries, failure, processes)
     outcome = result(entries)
