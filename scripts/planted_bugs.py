@@ -1,8 +1,8 @@
 """Do the tests notice? Plants bugs, one at a time, in a copy of the repository and runs the tests that should fail.
 
-    python scripts/planted_bugs.py --as after                # all bugs of planted_bugs.toml, into the JSON
+    python scripts/planted_bugs.py                           # all bugs of planted_bugs.toml, into the JSON
     python scripts/planted_bugs.py --check                   # only: does every bug still find its place? Seconds
-    python scripts/planted_bugs.py --only fold-sign journal-flush --as after
+    python scripts/planted_bugs.py --only fold-sign journal-flush
 
 `planted_bugs.toml` says what a bug replaces, and which tests run first. If these miss it, all tests of their files
 run. In the end the tests that failed run once more on the unchanged copy, where they must pass.
@@ -27,8 +27,8 @@ from pathlib import Path
 import pytest
 
 
-HERE = Path(__file__).resolve().parent
-BUGS = HERE / "planted_bugs.toml"
+ROOT = Path(__file__).resolve().parents[1]
+BUGS = ROOT / "scripts" / "planted_bugs.toml"
 TIERS = {"fast": "not slow", "slow": "slow"}  # by the marks of the tests
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
 NO_TESTS = 5  # pytest's exit status where nothing was selected
@@ -44,29 +44,26 @@ LIBRARIES = (
 )
 
 
-def find_place(tree: Path, bug: dict) -> dict:
-    """The first variant of a bug that fits this tree, with `path`, `selection` and `files` for pytest.
+def find_place(bug: dict) -> dict:
+    """Return a bug with the `path` of its file, the `selection` of tests for pytest, and their `files`.
 
     Raises:
-        ValueError: no variant fits, with the reason for each.
+        ValueError: the code to replace is not in exactly one place, or its tests are not there.
     """
-    reasons = []
-    for variant in [bug, *({**bug, **changes} for changes in bug.get("variants", ()))]:
-        places = [path for path in tree.glob(variant["file"]) for _ in range(path.read_text().count(variant["old"]))]
-        selection = expand_tests(tree, variant["tests"])
-        files = [part for part in selection if part.startswith("tests/")]
-        if len(places) == 1 and files:
-            return {**variant, "path": places[0].relative_to(tree), "selection": selection, "files": files}
-        reasons.append(f"{variant['file']} has it {len(places)} times, {len(files)} test files")
-    raise ValueError(f"{bug['name']}: {'; '.join(reasons)}")
+    places = [path for path in ROOT.glob(bug["file"]) for _ in range(path.read_text().count(bug["old"]))]
+    selection = expand_tests(bug["tests"])
+    files = [part for part in selection if part.startswith("tests/")]
+    if len(places) != 1 or not files:
+        raise ValueError(f"{bug['name']}: {bug['file']} has it {len(places)} times, {len(files)} test files")
+    return {**bug, "path": places[0].relative_to(ROOT), "selection": selection, "files": files}
 
 
-def expand_tests(tree: Path, tests: str) -> list[str]:
-    """Arguments for pytest: globs of test files become the files that there are, options stay."""
+def expand_tests(tests: str) -> list[str]:
+    """Return arguments for pytest: globs of test files become the files that there are, options stay."""
     arguments = []
     for part in shlex.split(tests):
         is_glob = part.startswith("tests/")
-        arguments += sorted(str(path.relative_to(tree)) for path in tree.glob(part)) if is_glob else [part]
+        arguments += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(part)) if is_glob else [part]
     return arguments
 
 
@@ -82,7 +79,7 @@ def import_libraries() -> None:
 
 
 def run_tests(tree: Path, selection: list[str], *options: str) -> tuple[int, list[str], str]:
-    """Exit status of pytest, the tests that failed, and what pytest printed."""
+    """Return the exit status of pytest, the tests that failed, and what pytest printed."""
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
@@ -103,11 +100,11 @@ def run_tests(tree: Path, selection: list[str], *options: str) -> tuple[int, lis
     return os.waitstatus_to_exitcode(status), failed, printed
 
 
-def copy_tree(tree: Path, folder: Path) -> Path:
-    """A copy of the repository in a folder of its own, with the golden data beside it, where the tests look for it."""
-    copy = shutil.copytree(tree, folder / "tree", ignore=NOT_COPIED)
-    if (tree.parent / "shared").is_dir():
-        (folder / "shared").symlink_to(tree.parent / "shared")
+def copy_tree(folder: Path) -> Path:
+    """Copy the repository into a folder of its own, with the golden data beside it, where the tests look for it."""
+    copy = shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
+    if (ROOT.parent / "shared").is_dir():
+        (folder / "shared").symlink_to(ROOT.parent / "shared")
     return copy
 
 
@@ -118,9 +115,8 @@ def take_copy(copies) -> None:
 
 
 def plant(bug: dict) -> dict:
-    """Run the tests with the bug in this process's copy, then restore it. Returns the bug's entry in the JSON."""
-    entry = {"name": bug["name"], "breaks": bug["breaks"], "file": str(bug["path"])}
-    entry |= {"caught": False, "test": None, "tier": None}
+    """Run the tests with the bug in this process's copy, then restore it. Return the bug's entry in the JSON."""
+    entry = {"name": bug["name"], "file": str(bug["path"]), "test": None, "tier": None}
     path, begin = tree / bug["path"], time.perf_counter()
     sound = path.read_text()
     path.write_text(sound.replace(bug["old"], bug["new"]))
@@ -129,7 +125,7 @@ def plant(bug: dict) -> dict:
         for tests, tier in list(dict.fromkeys((tuple(tests), tier) for tests, tier in attempts)):
             status, failed, output = run_tests(tree, list(tests), "-x", "-m", TIERS[tier])
             if status == 1 and failed:
-                entry |= {"caught": True, "test": failed[0], "tier": tier}
+                entry |= {"test": failed[0], "tier": tier}
                 break
             if status not in (0, NO_TESTS):  # an import that fails, say: no test has judged the bug
                 entry["trouble"] = output[-2000:]
@@ -140,67 +136,61 @@ def plant(bug: dict) -> dict:
 
 
 def confirm(tree: Path, entries: list[dict]) -> None:
-    """A test that fails without the bug, too, has not caught it."""
-    tests = sorted({entry["test"] for entry in entries if entry["caught"]})
+    """Take back the verdict of tests that fail without the bug, too."""
+    tests = sorted({entry["test"] for entry in entries if entry["test"]})
     _, failed, output = run_tests(tree, tests) if tests else (0, [], "")
     if tests and not failed and " passed" not in output:
         raise RuntimeError(f"the unchanged tree could not be tested:\n{output[-2000:]}")
     for entry in entries:
         if entry["test"] in failed:
-            entry |= {"caught": False, "trouble": "the test fails without the bug, too"}
+            entry |= {"trouble": f"{entry['test']} fails without the bug, too", "test": None, "tier": None}
 
 
-def describe(tree: Path) -> str:
-    command = ["git", "-C", str(tree), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def write_results(output: Path, key: str, entries: list[dict], names: list[str]) -> dict:
-    """Put the entries in the place of older ones of the same bugs. Returns what the JSON says under `key`."""
-    results = json.loads(output.read_text()) if output.exists() else {}
-    bugs = {entry["name"]: entry for entry in [*results.get(key, {}).get("bugs", ()), *entries]}
+def write_results(output: Path, entries: list[dict], names: list[str]) -> dict:
+    """Put the entries in the place of older ones of the same bugs, and return what the JSON says."""
+    older = json.loads(output.read_text())["bugs"] if output.exists() else []
+    bugs = {entry["name"]: entry for entry in [*older, *entries]}
     bugs = [bugs[name] for name in names if name in bugs]
-    results[key] = {
+    result = {
         "planted": len(bugs),
-        "caught": sum(entry["caught"] for entry in bugs),
-        "caught_by_the_fast_tier": sum(entry["tier"] == "fast" for entry in bugs if entry["caught"]),
+        "caught": sum(entry["test"] is not None for entry in bugs),
+        "caught_by_the_fast_tier": sum(entry["tier"] == "fast" for entry in bugs),
         "seconds": round(sum(entry["seconds"] for entry in bugs), 1),
         "bugs": bugs,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(dict(sorted(results.items(), reverse=True)), indent=1) + "\n")  # "before" first
-    return results[key]
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=HERE.parent, help="repository to copy (default: this one)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="plant these bugs only")
     parser.add_argument("--jobs", type=int, default=2, help="copies that are tested at once (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "planted_bugs.json", metavar="PATH")
-    parser.add_argument("--as", dest="key", choices=("before", "after"), default="after", help="key in the JSON")
+    parser.add_argument("--output", type=Path, default=ROOT / "scripts" / "results" / "planted_bugs.json")
     parser.add_argument("--check", action="store_true", help="plant nothing, only look for the places")
     args = parser.parse_args()
 
-    tree = args.tree.resolve()
-    bugs = tomllib.loads(BUGS.read_text())["bug"]
-    names = [bug["name"] for bug in bugs]
-    if len(set(names)) < len(names) or not set(args.only or ()) <= set(names):
-        raise SystemExit(f"names must be unique, and --only must name some of them: {', '.join(names)}")
+    bugs = {bug["name"]: bug for bug in tomllib.loads(BUGS.read_text())["bug"]}
+    if unknown := set(args.only or ()) - bugs.keys():
+        raise SystemExit(f"--only names no bugs: {', '.join(sorted(unknown))}")
     chosen, problems = [], []
-    for bug in bugs:
-        if (args.only is None or bug["name"] in args.only) and bug.get("since", args.key) == args.key:
-            try:
-                chosen.append(find_place(tree, bug))
-            except ValueError as problem:
-                problems.append(str(problem))
-    print(f"{len(chosen)} bugs have a place in {tree}")
+    for name in args.only or bugs:
+        try:
+            chosen.append(find_place(bugs[name]))
+        except ValueError as problem:
+            problems.append(str(problem))
+    print(f"{len(chosen)} bugs have a place")
     if problems:
         raise SystemExit("These have none:\n  " + "\n  ".join(problems))
     if args.check:
         return
 
-    commit, entries = describe(tree), []
+    planted_in, entries = commit(), []
     with tempfile.TemporaryDirectory() as temporary:
         os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         os.environ["HF_HOME"] = temporary  # what a bug leaves in a cache goes with it
@@ -209,21 +199,19 @@ def main():
         fork = multiprocessing.get_context("fork")
         copies = fork.SimpleQueue()
         for job in range(args.jobs):
-            copies.put(copy_tree(tree, Path(temporary) / str(job)))
+            copies.put(copy_tree(Path(temporary) / str(job)))
         with fork.Pool(args.jobs, initializer=take_copy, initargs=(copies,)) as pool:
             for entry in pool.imap(plant, chosen):
-                entries.append(entry | {"commit": commit})
-                verdict = (
-                    f"{entry['tier']}: {entry['test']}" if entry["caught"] else entry.get("trouble", "NOT CAUGHT")
-                )
+                entries.append(entry | {"commit": planted_in})
+                verdict = f"{entry['tier']}: {entry['test']}" if entry["test"] else entry.get("trouble", "NOT CAUGHT")
                 print(f"{entry['name']} ({entry['seconds']} s): {verdict}", flush=True)
-                write_results(args.output, args.key, entries, names)
+                write_results(args.output, entries, list(bugs))
         confirm(Path(temporary) / "0" / "tree", entries)
-    totals = write_results(args.output, args.key, entries, names)
-    print(f"caught {totals['caught']} of {totals['planted']}, {totals['caught_by_the_fast_tier']} by the fast tier")
-    for entry in totals["bugs"]:
-        if not entry["caught"]:
-            print(f"NOT CAUGHT: {entry['name']}: {entry['breaks']} ({entry['file']})")
+    result = write_results(args.output, entries, list(bugs))
+    print(f"caught {result['caught']} of {result['planted']}, {result['caught_by_the_fast_tier']} by the fast tier")
+    for entry in result["bugs"]:
+        if not entry["test"]:
+            print(f"NOT CAUGHT: {entry['name']}: {bugs[entry['name']]['breaks']} ({entry['file']})")
 
 
 if __name__ == "__main__":
