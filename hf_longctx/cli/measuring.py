@@ -242,7 +242,7 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
         options: those of the result's `plot`.
     """
     from ..metrics.output import run_measurement, write_picture
-    from ..metrics.run.parts import process_rank
+    from ..metrics.run.distributed import process_rank
 
     output, ending = Path(args.output), ".png"
     if output.suffix in (".json", *PICTURES):
