@@ -1,0 +1,98 @@
+"""What we override or set in other libraries without being promised it: each still is where we reach for it.
+
+A row names what our code has, where it reaches, what stands there in the source of the library, and what for.
+"""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import hf_longctx
+
+
+PACKAGE = Path(hf_longctx.__file__).parent
+TRAINER = "transformers.trainer:Trainer"
+MODEL = "transformers.modeling_utils:PreTrainedModel"
+GENERATION = "transformers.generation.utils:GenerationMixin"
+BATCHING = "transformers.generation.continuous_batching"
+SHARDS = "accelerate.data_loader"
+HOOKS = [
+    # name of ours, module:object of the library, text in its source, what it is for
+    ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
+    ("_get_dataloader", TRAINER, "return self._get_dataloader(", "processes of a group get the same rows"),
+    ("_get_output_dir", TRAINER, "self._get_output_dir(trial=trial)", "a checkpoint is saved beside its place"),
+    ("_save_checkpoint", TRAINER, "self._save_checkpoint(model, trial)", "a checkpoint appears when it is complete"),
+    ("_get_grad_norm", TRAINER, "self._get_grad_norm(model, grad_norm=grad_norm)", "a NaN stops the training"),
+    ("_get_train_sampler", TRAINER, "_get_train_sampler", "streams of documents are read in order"),
+    ("_save_rng_state", TRAINER, "self._save_rng_state(output_dir)", "states of streams are saved"),
+    ("_load_rng_state", TRAINER, "self._load_rng_state(resume_from_checkpoint)", "states of streams are loaded"),
+    ("prediction_step", TRAINER, "self.prediction_step(model, inputs, prediction_loss_only", "a loss of each row"),
+    ("gather_function", TRAINER, "self.gather_function(losses", "losses of parts of a row are added"),
+    ("evaluation_loop", TRAINER, "output = self.evaluation_loop(", "the loss is the mean over labels"),
+    (
+        "create_accelerator_and_postprocess",
+        TRAINER,
+        "self.create_accelerator_and_postprocess()",
+        "checks of accelerate",
+    ),
+    ("create_scheduler", TRAINER, "self.create_scheduler(", "a warmup that does not begin with 0"),
+    ("_n_gpu", "transformers:TrainingArguments", "return self._n_gpu", "one process trains on one GPU"),
+    ("unset_hf_deepspeed_config", "transformers.integrations.deepspeed", "def unset_hf_deepspeed_config", "ZeRO-3"),
+    ("num_processes", f"{SHARDS}:BatchSamplerShard", "self.num_processes", "groups of processes share rows"),
+    ("process_index", f"{SHARDS}:BatchSamplerShard", "self.process_index", "groups of processes share rows"),
+    ("even_batches", f"{SHARDS}:BatchSamplerShard", "self.even_batches", "groups of processes share rows"),
+    ("num_processes", f"{SHARDS}:IterableDatasetShard", "self.num_processes", "groups of processes share rows"),
+    ("process_index", f"{SHARDS}:IterableDatasetShard", "self.process_index", "groups of processes share rows"),
+    ("cp_size", "accelerate.parallelism_config:ParallelismConfig", "cp_size", "accelerate may not divide rows"),
+    ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
+    ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
+    ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
+    ("_check_and_adjust_attn_implementation", MODEL, "self._check_and_adjust_attn_implementation(", "Hub kernels"),
+    ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
+    ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
+    ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),
+    ("AutoModel.register", "transformers.modeling_layers", "AutoModel.from_config(config)", "FoX under task heads"),
+    ("_get_static_cache_init_shape", GENERATION, "self._get_static_cache_init_shape()", "a static cache with gates"),
+    ("_prepare_cache_for_generation", GENERATION, "self._prepare_cache_for_generation(", "refused kinds of caches"),
+    ("_expand_inputs_for_generation", GENERATION, "self._expand_inputs_for_generation(", "beams repeat an HMT state"),
+    ("_supports_default_dynamic_cache", GENERATION, "not self._supports_default_dynamic_cache()", "HMT has no cache"),
+    ("_create_batch_processor", f"{BATCHING}.continuous_api", "self._create_batch_processor()", "pages with gates"),
+    ("self.config", f"{BATCHING}.continuous_api", "config=self.model.config.get_text_config()", "pages with gates"),
+    ("auto_switch_to_flash", f"{BATCHING}.continuous_api", "auto_switch_to_flash", "pages that FoX reads itself"),
+    (
+        "model_manager",
+        "transformers.cli.serving.model_manager",
+        "getattr(transformers, config.arch",
+        "hf-longctx serve",
+    ),
+    ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
+    ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),
+    ("MODELS_CONFIG_MAP", "vllm.model_executor.models.config", "MODELS_CONFIG_MAP", "checks of a served FoX"),
+    (
+        "MODEL_ARCH_CONFIG_CONVERTORS",
+        "vllm.transformers_utils.model_arch_config_convertor",
+        "MODEL_ARCH_CONFIG_CONVERTORS",
+        "sizes of a served FoX",
+    ),
+    ("_encode_layer_name", "vllm.utils.torch_utils", "def _encode_layer_name", "the state of a served FoX"),
+    ("_resolve_layer_name", "vllm.utils.torch_utils", "def _resolve_layer_name", "the state of a served FoX"),
+    ("static_forward_context", "vllm.config:CompilationConfig", "static_forward_context", "the state of a served FoX"),
+    ("splitting_ops", "vllm.config:CompilationConfig", "splitting_ops", "no CUDA graph captures the state"),
+]
+
+
+@pytest.mark.parametrize("name, place, text, purpose", HOOKS, ids=lambda value: value if value.isidentifier() else "")
+def test_the_hook_is_still_there(name, place, text, purpose):
+    users = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if name in file.read_text()]
+    assert users, f"No file of ours has {name} any more: remove the row."
+    module, _, attribute = place.partition(":")
+    library = pytest.importorskip(module.partition(".")[0], reason=f"{', '.join(users)} reach into {module}")
+    moved = f"{module} {attribute} of {library.__name__} {library.__version__} has moved"
+    try:
+        owner = importlib.import_module(module)
+        source = inspect.getsource(getattr(owner, attribute) if attribute else owner)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{moved} ({error}), on which hf_longctx/{', '.join(users)} depends: {purpose}.")
+    assert text in source, f"{moved} away from {text!r}, on which hf_longctx/{', '.join(users)} depends: {purpose}."
