@@ -39,7 +39,7 @@ STAGES = (  # the text is learned first; copying without mistakes takes more and
     "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.7 --steps 512 --learning-rate 1e-3",
     "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.9 --steps 384 --learning-rate 1e-3 --seed 1",
 )
-SIZES = "--sequence-length 512 --batch-tokens 4096 --rows-at-once 4 --dtype bfloat16"
+SIZES = "--sequence-length 512 --batch-tokens 4096 --per-device-batch-size 4 --dtype bfloat16"
 TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 128 --tokenizer tokenizer"
 LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
 LOGGED = 8  # of so many steps, one is kept in the log of the card

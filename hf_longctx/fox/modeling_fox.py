@@ -408,7 +408,7 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
-        whole = inputs_embeds if shard is None else shard.whole(inputs_embeds)
+        whole = inputs_embeds if shard is None else shard.full_shape_placeholder(inputs_embeds)
         rows = read_rows(self.config, whole, attention_mask, position_ids, past_key_values, shard=shard, **kwargs)
         if use_cache and past_key_values is None and can_be_cached(rows):
             past_key_values = DynamicCache(config=self.config)

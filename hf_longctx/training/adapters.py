@@ -81,7 +81,7 @@ def embedding_names(model) -> set[str]:
     return {_leaf_name(model, module) for module in modules if module is not None}
 
 
-def identity(model) -> dict[str, str]:
+def model_fingerprint(model) -> dict[str, str]:
     """What tells a base from another one: its architecture, and a hash of some weights, rounded to bfloat16."""
     config = model.config
     digest = hashlib.sha256()
@@ -93,7 +93,7 @@ def identity(model) -> dict[str, str]:
     return {**{name: str(value) for name, value in shape.items()}, "weights": digest.hexdigest()}
 
 
-def save_identity(base: dict[str, str], folder: Path) -> None:
+def save_fingerprint(base: dict[str, str], folder: Path) -> None:
     (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
 
 
@@ -107,7 +107,7 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds no adapter (no adapter_config.json); give a folder that finetune wrote.")
     if (folder / BASE).exists():
-        saved, base = json.loads((folder / BASE).read_text()), identity(model)
+        saved, base = json.loads((folder / BASE).read_text()), model_fingerprint(model)
         differing = [f"{name} {saved[name]}, not {base[name]}" for name in saved if saved[name] != base[name]]
         if differing:
             raise ValueError(
@@ -146,4 +146,4 @@ def _check_names(option, names, valid):
             raise ValueError(f"{option} names {name}, which is no such module of this model; {hint}")
 
 
-__all__ = ["TARGETS", "add_lora", "identity", "load_adapter", "save_identity"]
+__all__ = ["TARGETS", "add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from ..corpus import open_source
-from .constructions import Construction
+from .synthetic_data import Construction
 
 
 DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel; an even number, as a construction takes pairs
 
 
-class Rows(torch.utils.data.Dataset):
+class TokenDataset(torch.utils.data.Dataset):
     """Rows of `length` tokens from a file of tokens; what is left at the end is not used.
 
     Args:
@@ -64,7 +64,7 @@ class Rows(torch.utils.data.Dataset):
         return make_row(self.tokens[row * self.length : (row + 1) * self.length], self.eos_token_id)
 
 
-class StreamedRows(torch.utils.data.IterableDataset):
+class StreamedTokenDataset(torch.utils.data.IterableDataset):
     """The same rows without a file: documents are read, encoded and packed again and again, in their order.
 
     A resumed training replays the stream up to its step.
@@ -167,7 +167,7 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def state_of_files(source: str) -> str:
+def source_fingerprint(source: str) -> str:
     """What changes when a local source does: the sizes and times of its files. Empty for a dataset's name."""
     path = Path(source)
     files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
@@ -179,9 +179,19 @@ def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def stack_segments(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def collate_without_positions(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A batch for a model that counts positions itself, such as one with memory."""
     return {name: value for name, value in stack(rows).items() if name != "position_ids"}
 
 
-__all__ = ["Rows", "StreamedRows", "digest", "encode", "make_row", "pack", "stack", "stack_segments", "state_of_files"]
+__all__ = [
+    "StreamedTokenDataset",
+    "TokenDataset",
+    "collate_without_positions",
+    "digest",
+    "encode",
+    "make_row",
+    "pack",
+    "source_fingerprint",
+    "stack",
+]

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..metrics import line_retrieval, position_loss
 from ..metrics.report.defaults import line_counts
 from ..metrics.run.distributed import process_rank
-from .data import StreamedRows
+from .data import StreamedTokenDataset
 
 
 ROWS = 4
@@ -30,7 +30,7 @@ def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
 
 
 def first_rows(rows, count: int):
-    if isinstance(rows, StreamedRows):
+    if isinstance(rows, StreamedTokenDataset):
         return list(islice(rows, count))
     return [rows[i] for i in range(min(count, len(rows)))]
 

@@ -9,15 +9,23 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .constructions import KINDS, Construction
 from .settings import check_choices, option, setting
+from .synthetic_data import KINDS, Construction
 
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
 RECALL_MODES = ("single_pass", "three_pass", "paper")
 POSITIVE = (
-    *("sequence_length", "batch_tokens", "rows_at_once", "steps", "learning_rate", "max_grad_norm", "save_steps"),
+    *(
+        "sequence_length",
+        "batch_tokens",
+        "per_device_batch_size",
+        "steps",
+        "learning_rate",
+        "max_grad_norm",
+        "save_steps",
+    ),
     *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
     *("segment_length", "sequence_parallel", "construction_size"),
 )
@@ -37,7 +45,7 @@ class RunSettings:
     construction_size: int | None = setting(None, "tokens of a turn (default: 256), or abstracts of a text (2)")
     sequence_length: int | None = setting(None, "tokens of a row")
     batch_tokens: int | None = setting(None, "tokens of an optimizer step, over all processes")
-    rows_at_once: int | None = setting(None, "rows of a forward pass in each process", free=True)
+    per_device_batch_size: int | None = setting(None, "rows of a forward pass in each process", free=True)
     steps: int | None = setting(None, "optimizer steps")
     learning_rate: float | None = setting(None, "peak of the schedule")
     schedule: str | None = setting(None, "after the warmup", SCHEDULES)
@@ -134,13 +142,13 @@ class RunSettings:
                 f"--sequence-parallel {self.sequence_parallel} does not divide the number of processes, {processes}; "
                 f"start a multiple of it: torchrun --nproc-per-node {self.sequence_parallel} -m hf_longctx ..."
             )
-        at_once = self.sequence_length * self.rows_at_once * groups
+        at_once = self.sequence_length * self.per_device_batch_size * groups
         passes, rest = divmod(self.batch_tokens, at_once)
         if rest:
             raise ValueError(
                 f"--batch-tokens {self.batch_tokens} is no multiple of the {at_once} tokens that are read at once "
-                f"({self.divide(processes)}, {self.rows_at_once} rows of {self.sequence_length} tokens each). Change "
-                "--batch-tokens, --sequence-length or --rows-at-once."
+                f"({self.divide(processes)}, {self.per_device_batch_size} rows of {self.sequence_length} tokens each). Change "
+                "--batch-tokens, --sequence-length or --per-device-batch-size."
             )
         return passes
 
@@ -162,13 +170,13 @@ class Preset(NamedTuple):
     sequence_length: int = 16384  # FoX, section 4.1
     batch_tokens: int = 2**19
     warmup_tokens: int = 2**28
-    rows_at_once: int = 1
+    per_device_batch_size: int = 1
     # Initial decay times of the gates in tokens; a half-open gate, the paper's, learns slowly from a small corpus.
     decay_times: tuple[int, int] | None = None
     tied: bool = False  # input and output embeddings
 
 
-SMALL = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, rows_at_once=8)
+SMALL = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, per_device_batch_size=8)
 PRESETS = {
     "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, **SMALL),  # ours: minutes on a CPU
     "5M": Preset(5, 256, 8, 672, 3e-3, 2**23, **SMALL, decay_times=(8, 2048), tied=True),  # ours: the demo's models
@@ -197,7 +205,7 @@ class TrainSettings(RunSettings):
         self.fill(
             sequence_length=preset.sequence_length,
             batch_tokens=preset.batch_tokens,
-            rows_at_once=preset.rows_at_once,
+            per_device_batch_size=preset.per_device_batch_size,
             learning_rate=preset.learning_rate,
             schedule="cosine",  # FoX, B.1
             weight_decay=0.1,
@@ -291,7 +299,7 @@ class FinetuneSettings(RunSettings):
             raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
         self.fill(
             tokenizer=self.model,
-            rows_at_once=1,
+            per_device_batch_size=1,
             learning_rate=recipe.full_learning_rate if self.full else recipe.learning_rate,
             batch_tokens=recipe.rows * self.sequence_length,
             steps=recipe.steps,

@@ -36,22 +36,30 @@ from transformers import (
 )
 
 from ..metrics.run.distributed import wait
-from .data import Rows, StreamedRows, digest, pack, stack, stack_segments, state_of_files
+from .copy_data import CopyDataset
+from .data import (
+    StreamedTokenDataset,
+    TokenDataset,
+    collate_without_positions,
+    digest,
+    pack,
+    source_fingerprint,
+    stack,
+)
+from .model_init import build_new_model, disable_zero3_init, extend_rope, load_changed_model
 from .recipes import RunSettings, TrainSettings
-from .repeated import RowsWithRepeats
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, option, write_settings
-from .starts import build_undivided, changed_model, extend_rope, new_model
 from .streams import DocumentStreams, StreamTrainer
 from .trainer import (
     UNFINISHED,
     ResumableTrainer,
     StopAtSignal,
     check_checkpoint,
-    cut_metrics,
-    drop_later,
+    explain_full_disk,
     last_checkpoint,
-    room_for,
+    remove_checkpoints_after,
+    truncate_metrics,
 )
 
 
@@ -87,12 +95,12 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
         check_lock(folder, {**locked(settings), "tokenizer": digest_of(tokenizer.get_vocab())})
         rows = prepare_rows(settings.data, folder / "data" / "tokens.npy", settings, tokenizer)
-        check_lock(folder, {"data": digest(rows.path) if isinstance(rows, Rows) else settings.data})
+        check_lock(folder, {"data": digest(rows.path) if isinstance(rows, TokenDataset) else settings.data})
         check_enough(rows, settings)
     if is_first_process():
         (folder / "config.yaml").write_text(write_settings(settings))
     if settings.repeated_rows:
-        rows = RowsWithRepeats(rows, settings.repeated_rows, tokenizer, settings.seed)
+        rows = CopyDataset(rows, settings.repeated_rows, tokenizer, settings.seed)
     evaluation_rows = None
     if settings.eval_data is not None:
         with arguments.main_process_first(local=False):
@@ -136,10 +144,10 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
     )
     trainer.remove_callback(PrinterCallback)
     if checkpoint is not None:
-        trainer.check_division(checkpoint)
+        trainer.check_sharding(checkpoint)
     if trainer.is_world_process_zero():
-        cut_metrics(trainer.metrics, step)
-        drop_later(folder / "checkpoints", step)
+        truncate_metrics(trainer.metrics, step)
+        remove_checkpoints_after(folder / "checkpoints", step)
     say(describe(settings, trainer, step))
     if step == 0 and not trial:
         evaluate(settings, tokenizer, measured, "before")
@@ -167,23 +175,23 @@ def has_memory(settings: RunSettings) -> bool:
 def choose_collator(model):
     """A model with memory, and few others, count positions themselves, and some of them refuse position_ids."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return stack if "position_ids" in inspect.signature(base.forward).parameters else stack_segments
+    return stack if "position_ids" in inspect.signature(base.forward).parameters else collate_without_positions
 
 
 def start(settings: RunSettings, tokenizer):
-    """The model to train, and the identity of the base of its adapter, or None where all parameters are trained."""
+    """Return the model to train, and the fingerprint of its adapter's base (None if all parameters are trained)."""
     if isinstance(settings, TrainSettings):
-        return new_model(settings, tokenizer), None
+        return build_new_model(settings, tokenizer), None
     if settings.recipe == "rope-extend":
         say(extend_rope(AutoConfig.from_pretrained(settings.model), settings))
     if settings.recipe == "fox-from-llama" and settings.decay_time > MANY_ROWS * settings.sequence_length:
         say(
             f"gates that forget after {settings.decay_time:g} tokens hardly learn from rows of {settings.sequence_length}"
         )
-    model = changed_model(settings, tokenizer)
-    from .adapters import add_lora, identity
+    model = load_changed_model(settings, tokenizer)
+    from .adapters import add_lora, model_fingerprint
 
-    base = identity(model)
+    base = model_fingerprint(model)
     check_lock(Path(settings.output), {"model": base["weights"]})
     return (model, None) if settings.full else (add_lora(model, settings), base)
 
@@ -212,8 +220,8 @@ def training_arguments(settings: RunSettings, folder: Path, trial: bool = False)
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=settings.steps,
-        per_device_train_batch_size=settings.rows_at_once,
-        per_device_eval_batch_size=settings.rows_at_once,
+        per_device_train_batch_size=settings.per_device_batch_size,
+        per_device_eval_batch_size=settings.per_device_batch_size,
         learning_rate=settings.learning_rate,
         lr_scheduler_type={"constant": "constant_with_warmup", "step": "constant"}.get(
             settings.schedule, settings.schedule
@@ -246,7 +254,7 @@ def training_arguments(settings: RunSettings, folder: Path, trial: bool = False)
         accelerator_config={"dispatch_batches": False} if settings.sequence_parallel > 1 else None,
         **{checkpointing or "gradient_checkpointing": settings.activation_checkpointing},
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # else Trainer reads rows_at_once on each GPU, in one process
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # else Trainer reads per_device_batch_size on each GPU, in one process
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
     return arguments
 
@@ -313,21 +321,21 @@ def prepare_rows(source: str, path: Path, settings: RunSettings, tokenizer, part
     if source.endswith(".npy"):
         if construction is not None:
             raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
-        return Rows(source, settings.sequence_length, border, len(tokenizer))
+        return TokenDataset(source, settings.sequence_length, border, len(tokenizer))
     if settings.streaming:
-        return StreamedRows(source, tokenizer, settings.sequence_length, border, construction)
-    state = f"{digest_of(tokenizer.get_vocab())}\n{state_of_files(source)}"
+        return StreamedTokenDataset(source, tokenizer, settings.sequence_length, border, construction)
+    state = f"{digest_of(tokenizer.get_vocab())}\n{source_fingerprint(source)}"
     packed_from = path.with_suffix(".source")
     if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
         packed_from.unlink(missing_ok=True)
         pack(source, tokenizer, path, construction, part)
         packed_from.write_text(state)
-    return Rows(path, settings.sequence_length, border, len(tokenizer))
+    return TokenDataset(path, settings.sequence_length, border, len(tokenizer))
 
 
 def check_enough(rows, settings: RunSettings) -> None:
     """Raise ValueError if the data are less than one step, of which Trainer would make a smaller one in silence."""
-    tokens = len(rows) * settings.sequence_length if isinstance(rows, Rows) else math.inf
+    tokens = len(rows) * settings.sequence_length if isinstance(rows, TokenDataset) else math.inf
     if tokens < settings.batch_tokens:
         raise ValueError(
             f"{settings.data} holds {len(rows)} rows of {settings.sequence_length} tokens, less than the "
@@ -380,7 +388,7 @@ def evaluate(settings: RunSettings, tokenizer, rows, when: str) -> None:
     results = folder / "evaluation" / when
     if (results / "lines.json").exists():  # the last one
         return
-    build_undivided()
+    disable_zero3_init()
     model = AutoModelForCausalLM.from_pretrained(settings.model if when == "before" else folder / "model")
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
@@ -396,19 +404,19 @@ def save_model(trainer, tokenizer, settings: RunSettings, base: dict[str, str] |
     unfinished = folder / ".model"
     if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    with room_for(trainer.model, unfinished):
+    with explain_full_disk(trainer.model, unfinished):
         trainer.save_model(str(unfinished))
     if not trainer.is_world_process_zero():
         return
     (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
     if base is not None:
-        from .adapters import load_adapter, save_identity
+        from .adapters import load_adapter, save_fingerprint
 
-        save_identity(base, unfinished)
+        save_fingerprint(base, unfinished)
         if settings.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")
-            merged = load_adapter(changed_model(settings, tokenizer), folder / "adapter").merge_and_unload()
+            merged = load_adapter(load_changed_model(settings, tokenizer), folder / "adapter").merge_and_unload()
             merged.save_pretrained(unfinished)
     tokenizer.model_max_length = max(tokenizer.model_max_length, settings.sequence_length)  # now it is the model's
     tokenizer.save_pretrained(unfinished)
@@ -421,7 +429,7 @@ def describe(settings: RunSettings, trainer, step: int) -> str:
     lines = [f"{model.config.model_type}, {model.config._attn_implementation} attention; trained parameters:"]
     lines.append(describe_trainable(model))
     lines.append(
-        f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.rows_at_once} rows of "
+        f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.per_device_batch_size} rows of "
         f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
         f"{settings.divide(arguments.world_size)} on {arguments.device.type}{', bfloat16' if arguments.bf16 else ''}"
     )

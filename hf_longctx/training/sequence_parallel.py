@@ -21,8 +21,8 @@ from .data import stack
 class SequenceShard:
     """The part of each row that this process has, and its trade with the others that have parts of the same rows.
 
-    FoX calls `whole`, `part`, `token_before`, `to_heads` and `to_parts`; t = T / N. Each of them that moves data is a
-    collective operation, forward and backward.
+    FoX calls `full_shape_placeholder`, `part`, `token_before`, `to_heads` and `to_parts`; t = T / N. Each of them that
+    moves data is a collective operation, forward and backward.
 
     Args:
         size: N, processes that share a row: neighbours by rank.
@@ -57,8 +57,11 @@ class SequenceShard:
         dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
         return loader
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Something of the shape that the part x, (B, t, ...), would have as whole rows: (B, T, ...)."""
+    def full_shape_placeholder(self, x: torch.Tensor) -> torch.Tensor:
+        """Expand the first token of x, (B, t, ...), to (B, T, ...): the shape of whole rows with false values.
+
+        The result takes no memory. Only its shape, dtype and device may be read.
+        """
         return x.detach()[:, :1].expand(-1, self.size * x.shape[1], *x.shape[2:])
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,20 +72,20 @@ class SequenceShard:
         """The last token of the part before; 0 for the first part: (B, t, ...) -> (B, 1, ...)"""
         ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
         to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
-        return Trade.apply(to_next, self.group)[self.rank - 1]  # of the last part, the first has got 0
+        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # of the last part, the first has got 0
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, t, ...) -> (B, H / N, T, ...)"""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
-        return Trade.apply(x, self.group).movedim(0, 2).flatten(2, 3)
+        return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, H / N, ...) -> (B, t, H, ...)"""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
-        return Trade.apply(x, self.group).movedim(0, 2).flatten(2, 3)
+        return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
 
-class Trade(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """x[i] of (N, ...) goes to process i; returns what has come from each, (N, ...). Gradients go the same ways."""
 
     @staticmethod
@@ -94,7 +97,7 @@ class Trade(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return Trade.apply(gradient, ctx.group), None
+        return AllToAll.apply(gradient, ctx.group), None
 
 
 def check_model(model, size: int) -> None:

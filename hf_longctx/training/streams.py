@@ -125,7 +125,7 @@ class CarriesStates:
             rows = "no rows" if state is None else f"{len(state.lengths)} rows"
             raise ValueError(
                 f"{len(streams)} rows from stream {streams[0]} on go on within a document, and the state there is of "
-                f"{rows}. Read the chunks in order, and go on with the --rows-at-once that the run began with."
+                f"{rows}. Read the chunks in order, and go on with the --per-device-batch-size that the run began with."
             )
         return state.restart_rows(begins)
 

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from .gates import GateMeter
+from .gate_statistics import ForgetGateStatistics
 from .sequence_parallel import SequenceShard, check_arguments
 
 
@@ -72,7 +72,7 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.metrics, self.saving_in, self.shard = metrics, None, shard
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
-        self.batch_tokens, self.gates = batch_tokens, GateMeter(self.model)
+        self.batch_tokens, self.gates = batch_tokens, ForgetGateStatistics(self.model)
         self.add_callback(stops)
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         # of logits, a training needs the loss only; a FoX and a model with memory can do without most of them
@@ -118,7 +118,7 @@ class ResumableTrainer(Trainer):
         with torch.random.fork_rng(devices=[]):  # a loader draws a number for its workers, and dropout would shift
             return super().evaluate(*args, **kwargs)
 
-    def check_division(self, checkpoint: Path) -> None:
+    def check_sharding(self, checkpoint: Path) -> None:
         """Raise ValueError if the processes of the checkpoint divided the model in another way than these do."""
         kinds = {"FSDP": "pytorch_model_fsdp*", "DeepSpeed": "global_step*"}
         before = next((kind for kind, pattern in kinds.items() if any(checkpoint.glob(pattern))), "whole models")
@@ -177,7 +177,7 @@ class ResumableTrainer(Trainer):
                 shutil.rmtree(self.saving_in, ignore_errors=True)
                 os.makedirs(self.saving_in)
             _wait_for_all()
-            with room_for(self.model, Path(self.saving_in)):
+            with explain_full_disk(self.model, Path(self.saving_in)):
                 super()._save_checkpoint(model, trial)
         finally:
             unfinished, self.saving_in = self.saving_in, None
@@ -265,7 +265,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     return None if last is None else Path(last)
 
 
-def drop_later(folder: Path, step: int) -> None:
+def remove_checkpoints_after(folder: Path, step: int) -> None:
     """Remove the checkpoints after a step, with which a training that goes on from it would mix."""
     for checkpoint in folder.glob("checkpoint-*"):
         if int(checkpoint.name.rpartition("-")[2]) > step:
@@ -303,7 +303,7 @@ def _is_damaged(file):
     return file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file)  # torch.save writes archives
 
 
-def cut_metrics(metrics: Path, step: int) -> None:
+def truncate_metrics(metrics: Path, step: int) -> None:
     """Drop the lines after a step, and one that was being written when the run was killed."""
     if not metrics.exists():
         return
@@ -320,7 +320,7 @@ def cut_metrics(metrics: Path, step: int) -> None:
 
 
 @contextmanager
-def room_for(model, unfinished: Path):
+def explain_full_disk(model, unfinished: Path):
     """Say how many bytes lack where saving a model, or a checkpoint of its training, fills the disk.
 
     The unfinished folder is removed then.
@@ -361,9 +361,9 @@ __all__ = [
     "ResumableTrainer",
     "StopAtSignal",
     "check_checkpoint",
-    "cut_metrics",
-    "drop_later",
+    "explain_full_disk",
     "last_checkpoint",
-    "room_for",
+    "remove_checkpoints_after",
+    "truncate_metrics",
     "warm_up_above_zero",
 ]

@@ -26,7 +26,7 @@ from hf_longctx.fox import PrunedCache
 from hf_longctx.fox.convert import from_llama
 from hf_longctx.metrics import forgetting_curve
 from hf_longctx.training.data import pack
-from hf_longctx.training.gates import GateMeter
+from hf_longctx.training.gate_statistics import ForgetGateStatistics
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
 from scripts.evidence.parts import make_parser, measure_parts, require, run
@@ -109,7 +109,7 @@ def loss(name, args):
 def gates(name, args):
     """Tokens in which each head forgets by a factor e, by the mean of log f over a text; ascending."""
     model = load(name, args)
-    meter = GateMeter(model)
+    meter = ForgetGateStatistics(model)
     model(held_out(args)[None, : args.length], logits_to_keep=1)
     return {"decay_times": meter.decay_times().tolist()}
 

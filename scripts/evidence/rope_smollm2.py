@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.metrics import Run, line_retrieval, needle_in_a_haystack, position_loss, rope_report
+from hf_longctx.training.model_init import extend_rope
 from hf_longctx.training.recipes import FinetuneSettings
-from hf_longctx.training.starts import extend_rope
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, measure_parts, require
 from scripts.fetch_smollm2 import FOLDER

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
-from hf_longctx.training.adapters import TARGETS, add_lora, identity, load_adapter, save_identity
+from hf_longctx.training.adapters import TARGETS, add_lora, load_adapter, model_fingerprint, save_fingerprint
 from hf_longctx.training.recipes import FinetuneSettings
 
 
@@ -76,7 +76,7 @@ def test_an_adapter_is_read_and_merged_as_it_was_trained(make, targets, in_full,
     torch.manual_seed(0)
     make(tied).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    start, known = logits(base), identity(base)
+    start, known = logits(base), model_fingerprint(base)
     adapted = add_lora(base, FinetuneSettings(lora_targets=targets, train_in_full=in_full, lora_dropout=0.0))
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_an_adapter_is_read_and_merged_as_it_was_trained(make, targets, in_full,
     expected = logits(adapted)
     assert (expected - start).abs().max() > 0.01
     adapted.save_pretrained(tmp_path / "adapter")
-    save_identity(known, tmp_path / "adapter")
+    save_fingerprint(known, tmp_path / "adapter")
 
     again = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), expected, rtol=1e-6, atol=1e-6)
@@ -103,11 +103,11 @@ def test_an_adapter_is_read_and_merged_as_it_was_trained(make, targets, in_full,
 def test_an_adapter_knows_its_base_in_every_dtype_and_with_another_rope_base(tmp_path):
     torch.manual_seed(0)
     base = llama(False)
-    known = identity(base)
-    assert identity(base.bfloat16()) == known
+    known = model_fingerprint(base)
+    assert model_fingerprint(base.bfloat16()) == known
     other = LlamaForCausalLM(LlamaConfig(**SIZES | HEADS, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}))
     other.load_state_dict(llama(False).state_dict())
-    assert identity(other)["rope_theta"] != known["rope_theta"]
+    assert model_fingerprint(other)["rope_theta"] != known["rope_theta"]
 
 
 def test_every_architecture_of_the_table_has_its_targets():

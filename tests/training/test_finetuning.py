@@ -16,9 +16,9 @@ from transformers.integrations import deepspeed
 
 from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
+from hf_longctx.training.model_init import build_new_model, extend_rope, load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import dry_run, train
-from hf_longctx.training.starts import changed_model, extend_rope, new_model
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -63,7 +63,7 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert losses[2] < losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    base = changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama))
+    base = load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama))
     start = logits(base)
     adapted = load_adapter(base, tmp_path / "adapter")
     assert (logits(model) - start).abs().max() > 0.01
@@ -121,7 +121,7 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     assert [line["tokens"] for line in fox] == [64, 128, 192]
     assert [line["gate_learning_rate"] for line in fox] == pytest.approx([100 * x["learning_rate"] for x in fox])
     assert set(plain[0]) == {"step", "tokens", "loss", "grad_norm", "learning_rate"}
-    before = changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama)).model.layers[0].self_attn.f_proj
+    before = load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama)).model.layers[0].self_attn.f_proj
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
 
@@ -191,8 +191,8 @@ def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, m
     """Without DeepSpeed, transformers fails where it would divide one."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     for build, run in (
-        (new_model, TrainSettings(data="", tokenizer=DEMO, output=tmp_path, preset="tiny", sequence_length=32)),
-        (changed_model, settings(llama, tmp_path)),
+        (build_new_model, TrainSettings(data="", tokenizer=DEMO, output=tmp_path, preset="tiny", sequence_length=32)),
+        (load_changed_model, settings(llama, tmp_path)),
     ):
         zero_3 = SimpleNamespace(is_zero3=lambda: True)
         monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda zero_3=zero_3: zero_3)

@@ -53,7 +53,7 @@ def yaml(text):
 
 def run(resume="auto", **changes):
     def begin(kit):
-        sizes = dict(sequence_length=64, batch_tokens=64, rows_at_once=1, steps=2, save_steps=1)
+        sizes = dict(sequence_length=64, batch_tokens=64, per_device_batch_size=1, steps=2, save_steps=1)
         here = dict(data=str(kit.text), tokenizer=kit.tokenizer, output=str(kit.path / "run"))
         paths = {name: str(kit.path / value[2:]) for name, value in changes.items() if str(value)[:2] == "./"}
         where = str(kit.path / resume[2:]) if resume[:2] == "./" else resume
@@ -473,7 +473,9 @@ def test_the_same_command_says_that_the_run_is_finished(kit, capsys):
 
 
 def test_the_exit_code_of_a_mistake_is_2_and_of_an_overflow_1(kit, capsys):
-    sizes = "--sequence-length 64 --batch-tokens 64 --rows-at-once 1 --steps 5 --tokenizer model_cards/fox-demo"
+    sizes = (
+        "--sequence-length 64 --batch-tokens 64 --per-device-batch-size 1 --steps 5 --tokenizer model_cards/fox-demo"
+    )
     command = ["train", *sizes.split(), "--data", str(kit.text), "--output", str(kit.path / "run")]
     overflow = "--learning-rate 1e38 --max-grad-norm 1e30 --weight-decay 0 --schedule constant"
     for code, options in [(2, "--learning-rate 0"), (2, "--config none.yaml"), (1, overflow)]:

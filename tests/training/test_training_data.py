@@ -9,7 +9,14 @@ from demo_model import DEMO, VOCABULARY
 from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
-from hf_longctx.training.data import Rows, StreamedRows, encode, make_row, pack, stack_segments
+from hf_longctx.training.data import (
+    StreamedTokenDataset,
+    TokenDataset,
+    collate_without_positions,
+    encode,
+    make_row,
+    pack,
+)
 
 
 EOS = 2
@@ -68,7 +75,7 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenize
 
 def test_a_batch_holds_tensors_only_which_accelerate_hands_to_other_processes():
     rows = [make_row(PACKED[:8], EOS), make_row(PACKED[3:11], EOS)]
-    shapes = {name: value.shape for name, value in stack_segments(rows).items()}
+    shapes = {name: value.shape for name, value in collate_without_positions(rows).items()}
     assert shapes == dict.fromkeys(("input_ids", "labels"), (2, 8))
 
 
@@ -87,8 +94,8 @@ def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_pat
 
 def test_a_stream_has_the_rows_of_the_file_and_begins_again(tokenizer, folder, tmp_path):
     pack(folder, tokenizer, tmp_path / "tokens.npy")
-    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
-    stream = iter(StreamedRows(folder, tokenizer, 16, tokenizer.eos_token_id))
+    rows = TokenDataset(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
+    stream = iter(StreamedTokenDataset(folder, tokenizer, 16, tokenizer.eos_token_id))
     for row in (rows[i] for i in range(len(rows))):
         assert {name: value.tolist() for name, value in next(stream).items()} == {
             name: value.tolist() for name, value in row.items()
@@ -100,6 +107,6 @@ def test_a_stream_has_the_rows_of_the_file_and_begins_again(tokenizer, folder, t
 @pytest.mark.parametrize("shape", [(64,), (4, 16)])
 def test_a_file_of_tokens_of_any_integers_is_read(shape, tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(64, dtype=np.int32).reshape(shape))
-    rows = Rows(tmp_path / "tokens.npy", 20, None, 64)
+    rows = TokenDataset(tmp_path / "tokens.npy", 20, None, 64)
     assert len(rows) == 3
     assert rows[2]["input_ids"].tolist() == list(range(40, 60))

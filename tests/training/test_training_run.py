@@ -30,11 +30,11 @@ from transformers import (
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.training.adapters import load_adapter
-from hf_longctx.training.data import Rows, stack
+from hf_longctx.training.data import TokenDataset, stack
+from hf_longctx.training.model_init import load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train, training_arguments
 from hf_longctx.training.settings import write_settings
-from hf_longctx.training.starts import changed_model
 from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
 
@@ -53,7 +53,9 @@ def text(tmp_path_factory):
 
 
 def settings(text, output, **changes):
-    sizes = dict(sequence_length=32, batch_tokens=128, rows_at_once=2, steps=STEPS, save_steps=SAVE_STEPS, dropout=0.1)
+    sizes = dict(
+        sequence_length=32, batch_tokens=128, per_device_batch_size=2, steps=STEPS, save_steps=SAVE_STEPS, dropout=0.1
+    )
     return TrainSettings(data=text, tokenizer=TOKENIZER, output=str(output), pro=True, **sizes | changes)
 
 
@@ -183,7 +185,7 @@ def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone
         losses.append([line["eval_loss"] for line in metrics(folder) if "eval_loss" in line])
     assert [len(values) for values in losses] == [2, 2]
     model = FoxForCausalLM.from_pretrained(tmp_path / "False" / "model")
-    rows = Rows(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, VOCABULARY)
+    rows = TokenDataset(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, VOCABULARY)
     assert len(rows) == 3
     labels = [int((row["labels"][1:] != -100).sum()) for row in map(rows.__getitem__, range(3))]
     assert len(set(labels)) > 1
@@ -303,7 +305,7 @@ def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart
     )
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "llama")
     sizes = dict(sequence_length=128, batch_tokens=512) if recipe == "rope-extend" else dict(sequence_length=32)
-    sizes |= dict(rows_at_once=1, steps=3, learning_rate=1e-2)
+    sizes |= dict(per_device_batch_size=1, steps=3, learning_rate=1e-2)
     weights = []
     for processes in (1, 2):
         output = tmp_path / str(processes)
@@ -312,7 +314,7 @@ def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart
         assert apart(run, processes=processes, sharded=sharded and processes == 2) == 0
         merged = AutoModelForCausalLM.from_pretrained(output / "model")
         adapted = load_adapter(
-            changed_model(run.resolve(), AutoTokenizer.from_pretrained(TOKENIZER)), output / "adapter"
+            load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(TOKENIZER)), output / "adapter"
         )
         weights.append(dict(merged.named_parameters()))
         for name, parameter in adapted.merge_and_unload().named_parameters():

@@ -53,7 +53,7 @@ def test_print_config_prints_all_settings(capsys):
 
 
 def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
-    from hf_longctx.training.starts import new_model
+    from hf_longctx.training.model_init import build_new_model
 
     class Tokenizer:
         pad_token_id = bos_token_id = eos_token_id = 1
@@ -64,7 +64,7 @@ def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
     sizes = {}
     for options in (dict(pro=True), dict(architecture="llama")):
         settings = TrainSettings(**NEEDED, preset="5M", **options).resolve()
-        model = new_model(settings, Tokenizer())
+        model = build_new_model(settings, Tokenizer())
         sizes[model.config.model_type] = model.num_parameters()
     assert sizes["fox"] == pytest.approx(sizes["llama"], rel=0.01)
     assert sizes["fox"] == pytest.approx(5.3e6, rel=0.01)

@@ -10,7 +10,7 @@ import random
 
 import torch
 
-from .data import Rows
+from .data import TokenDataset
 
 
 # Kinds of passages and their probabilities.
@@ -19,7 +19,7 @@ CORRUPTION = 0.2  # share of the tokens of corrupted text that are replaced by r
 SHORTEST = 8  # tokens of a passage
 
 
-class RowsWithRepeats(torch.utils.data.Dataset):
+class CopyDataset(torch.utils.data.Dataset):
     """Rows of text, some of which are replaced by passages that come twice: [bos] S [bos] S, with S of any length.
 
     Row i depends on `seed` and i alone, so a resumed training sees the rows that an uninterrupted one sees.
@@ -34,7 +34,7 @@ class RowsWithRepeats(torch.utils.data.Dataset):
         ValueError: the tokenizer has no BOS, or the rows are too short for a passage that comes twice.
     """
 
-    def __init__(self, rows: Rows, share: float, tokenizer, seed: int):
+    def __init__(self, rows: TokenDataset, share: float, tokenizer, seed: int):
         if tokenizer.bos_token_id is None:
             raise ValueError("the tokenizer has no BOS, which begins a repeated passage. Leave out --repeated-rows.")
         if rows.length <= 2 * (SHORTEST + 1):
@@ -81,4 +81,4 @@ class RowsWithRepeats(torch.utils.data.Dataset):
         return tokens[begin : begin + length].tolist()
 
 
-__all__ = ["RowsWithRepeats"]
+__all__ = ["CopyDataset"]

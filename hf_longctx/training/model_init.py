@@ -20,7 +20,7 @@ from ..metrics.run.model import check_decoder, load_language_model, position_lim
 from .recipes import FinetuneSettings, TrainSettings
 
 
-def new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
+def build_new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
     """A FoX or a Llama with initial weights, for the tokenizer, in float32."""
     make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
     config = make_config(
@@ -31,18 +31,18 @@ def new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCa
         **settings.model_sizes(),
     )
     torch.manual_seed(settings.seed)
-    build_undivided()
+    disable_zero3_init()
     return AutoModelForCausalLM.from_config(config)
 
 
-def changed_model(settings: FinetuneSettings, tokenizer):
+def load_changed_model(settings: FinetuneSettings, tokenizer):
     """The pretrained model as the recipe wants it, in float32.
 
     Raises:
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
     """
     torch.manual_seed(settings.seed)  # a new memory is the same whenever this is called
-    build_undivided()
+    disable_zero3_init()
     config = read_config(settings.model)
     vocab_size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -69,7 +69,7 @@ def changed_model(settings: FinetuneSettings, tokenizer):
     return model
 
 
-def build_undivided() -> None:
+def disable_zero3_init() -> None:
     """Models are counted, hashed, converted, merged and measured before ZeRO-3 of DeepSpeed may divide them.
 
     The next Trainer notes DeepSpeed again, and divides the model.
@@ -189,4 +189,4 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["build_undivided", "changed_model", "extend_rope", "new_model"]
+__all__ = ["build_new_model", "disable_zero3_init", "extend_rope", "load_changed_model"]

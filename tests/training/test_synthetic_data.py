@@ -8,8 +8,8 @@ from demo_model import DEMO, VOCABULARY
 from mistakes import refused
 from transformers import AutoTokenizer
 
-from hf_longctx.training.constructions import KINDS, Construction, dilate, interleave, open_pubmedqa, questions
-from hf_longctx.training.data import Rows, StreamedRows, pack
+from hf_longctx.training.data import StreamedTokenDataset, TokenDataset, pack
+from hf_longctx.training.synthetic_data import KINDS, Construction, dilate, interleave, open_pubmedqa, questions
 
 
 ROWS = [
@@ -109,8 +109,8 @@ def test_a_construction_is_packed_as_it_is_streamed(kind, tokenizer, tmp_path):
     source = write(tmp_path, ".json") if kind.startswith("pubmedqa") else str(tmp_path / "text.jsonl")
     construction = Construction(kind, 2)
     pack(source, tokenizer, tmp_path / "tokens.npy", construction)
-    rows = Rows(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
-    stream = iter(StreamedRows(source, tokenizer, 16, tokenizer.eos_token_id, construction))
+    rows = TokenDataset(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
+    stream = iter(StreamedTokenDataset(source, tokenizer, 16, tokenizer.eos_token_id, construction))
     for row in (rows[i] for i in range(len(rows))):
         assert next(stream)["input_ids"].tolist() == row["input_ids"].tolist()
     assert (rows.tokens == tokenizer.eos_token_id).sum() == {"interleave": 3, "dilate": 5, "pubmedqa-short": 4}[kind]

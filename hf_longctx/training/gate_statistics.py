@@ -11,7 +11,7 @@ QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 OPEN = 1e-12  # of a gate that forgets less, float32 has no decay time
 
 
-class GateMeter:
+class ForgetGateStatistics:
     """Tokens in which each gate of a model forgets by a factor e, over all tokens that are read.
 
     Forward hooks keep the mean of log f of each gate and pass, which the layers compute anyway.
@@ -48,4 +48,4 @@ class GateMeter:
         return {f"decay_time_{name}": float(f"{value:.6g}") for name, value in zip(QUANTILES, values)}
 
 
-__all__ = ["GateMeter"]
+__all__ = ["ForgetGateStatistics"]

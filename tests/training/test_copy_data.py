@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hf_longctx.training.data import Rows
-from hf_longctx.training.repeated import RowsWithRepeats
+from hf_longctx.training.copy_data import CopyDataset
+from hf_longctx.training.data import TokenDataset
 from hf_longctx.training.tokenizer import train_tokenizer
 
 
@@ -24,11 +24,11 @@ class CountingTokenizer:
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "tokens.npy"
     np.save(path, np.arange(3, 503, dtype=np.uint16))
-    return lambda length=125: Rows(path, length, None, 600)
+    return lambda length=125: TokenDataset(path, length, None, 600)
 
 
 def repeats(rows, seed=0):
-    data = RowsWithRepeats(rows, 1.0, CountingTokenizer(), seed)
+    data = CopyDataset(rows, 1.0, CountingTokenizer(), seed)
     return [{name: values.tolist() for name, values in data[i].items()} for i in range(len(data))]
 
 
@@ -68,7 +68,7 @@ def test_passages_have_every_length(text):
 def test_the_share_of_rows_is_repeated(text):
     rows = text(25)
     kept = [
-        RowsWithRepeats(rows, 0.3, CountingTokenizer(), seed)[i]["input_ids"].equal(rows[i]["input_ids"])
+        CopyDataset(rows, 0.3, CountingTokenizer(), seed)[i]["input_ids"].equal(rows[i]["input_ids"])
         for seed in range(100)
         for i in range(len(rows))
     ]
@@ -77,9 +77,9 @@ def test_the_share_of_rows_is_repeated(text):
 
 def test_short_rows_and_a_tokenizer_without_bos_are_refused(text):
     with pytest.raises(ValueError, match=r"rows of 18 tokens have no room.*Raise --sequence-length"):
-        RowsWithRepeats(text(18), 0.5, CountingTokenizer(), 0)
+        CopyDataset(text(18), 0.5, CountingTokenizer(), 0)
     with pytest.raises(ValueError, match=r"no BOS.*--repeated-rows"):
-        RowsWithRepeats(text(), 0.5, SimpleNamespace(bos_token_id=None), 0)
+        CopyDataset(text(), 0.5, SimpleNamespace(bos_token_id=None), 0)
 
 
 def test_the_tokenizer_loses_nothing():
