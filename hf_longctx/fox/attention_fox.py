@@ -32,72 +32,42 @@ GATE_QUERY = 64.0
 CLOSED_GATE = -120.0
 
 
-def check_types(q, k, v, log_f, attention_mask, cu_seqlens) -> None:
-    """Raise ValueError for an argument that is no tensor; a mask and borders may be None."""
-    arguments = {"q": q, "k": k, "v": v, "log_f": log_f, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
-    for name, x in arguments.items():
-        if not isinstance(x, torch.Tensor) and (x is not None or name not in ("attention_mask", "cu_seqlens")):
-            raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor: torch.tensor({name}).")
+def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None) -> None:
+    """Raise ValueError for arguments of `forgetting_attention` that do not fit; while compiling, check nothing.
 
-
-def check_inputs(
-    q, k, v, log_f, *, causal, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None
-) -> None:
-    """Raise ValueError for arguments of `forgetting_attention` that do not fit. While compiling, nothing is checked.
-
-    `check_types` comes before it. Gates are looked at on a CPU only: a GPU would have to wait for the answer.
+    The values of the gates are read on a CPU only: a GPU would have to wait for the answer.
     """
     if torch.compiler.is_compiling():
         return
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+    if not (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and q.shape[::3] == k.shape[::3]
+        and 0 not in (*q.shape, *k.shape)
+        and q.shape[1] % k.shape[1] == 0
+        and q.shape[2] <= k.shape[2]
+        and log_f.shape == (*q.shape[:2], k.shape[2])
+    ):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "log_f"), (q, k, v, log_f)))
         raise ValueError(
-            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions; they must be (batch, heads, time, head_dim)."
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape != v.shape:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: k and v must have one shape, "
-            "(B, Hkv, Tk, D), and q the same B and D."
+            f"{shapes} do not fit. q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), log_f (B, Hq, Tk), a gate for each "
+            "query head and key; Hkv divides Hq, and the Tq queries are the last of the Tk keys. Pass cached keys together "
+            "with new ones."
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must share one floating dtype.")
-    if len({x.device for x in (q, k, v, log_f)}) > 1:
-        raise ValueError(
-            f"q, k, v and log_f are on {q.device}, {k.device}, {v.device} and {log_f.device}; move them to one device."
-        )
-    batch, heads, q_length, _ = q.shape
-    kv_heads, kv_length = k.shape[1], k.shape[2]
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"q {tuple(q.shape)} or k {tuple(k.shape)} is empty; attention needs at least one position.")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads; Hkv must divide Hq.")
-    if q_length > kv_length:
-        raise ValueError(
-            f"there are {q_length} queries but {kv_length} keys; the queries are the last positions of the keys, so Tq "
-            "must not exceed Tk. Pass the cached keys together with the new ones."
-        )
-    if not causal and q_length != kv_length:
-        raise ValueError(
-            f"{q_length} queries for {kv_length} keys; with causal=False each token is query and key, so Tq must be Tk."
-        )
     if log_f.dtype != torch.float32:
         raise ValueError(
             f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. "
             "Cast before the log: F.logsigmoid(gate.float())."
         )
-    if log_f.shape != (batch, heads, kv_length):
-        raise ValueError(
-            f"log_f is {tuple(log_f.shape)}; it must be (B, Hq, Tk) = {(batch, heads, kv_length)}, one gate per query "
-            "head and key position."
-        )
-    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < float("inf")):
-        raise ValueError(f"scale is {scale!r}; it must be a positive number. The default is D ** -0.5.")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}; it must be a positive number. The default is D ** -0.5.")
     if window is not None and not (isinstance(window, int) and window >= 1):
-        raise ValueError(
-            f"window is {window}; it must be an integer of at least 1, the number of keys that a query sees."
-        )
-    tolerance = log_pruning_tolerance
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance <= 0):
-        raise ValueError(f"log_pruning_tolerance is {tolerance!r}; it is the log of a share, so at most 0.")
+        raise ValueError(f"window is {window}; it must be an integer of at least 1, the keys that a query sees.")
+    if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
+        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
+    batch, _, q_length, kv_length = *q.shape[:3], k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, Tk) = {(batch, kv_length)} with 1 for real "
@@ -112,7 +82,7 @@ def check_inputs(
     if cu_seqlens is not None:
         if batch != 1 or q_length != kv_length or attention_mask is not None:
             raise ValueError(
-                "cu_seqlens describes documents packed into one row: it needs B = 1, Tq = Tk and no attention_mask, got "
+                "cu_seqlens describes sequences packed into one row: it needs B = 1, Tq = Tk and no attention_mask, got "
                 f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
             )
         borders = cu_seqlens.tolist()
@@ -129,62 +99,67 @@ def check_inputs(
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of an enclosing `torch.autocast`; None outside of one, and on the meta device, which knows none."""
+    """Return the dtype of an enclosing `torch.autocast`, or None outside of one and on the meta device."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
-def autocast_inputs(*tensors):
-    """q, k, v in the dtype of an enclosing `torch.autocast`; to be rounded before the decay is folded in."""
+def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast q, k and v to the dtype of an enclosing `torch.autocast`, which rounds them before the fold."""
     dtype = autocast_dtype(tensors[0].device)
     return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
-def clear_padding(q, k, v, log_f, real):
-    """Zeros at padding, where q, k, v and log f may hold anything, NaN included. A log f of 0 does not fade.
+def clear_padding(q, k, v, log_f, token_mask):
+    """Set q, k, v and log f to 0 at padding, where they may hold anything, NaN included. A log f of 0 does not fade.
 
-    real: (B, Tk) bool, False at padding.
+    token_mask: (B, Tk) bool, False at padding.
     """
-    padding = ~real[:, None, :, None]  # (B, 1, Tk, 1)
+    padding = ~token_mask[:, None, :, None]  # (B, 1, Tk, 1)
     q = q.masked_fill(padding[:, :, -q.shape[2] :], 0.0)
     return q, k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0), log_f.masked_fill(padding[..., 0], 0.0)
 
 
 def forgetting_attention_ref(
-    q, k, v, log_f, *, causal=True, scale=None, attention_mask=None, cu_seqlens=None, window=None
-):
-    """Softmax attention with a forget gate, written as its definition. Every backend must agree with it.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    *,
+    scale: float | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Compute softmax attention with a forget gate, written as its definition. Every backend must agree with it.
 
     Arguments, result and errors are those of `forgetting_attention`; computed in float32, or float64 for float64
     inputs. Memory grows with Tq * Tk.
 
-    Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only). The paper leaves
-    causal=False to future work (sec. 6); our reading is `D_ij = -|c_i - c_j|`.
+    Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
     """
-    check_types(q, k, v, log_f, attention_mask, cu_seqlens)
     options = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
-    check_inputs(q, k, v, log_f, causal=causal, scale=scale, **options)
+    check_inputs(q, k, v, log_f, scale=scale, **options)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     position = torch.arange(kv_length, device=q.device)
     distance = position[-q_length:, None] - position  # (Tq, Tk), negative in the future
-    visible = distance >= (0 if causal else -kv_length)
+    visible = distance >= 0
     if window is not None:
-        visible = visible & (distance.abs() < window)
+        visible = visible & (distance < window)
     if attention_mask is not None:
-        real = attention_mask.bool()
-        q, k, v, log_f = clear_padding(q, k, v, log_f, real)
-        visible = visible & real[:, None, None, :] & real[:, None, -q_length:, None]  # (B, 1, Tq, Tk)
+        token_mask = attention_mask.bool()
+        q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
+        visible = visible & token_mask[:, None, None, :] & token_mask[:, None, -q_length:, None]  # (B, 1, Tq, Tk)
     if cu_seqlens is not None:
-        document = torch.bucketize(position, cu_seqlens[1:], right=True)
-        visible = visible & (document == document[:, None])
+        sequence_ids = torch.bucketize(position, cu_seqlens[1:], right=True)
+        visible = visible & (sequence_ids == sequence_ids[:, None])
 
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     c = log_f.double().clamp(min=-1e4).cumsum(-1)  # (B, Hq, Tk); exp(-1e4) is 0
     decay = c[..., -q_length:, None] - c[..., None, :]
-    decay = torch.where(distance >= 0, decay, -decay)  # -abs() would have no gradient across open gates
     logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
@@ -192,24 +167,23 @@ def forgetting_attention_ref(
 
 
 def folded_width(head_dim, group, device):
-    """Head dimension after folding: room for the gate parts of the `group` query heads that share a key head."""
+    """Return the head dimension after folding, with room for the gate parts of `group` query heads per key head."""
     multiple = 4 if device.type == "cpu" else 8  # what GPU kernels need for aligned loads
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
-def running_sum(log_f, document_positions=None):
-    """Running sum of the log gates, (B, H, T) -> (B, H, T) fp32: the `c` whose differences are the decay.
+def running_sum(log_f, position_in_sequence=None):
+    """Sum up the log gates, (B, H, T) -> (B, H, T) fp32: the `c` whose differences are the decay.
 
-    document_positions: as in `Rows`. The sum then starts near 0 with every document, and its resolution is that of a
-        document, not of the row. How far from 0 it starts is the same for the whole document and cancels in the
-        softmax.
+    position_in_sequence: (B, T), where rows hold several sequences. The sum then starts near 0 with every sequence, so
+        its resolution is that of a sequence, not of the row. How far from 0 it starts cancels in the softmax.
     """
     c = log_f.cumsum(-1)
-    if document_positions is None:
+    if position_in_sequence is None:
         return c
     before = (c - log_f).detach()
     index = torch.arange(log_f.shape[-1], device=log_f.device)
-    first = index - document_positions  # of the document
+    first = index - position_in_sequence  # token of the sequence
     at_border = before.gather(-1, first[:, None].expand_as(before))
     return (log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1]))).cumsum(-1)
 
@@ -244,7 +218,7 @@ def fold_queries(q, c, scale, gates_per_key):
 
 
 def gate_parts(x):
-    """x, fp32, as a sum of three numbers of eight bits each, which every dtype of keys holds."""
+    """Split x, fp32, into a sum of three numbers of eight bits each, which every dtype of keys holds."""
     first = x.bfloat16().to(x.dtype)
     second = (x - first).bfloat16().to(x.dtype)
     return first, second, x - first - second
@@ -274,27 +248,27 @@ def fold_keys(k, c, scale):
 
 
 def unfold_decay(folded_keys, head_dim, group, scale):
-    """Inverse of `fold_keys` for c: (B, Hkv, T, D') -> (B, Hq, T) fp32."""
+    """Read c back from folded keys: (B, Hkv, T, D') -> (B, Hq, T) fp32."""
     parts = folded_keys[..., head_dim : head_dim + GATE_PARTS * group].float()
     x = parts.unflatten(-1, (group, GATE_PARTS)).sum(-1)  # (B, Hkv, T, G)
     return (x * (-GATE_QUERY * scale)).transpose(2, 3).flatten(1, 2)
 
 
-def folded_attention(q, k, v, log_f, scale, real=None, window=None):
-    """Causal forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
+def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
+    """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
 
-    log_f: finite. real: (B, Tk) bool, False at padding. Memory is linear in Tk where Tq = Tk and there is no window;
-    otherwise there is a mask of Tq * Tk booleans.
+    log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk where Tq = Tk without a window;
+    otherwise it includes a mask of Tq * Tk booleans.
     """
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    if real is not None:
-        q, k, v, log_f = clear_padding(q, k, v, log_f, real)
+    if token_mask is not None:
+        q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
     c = log_f.cumsum(-1)
     keys = fold_keys(k, c, scale)
-    if real is not None:
+    if token_mask is not None:
         # The columns of the decay hide a padding key, so the kernel needs no (T, T) mask for it.
         columns = torch.arange(keys.shape[-1], device=k.device) >= head_dim
-        keys = keys.masked_fill(~real[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
+        keys = keys.masked_fill(~token_mask[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     mask, past = None, kv_length - q_length
     if past or window is not None:
         mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(past)
@@ -309,6 +283,6 @@ def folded_attention(q, k, v, log_f, scale, real=None, window=None):
         scale=scale,
         enable_gqa=group > 1,
     )[..., :head_dim]
-    if real is not None:
-        out = out.masked_fill(~real[:, None, -q_length:, None], 0.0)
+    if token_mask is not None:
+        out = out.masked_fill(~token_mask[:, None, -q_length:, None], 0.0)
     return out

@@ -144,14 +144,14 @@ def forgetting_triton_mask(
     if attention_mask is not None:
         missing = max(kv_offset + kv_length - attention_mask.shape[1], 0)  # free slots of a static cache
         real = F.pad(attention_mask.bool(), (0, missing))[:, kv_offset : kv_offset + kv_length]
-    document_start = None
+    sequence_start = None
     if mask_function is not causal_mask_function:
         # Packed documents are known to mask_function only: one begins where a token does not see the one before it.
         place, row = torch.arange(q_length, device=device) + q_offset, torch.arange(batch_size, device=device)[:, None]
         continues = mask_function(row, torch.zeros_like(row), place, place - 1) & (place > 0)
-        document_start = torch.where(continues, 0, place - kv_offset).expand(batch_size, -1).cummax(-1).values
-    options = dict(document_start=document_start, window=config.sliding_window, end=end)
-    return find_visible_keys(q_length, kv_length, device, real=real, **options)
+        sequence_start = torch.where(continues, 0, place - kv_offset).expand(batch_size, -1).cummax(-1).values
+    options = dict(sequence_start=sequence_start, window=config.sliding_window, end=end)
+    return find_visible_keys(q_length, kv_length, device, token_mask=real, **options)
 
 
 def logit_bound_of_norms(attention, heads):
@@ -250,8 +250,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         o = kernels.triton_decode(q, k, v, gates, gate_scale, *bounds)
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
-        if visible.real is not None:
-            c = c.masked_fill(~visible.real[:, None], 0.0)  # pruning needs a c that falls, padding included
+        if visible.token_mask is not None:
+            c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # pruning needs a c that falls, padding included
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest

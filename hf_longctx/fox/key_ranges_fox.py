@@ -1,4 +1,4 @@
-"""Which keys a query sees: padding, documents and a window become one integer per query, the first key that it sees.
+"""The keys that a query sees: padding, packing and a window become one integer per query, the first key that it sees.
 
 `find_visible_keys` computes that integer for the operator and for the model. Adaptive computation pruning (arXiv
 2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py), and
@@ -15,29 +15,29 @@ from .tiles_fox import DECODE_ROWS, Tile
 
 
 class VisibleKeys(NamedTuple):
-    """Which keys the queries of one call see; the same in every layer of a model.
+    """The keys that the queries of one call see, the same in every layer of a model.
 
     key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
         key_start > own position: the query sees nothing. None: plain causal attention.
     end: the queries are the last Tq of the first `end` keys; the slots after them are free. An int, or a tensor of one
         element where only the device knows.
-    order, query_order, real: set only where padding lies between real tokens. Orders of the keys, (B, Tk), and of the
-        queries, (B, Tq), that put padding first, and which of the ordered keys are real. `key_start` counts in this
-        order.
+    order, query_order, token_mask: set only where padding lies between real tokens. Orders of the keys, (B, Tk), and
+        of the queries, (B, Tq), that put padding first, and False for each ordered key that is padding. `key_start`
+        counts in this order.
     """
 
     key_start: torch.Tensor | None
     end: int | torch.Tensor
     order: torch.Tensor | None = None
     query_order: torch.Tensor | None = None
-    real: torch.Tensor | None = None
+    token_mask: torch.Tensor | None = None
 
     def contiguous(self):
-        """`generate` calls this on every mask."""
+        """Return itself: `generate` calls this on every mask."""
         return self
 
     def last(self, length):
-        """The same for the last `length` keys alone, for a cache that has dropped the keys before them."""
+        """Return the same for the last `length` keys alone, for a cache that has dropped the keys before them."""
         if self.order is not None:
             raise NotImplementedError(
                 "forgetting_triton cannot use a PrunedCache where padding lies between real tokens. Pad on one side, or "
@@ -47,33 +47,33 @@ class VisibleKeys(NamedTuple):
         return VisibleKeys(first, length)
 
     def sort_queries(self, x):
-        """(B, H, Tq, ...), padding first."""
+        """Put padding first in (B, H, Tq, ...)."""
         return x if self.order is None else take(x, self.query_order)
 
     def sort_keys(self, x):
-        """(B, H, Tk, ...), padding first."""
+        """Put padding first in (B, H, Tk, ...)."""
         return x if self.order is None else take(x, self.order)
 
     def unsort_queries(self, x):
-        """Inverse of `sort_queries`."""
+        """Invert `sort_queries`."""
         return x if self.order is None else take(x, self.query_order.argsort(dim=-1))
 
 
 def take(x, order):
-    """Rows of (B, H, T, ...) in the order (B, T)."""
+    """Return the rows of x, (B, H, T, ...), in the order (B, T)."""
     index = order.view(order.shape[0], 1, -1, *[1] * (x.ndim - 3))
     return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
 
 
-def find_visible_keys(Tq, Tk, device, *, real=None, document_start=None, window=None, end=None) -> VisibleKeys:
-    """The keys that causal queries see, from padding, documents and a window.
+def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, window=None, end=None) -> VisibleKeys:
+    """Find the keys that causal queries see, from padding, packed sequences and a window.
 
-    Call it once per forward pass: looking at `real` waits for the device.
+    Call it once per forward pass: looking at `token_mask` waits for the device.
 
     Args:
         Tq, Tk: number of queries and keys. The queries are the last Tq of the first `end` keys.
-        real: (B, Tk) bool, False at padding.
-        document_start: (B or 1, Tq) integers, position of the first key of each query's document.
+        token_mask: (B, Tk) bool, False at padding.
+        sequence_start: (B or 1, Tq) integers, position of the first key of each query's sequence.
         window: number of most recent positions that a query sees, its own included.
         end: (1,) or () integer tensor, number of filled key slots where only the device knows it. Default Tk.
     """
@@ -81,38 +81,38 @@ def find_visible_keys(Tq, Tk, device, *, real=None, document_start=None, window=
     reorder = end is not None and Tq > DECODE_ROWS  # free slots, like padding, go in front of the keys
     end = Tk if end is None else end
     slots = torch.arange(Tq, device=device) + (end - Tq)  # of the queries among the keys
-    first = torch.zeros_like(slots)[None] if document_start is None else document_start  # (B or 1, Tq)
+    first = torch.zeros_like(slots)[None] if sequence_start is None else sequence_start  # (B or 1, Tq)
     if window is not None:
         first = torch.maximum(first, slots - window + 1)
-    bounded = document_start is not None or window is not None
+    bounded = sequence_start is not None or window is not None
     unpadded = VisibleKeys(first[:, None].int() if bounded else None, end)
-    if real is None and not reorder:
+    if token_mask is None and not reorder:
         return unpadded
     t = torch.arange(Tk, device=device)
-    real = torch.ones(len(first), Tk, dtype=torch.bool, device=device) if real is None else real
-    if not compiling and (real | (t >= end)).all():
+    token_mask = torch.ones(len(first), Tk, dtype=torch.bool, device=device) if token_mask is None else token_mask
+    if not compiling and (token_mask | (t >= end)).all():
         return unpadded
 
-    real = real & (t < end)
-    first = first.expand(len(real), -1)
-    before = real.cumsum(-1) - real.long()  # number of real keys before each slot, (B, Tk)
-    count = real.sum(-1, keepdim=True)
-    start = real.int().argmax(-1, keepdim=True)
+    token_mask = token_mask & (t < end)
+    first = first.expand(len(token_mask), -1)
+    before = token_mask.cumsum(-1) - token_mask.long()  # number of real keys before each slot, (B, Tk)
+    count = token_mask.sum(-1, keepdim=True)
+    start = token_mask.int().argmax(-1, keepdim=True)
     one_block = (before == (t - start).clamp(min=0).minimum(count)).all()  # no padding between real tokens
     if reorder or not (compiling or one_block):
-        query_real = real[:, slots]  # (B, Tq)
-        order, query_order = (x.int().argsort(dim=-1, stable=True) for x in (real, query_real))
-        first = before.gather(1, first) * query_real  # a padding query may see anything
+        query_mask = token_mask[:, slots]  # (B, Tq)
+        order, query_order = (x.int().argsort(dim=-1, stable=True) for x in (token_mask, query_mask))
+        first = before.gather(1, first) * query_mask  # a padding query may see anything
         first = Tk - count + first.gather(1, query_order)
-        return VisibleKeys(first[:, None].int(), Tk, order, query_order, real.gather(1, order))
+        return VisibleKeys(first[:, None].int(), Tk, order, query_order, token_mask.gather(1, order))
     if compiling:
         torch._assert_async(one_block, "compiled Triton attention: attention_mask has padding between real tokens")
     first = torch.where(slots < start + count, torch.maximum(first, start), Tk)
     return VisibleKeys(first[:, None].int(), end)
 
 
-def document_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """Position of the first token of each token's document, (1, T); cu_seqlens: borders of the documents, (N + 1,)."""
+def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
+    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: borders, (N + 1,)."""
     if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
@@ -121,7 +121,7 @@ def document_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
 
 
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
-    """The transpose of key_start, (b, h, Tq): one past the last query that sees each key, int32, (b, h, Tk).
+    """Transpose key_start, (b, h, Tq), to one past the last query that sees each key, int32, (b, h, Tk).
 
     A key that no query sees has a number of at most its own position.
     """
@@ -131,7 +131,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Upper bound of |scale * q.k| from the largest norms of the queries and keys that are not padding, (B, Hq)."""
+    """Bound |scale * q.k| by the largest norms of the queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may hold anything
@@ -142,15 +142,15 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """A number or a tensor that broadcasts to (B, Hq) as the kernels read it: (B, Hq), fp32, contiguous."""
+    """Expand a number, or a tensor that broadcasts to (B, Hq), to what kernels read: (B, Hq), fp32, contiguous."""
     return torch.as_tensor(logit_bound, device=q.device, dtype=torch.float32).expand(q.shape[:2]).contiguous()
 
 
 @dataclass(eq=False)
 class PrunedBlocks:
-    """What `count_pruned_blocks` yields: blocks of the forward tile, summed over heads, rows and calls.
+    """Blocks of the forward tile, summed over heads, rows and calls; `count_pruned_blocks` yields it.
 
-    total: blocks that causality, padding, documents and window leave.
+    total: blocks that causality, padding, packing and window leave.
     pruned: how many of them were not computed.
     """
 

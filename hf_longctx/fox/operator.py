@@ -6,14 +6,12 @@ from .attention_fox import (
     CLOSED_GATE,
     autocast_inputs,
     check_inputs,
-    check_types,
     clear_padding,
     folded_attention,
     forgetting_attention_ref,
 )
-from .bidirectional import bidirectional_attention
 from .kernels_fox import INTERPRETED
-from .key_ranges_fox import document_starts, find_visible_keys
+from .key_ranges_fox import find_visible_keys, sequence_starts
 from .triton_fox import triton_attention, why_not
 
 
@@ -26,7 +24,6 @@ def forgetting_attention(
     v: torch.Tensor,
     log_f: torch.Tensor,
     *,
-    causal: bool = True,
     scale: float | None = None,
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
@@ -34,31 +31,28 @@ def forgetting_attention(
     log_pruning_tolerance: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Softmax attention whose keys fade by a forget gate, with gradients for q, k, v and log_f.
+    """Compute causal softmax attention whose keys fade by a forget gate, with gradients for q, k, v and log_f.
 
-        o_i = sum_j softmax_j(scale * q_i.k_j - |c_i - c_j|) v_j,        c_t = sum_{l <= t} log f_l
+        o_i = sum_{j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
     Args:
         q: queries, (B, Hq, Tq, D), any floating dtype. The Tq queries are the *last* Tq of the Tk positions.
         k, v: keys and values, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
         log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
             The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
-        causal: a query sees the keys up to its own position. With causal=False, which needs Tq = Tk, it sees the keys
-            on both sides, and a key fades by all gates between the two.
         scale: factor on q.k before the decay is added. Default D ** -0.5.
         attention_mask: (B, Tk), 1 = real token, 0 = padding, anywhere in a row. Padding is never attended, does not
             decay, may hold anything, NaN included, and as a query gives 0.
-        cu_seqlens: (N + 1,) integers from 0 to T, borders of N documents packed into one row (B = 1, Tq = Tk): neither
+        cu_seqlens: (N + 1,) integers from 0 to T, borders of N sequences packed into one row (B = 1, Tq = Tk): neither
             attention nor decay crosses a border.
-        window: number of most recent positions that a query sees, its own included; |i - j| < window.
+        window: number of most recent positions that a query sees, its own included; i - j < window.
         log_pruning_tolerance: permission to leave out keys whose decay bounds their weight in a row below e^tolerance,
-            all together (arXiv 2504.06949; -10 there). At most 0. With causal=False, past and future may each lose
-            this share of their own weight.
+            all together (arXiv 2504.06949; -10 there). At most 0.
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
             "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
             exact at any length; the only one that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
-            device; causal only; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
+            device; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
             The decay is resolved to 6e-8 * |c| in the exponent, and a closed gate adds 120 to |c|; in fp16, |c| must
             stay below 64 * scale * 65504.
             "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk.
@@ -67,71 +61,56 @@ def forgetting_attention(
         (B, Hq, Tq, D) in q.dtype.
 
     Raises:
-        ValueError: a shape, dtype, device or value above does not hold.
+        ValueError: a shape, dtype or value above does not hold.
         ImportError, NotImplementedError: the backend is not installed or cannot do this.
 
-    Source: arXiv 2503.02130, eq. 11; for causal=False, which the paper leaves to future work, bidirectional.py.
+    Source: arXiv 2503.02130, eq. 11.
     """
-    check_types(q, k, v, log_f, attention_mask, cu_seqlens)
     q, k, v = autocast_inputs(q, k, v)
     attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
-    check_inputs(q, k, v, log_f, causal=causal, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
-    backend = choose_backend(backend, q, causal, log_pruning_tolerance)
+    check_inputs(q, k, v, log_f, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
+    backend = choose_backend(backend, q, log_pruning_tolerance)
     if backend == "reference":
-        return forgetting_attention_ref(q, k, v, log_f, causal=causal, scale=scale, **masks)
+        return forgetting_attention_ref(q, k, v, log_f, scale=scale, **masks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if backend == "folded":
-        return _run_folded(q, k, v, log_f, scale, **masks)
-    attention = triton_attention if causal else bidirectional_attention
-    options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
-    return _run_triton(attention, q, k, v, log_f, options, **masks)
-
-
-def _run_folded(q, k, v, log_f, scale, attention_mask, cu_seqlens, window):
+    token_mask = None if attention_mask is None else attention_mask.bool()
+    if backend == "triton":
+        return _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance)
     log_f = log_f.clamp(min=CLOSED_GATE)
     if cu_seqlens is None:
-        real = None if attention_mask is None else attention_mask.bool()
-        return folded_attention(q, k, v, log_f, scale, real, window)
+        return folded_attention(q, k, v, log_f, scale, token_mask, window)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
-    return torch.cat([folded_attention(*document, scale, window=window) for document in documents], dim=2)
+    sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
+    return torch.cat([folded_attention(*sequence, scale, window=window) for sequence in sequences], dim=2)
 
 
-def _run_triton(attention, q, k, v, log_f, options, attention_mask, cu_seqlens, window):
+def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance):
     Tq, Tk = q.shape[2], k.shape[2]
-    real = None if attention_mask is None else attention_mask.bool()
-    document_start = None if cu_seqlens is None else document_starts(cu_seqlens, Tk)
-    visible = find_visible_keys(Tq, Tk, q.device, real=real, document_start=document_start, window=window)
+    sequence_start = None if cu_seqlens is None else sequence_starts(cu_seqlens, Tk)
+    visible = find_visible_keys(Tq, Tk, q.device, token_mask=token_mask, sequence_start=sequence_start, window=window)
+    options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
     if visible.order is None:
-        return attention(q, k, v, log_f, visible, **options)
+        return triton_attention(q, k, v, log_f, visible, **options)
     # With padding between real tokens, the kernels do not hide queries that are padding.
-    o = attention(*clear_padding(q, k, v, log_f, real), visible, **options)
-    return o.masked_fill(~real[:, None, -Tq:, None], 0.0)
+    o = triton_attention(*clear_padding(q, k, v, log_f, token_mask), visible, **options)
+    return o.masked_fill(~token_mask[:, None, -Tq:, None], 0.0)
 
 
 def triton_runs_well(q: torch.Tensor) -> bool:
-    """Whether the Triton kernels can run on q; the interpreter does not count."""
+    """Return True if the Triton kernels can run on q without the interpreter."""
     return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
 
 
-def choose_backend(backend: str | None, q: torch.Tensor, causal: bool, log_pruning_tolerance: float | None) -> str:
-    """The backend that computes a call, `backend` or the default; raises what keeps it from that."""
-    named = backend is not None
-    if not named:
-        backend = "triton" if triton_runs_well(q) else "folded"
+def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
+    """Return the backend that computes a call, `backend` or the default; raise an error if that cannot compute it."""
+    if backend is None:  # the default is free to prune nothing
+        return "triton" if triton_runs_well(q) else "folded"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}, or None.")
     if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
         raise reason
-    if backend == "folded" and not causal:
-        raise NotImplementedError(
-            "the folded form is causal only: a decay in the keys cannot grow in both directions. For causal=False use "
-            "backend='triton' (pip install triton), on GPUs of compute capability 8.0 and later, in bf16, "
-            f"fp16 and fp32, for heads up to 256; q is {tuple(q.shape)}, {q.dtype}, on {q.device}. backend='reference' "
-            "computes it anywhere, in memory that grows with T * T."
-        )
-    if named and backend != "triton" and log_pruning_tolerance is not None:  # the default is free to leave nothing out
+    if backend != "triton" and log_pruning_tolerance is not None:
         raise NotImplementedError(
             f"backend={backend!r} computes every key, so it has no log_pruning_tolerance; leave one of the two out."
         )

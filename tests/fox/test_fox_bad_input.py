@@ -3,16 +3,13 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
-from budget import padding
 from mistakes import harmless, refused
 from tiny_fox import ROPE, TINY, logits, make, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from hf_longctx import forgetting_attention, forgetting_attention_ref
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, head_maps
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
@@ -426,113 +423,6 @@ GENERATE = [
 def test_generation(mistake, models, record_property):
     outcomes = {mistake.check(model) for model in models}
     record_property("mistake", outcomes.pop())
-
-
-# --- the operator ----------------------------------------------------------------------------------------------------
-
-
-def attend(name, says, **changes):
-    arguments = {**{x: torch.zeros(1, 2, 4, 8) for x in "qkv"}, "log_f": torch.zeros(1, 2, 4), **changes}
-    return refused(name, lambda attention: attention(**arguments), says)
-
-
-ROW = torch.ones(1, 4, dtype=torch.long)
-OPERATOR = [
-    attend("q as a list", "q is a list", q=[[0.0]]),
-    attend("k as an array", "k is a ndarray", k=np.zeros((1, 2, 4, 8))),
-    attend("gates left out", "log_f is a NoneType", log_f=None),
-    attend("mask as a list", "attention_mask is a list", attention_mask=[[1, 1, 1, 1]]),
-    attend("mask that is added to logits", r"mask == 0.*mask\.bool", attention_mask=torch.zeros(1, 4)),
-    attend("borders as a list", "cu_seqlens is a list", cu_seqlens=[0, 4]),
-    attend("no borders", "from 0 to T = 4", cu_seqlens=torch.tensor([], dtype=torch.int32)),
-    attend("one border", "from 0 to T = 4", cu_seqlens=torch.tensor(4)),
-    attend("borders by bits", "from 0 to T = 4", cu_seqlens=torch.tensor([False, True])),
-    attend("half a window", "window is 2.5", window=2.5),
-    attend("no window", "at least 1", window=0),
-    attend("q of three dimensions", r"\(batch, heads, time, head_dim\)", q=torch.zeros(2, 4, 8)),
-    attend("head sizes that differ", "do not fit", q=torch.zeros(1, 2, 4, 6)),
-    attend("v shorter than k", "do not fit", v=torch.zeros(1, 2, 3, 8)),
-    attend("mixed dtypes", "one floating dtype", k=torch.zeros(1, 2, 4, 8).half()),
-    attend("integers", "one floating dtype", **{x: torch.zeros(1, 2, 4, 8, dtype=torch.long) for x in "qkv"}),
-    attend("mixed devices", "one device", v=torch.zeros(1, 2, 4, 8, device="meta")),
-    attend(
-        "no positions",
-        "at least one position",
-        **{x: torch.zeros(1, 2, 0, 8) for x in "qkv"},
-        log_f=torch.zeros(1, 2, 0),
-    ),
-    attend("three heads on two", "3 .* 2 .*divide", q=torch.zeros(1, 3, 4, 8)),
-    attend("more queries than keys", "5 queries.*4 keys", q=torch.zeros(1, 2, 5, 8)),
-    attend("fewer queries in both directions", "3 queries.*4 keys", q=torch.zeros(1, 2, 3, 8), causal=False),
-    attend("gates in half precision", "torch.float32", log_f=torch.zeros(1, 2, 4).half()),
-    attend("gates in double precision", "torch.float32", log_f=torch.zeros(1, 2, 4).double()),
-    attend("gates of other keys", r"\(1, 2, 4\)", log_f=torch.zeros(1, 2, 3)),
-    attend("a gate per key head", "one gate per query head", q=torch.zeros(1, 4, 4, 8)),
-    attend("gates above 1", "logsigmoid", log_f=torch.full((1, 2, 4), 0.1)),
-    attend("gates of NaN", "NaN", log_f=torch.full((1, 2, 4), torch.nan)),
-    attend(
-        "gates of NaN beside padding",
-        "NaN",
-        log_f=torch.full((1, 2, 4), torch.nan),
-        attention_mask=padding(4, (1, 4)).cpu(),
-    ),
-    attend("scale of 0", "0.0.*positive", scale=0.0),
-    attend("scale as text", "scale is '0.1'", scale="0.1"),
-    attend("mask too short", r"\(1, 4\)", attention_mask=ROW[:, :3]),
-    attend("mask of another batch", r"\(1, 4\)", attention_mask=ROW.repeat(2, 1)),
-    attend("borders that do not cover", r"\[0, 3\].*T = 4", cu_seqlens=torch.tensor([0, 3])),
-    attend("borders that begin late", r"\[1, 4\].*T = 4", cu_seqlens=torch.tensor([1, 4])),
-    attend("borders that fall", "rise", cu_seqlens=torch.tensor([0, 3, 2, 4])),
-    attend("borders as floats", "integers", cu_seqlens=torch.tensor([0.0, 4.0])),
-    attend("borders and a mask", "no attention_mask", cu_seqlens=torch.tensor([0, 4]), attention_mask=ROW),
-    attend(
-        "borders of a batch",
-        "B = 2",
-        **{x: torch.zeros(2, 2, 4, 8) for x in "qkv"},
-        log_f=torch.zeros(2, 2, 4),
-        cu_seqlens=torch.tensor([0, 4]),
-    ),
-]
-DISPATCH = [  # what the definition does not take
-    attend("positive tolerance", "at most 0", log_pruning_tolerance=1.0),
-    attend("tolerance as text", "log_pruning_tolerance is '-10'", log_pruning_tolerance="-10"),
-    attend("unknown backend", "'flash'.*folded", backend="flash"),
-    attend("both directions, folded", "backend='triton'", backend="folded", causal=False),
-    attend("pruning, folded", "log_pruning_tolerance", backend="folded", log_pruning_tolerance=-10.0),
-    attend("pruning by the definition", "log_pruning_tolerance", backend="reference", log_pruning_tolerance=-10.0),
-]
-
-
-@pytest.mark.parametrize("mistake", [*OPERATOR, *DISPATCH], ids=str)
-def test_operator(mistake, record_property):
-    record_property("mistake", mistake.check(forgetting_attention))
-    if mistake in OPERATOR:
-        mistake.check(forgetting_attention_ref)
-
-
-# --- pictures --------------------------------------------------------------------------------------------------------
-
-
-def picture(name, says, **changes):
-    arguments = {"input_ids": tokens(1, 5)[0], **changes}
-    return refused(name, lambda model: head_maps(**{"model": model, **arguments}), says)
-
-
-PICTURES = [
-    picture("picture of two rows", "one row", input_ids=torch.zeros(2, 5)),
-    picture("picture of one token", "at least 2 tokens", input_ids=[3]),
-    picture("picture of a layer too many", r"layers is \[2\]; this model has 2", layers=[2]),
-    picture("picture of a head before the first", r"heads is \[-1\]; this model has 4", heads=[-1]),
-    picture("picture of no head", r"heads is \[\]", heads=[]),
-    picture("picture without points", "resolution is 0", resolution=0),
-    picture("picture of a Llama", "no forget gate", model=llama()),
-    picture("picture without gates", "no forget gate", model=FoxForCausalLM(FoxConfig(**TINY, forget_gate="none"))),
-]
-
-
-@pytest.mark.parametrize("mistake", PICTURES, ids=str)
-def test_pictures(mistake, models, record_property):
-    record_property("mistake", mistake.check(models[0]))
 
 
 # --- saved folders ---------------------------------------------------------------------------------------------------

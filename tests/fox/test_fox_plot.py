@@ -113,3 +113,20 @@ def test_headings():
     assert heading(x) == "layer 1, head 5\ndecay time 1,500 tokens"
     x.decay_time = float("inf")
     assert "forgets nothing" in heading(x)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"input_ids": torch.zeros(2, 5)}, "one row"),
+        ({"input_ids": [3]}, "at least 2 tokens"),
+        ({"layers": [2]}, r"layers is \[2\]; this model has 2"),
+        ({"heads": []}, r"heads is \[\]"),
+        ({"resolution": 0}, "resolution is 0"),
+        ({"model": torch.nn.Linear(1, 1)}, "no forget gate"),
+    ],
+    ids=str,
+)
+def test_mistakes(options, says):
+    with pytest.raises(ValueError, match=says):
+        head_maps(**{"model": make("llama"), "input_ids": tokens(5)} | options)

@@ -1,5 +1,6 @@
-"""`forgetting_attention`: every backend, in both directions, agrees with the definition."""
+"""`forgetting_attention`: every backend agrees with the definition."""
 
+import itertools
 import types
 
 import pytest
@@ -18,6 +19,7 @@ from budget import (
     run_plain,
     runs_triton,
 )
+from mistakes import refused
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
 from hf_longctx.fox import operator, triton_fox
@@ -52,80 +54,50 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
 }
 IN_16_BITS = {"ragged": BF16, "one token": BF16, "grouped heads": BF16, "both sides, one row empty": BF16}
 IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16, "window and padding": FP16}
-BOTH_WAYS = ["one token", "two tokens", "head of 20", "both sides, one row empty", "padding between tokens"]
-BOTH_WAYS += ["packed, window", "window of one", "window and padding"]
 TRITON = pytest.param("triton", marks=runs_triton)
 
 
 def calls():
-    """(backend, causal, case, dtype), pair-wise: the kernels of both directions are those of one.
-
-    What padding, documents, windows and both directions do is the same in 16 bits: interpreted, such cases are slow.
-    """
-    for case in CASES:
-        dtypes = dict.fromkeys((FP32, IN_16_BITS.get(case, FP32)))  # in an order that test workers agree on
-        for dtype in dtypes:
-            yield "folded", True, case, dtype
-            yield "triton", True, case, dtype
-    for case in ("ragged", "grouped heads"):
-        yield "triton", False, case, BF16
-    for case in BOTH_WAYS:
-        yield "triton", False, case, FP32
+    """Yield (backend, case, dtype). Interpreted, 16 bits are slow, and what hides keys is the same there."""
+    for backend, case in itertools.product(("folded", "triton"), CASES):
+        marks = runs_triton if backend == "triton" else []
+        yield pytest.param(backend, case, FP32, id=f"{backend}, {case}, float32", marks=marks)
+        if dtype := IN_16_BITS.get(case):
+            slow = [pytest.mark.slow] if backend == "triton" and CASES[case][1] else []
+            name = f"{backend}, {case}, {str(dtype).removeprefix('torch.')}"
+            yield pytest.param(backend, case, dtype, id=name, marks=[*marks, *slow])
 
 
-def is_second_look(backend, causal, case, dtype):
-    return backend == "triton" and dtype != FP32 and (bool(CASES[case][1]) or not causal)
-
-
-CALLS = [
-    pytest.param(
-        *call,
-        id=f"{call[0]} {'causal' if call[1] else 'both ways'}, {call[2]}, {str(call[3]).removeprefix('torch.')}",
-        marks=[
-            *(runs_triton if call[0] == "triton" else ()),
-            *([pytest.mark.slow] if is_second_look(*call) else ()),
-        ],
-    )
-    for call in calls()
-]
-
-
-@pytest.mark.parametrize("backend, causal, case, dtype", CALLS)
-def test_every_backend_agrees_with_the_definition(backend, causal, case, dtype):
+@pytest.mark.parametrize("backend, case, dtype", list(calls()))
+def test_every_backend_agrees_with_the_definition(backend, case, dtype):
     """Output and gradients; queries that are padding, or see nothing, give 0."""
     shape, options = CASES[case]
     inputs = draw(*shape, dtype=dtype)
-    fast = run(forgetting_attention, *inputs, causal=causal, backend=backend, **options)
+    fast = run(forgetting_attention, *inputs, backend=backend, **options)
     assert [x.dtype for x in fast] == [dtype] * 4 + [FP32]
-    plain, exact = (f(*inputs, causal=causal, **options) for f in (run_plain, run_exact))
+    plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
     limits = {}
     if backend == "folded":  # the logits hold c_j in float32 instead of c_i - c_j
         limits["resolution"] = EPS * inputs[3].sum(-1).abs().max().item()
         limits["dlog_f"] = 0.0 if dtype == FP32 else 0.02  # SDPA rounds the column sums of dS to 16 bits
     check_budget(fast, plain, exact, inputs, options.get("scale"), **limits)
     if "attention_mask" in options:
-        assert (
-            fast[0].mT[~options["attention_mask"].bool()[:, None, None, -shape[3] :].expand_as(fast[0].mT)] == 0
-        ).all()
+        padded = ~options["attention_mask"].bool()[:, None, -shape[3] :, None]
+        assert (fast[0].masked_select(padded) == 0).all()
 
 
 @pytest.mark.parametrize(
-    "backend, causal, between",
-    [
-        ("folded", True, False),
-        ("reference", True, True),
-        pytest.param("triton", True, False, marks=runs_triton),
-        pytest.param("triton", False, True, marks=runs_triton),
-    ],
+    "backend, between",
+    [("folded", False), ("reference", True), *(pytest.param("triton", x, marks=runs_triton) for x in (False, True))],
 )
-def test_padding_may_hold_nan(backend, causal, between):
+def test_padding_may_hold_nan(backend, between):
     """Bit for bit the same result, so nothing at padding is ever multiplied in."""
     mask = HOLES[:, :40] if between else padding(40, (6, 40), (0, 33), (9, 35))
     *inputs, do = draw(3, 1, 1, 40, 40, 16)
     hole = ~mask.bool()[:, None, :, None]
     poisoned = [x.masked_fill(hole if x.ndim == 4 else hole[..., 0], torch.nan) for x in inputs]
     poisoned.append(do if backend == "reference" else do.masked_fill(hole, torch.nan))
-    options = dict(attention_mask=mask, causal=causal, backend=backend)
+    options = dict(attention_mask=mask, backend=backend)
     if backend == "triton":
         options["log_pruning_tolerance"] = -1.0
     clean, dirty = (run(forgetting_attention, *x, **options) for x in ((*inputs, do), poisoned))
@@ -141,18 +113,19 @@ def test_autocast(backend):
     assert torch.equal(mixed, forgetting_attention(*(x.bfloat16() for x in (q, k, v)), log_f, backend=backend))
 
 
-@pytest.mark.parametrize("options", ["", "mask", "packed", "both ways"])
-@pytest.mark.parametrize("backend", ["folded", TRITON])
+@pytest.mark.parametrize(
+    "backend, options",
+    [
+        ("folded", {}),
+        ("folded", {"attention_mask": padding(24, (3, 20))}),
+        pytest.param("triton", {"attention_mask": padding(24, (3, 20))}, marks=runs_triton),
+        pytest.param("triton", {"cu_seqlens": torch.tensor([0, 9, 24], device=DEVICE)}, marks=runs_triton),
+    ],
+    ids=["folded", "folded, mask", "triton, mask", "triton, packed"],
+)
 def test_compiles_to_one_graph(backend, options):
-    if backend == "folded" and options in ("packed", "both ways"):
-        pytest.skip("the folded form splits documents by their lengths, and is causal")
     inputs = draw(1, 2, 1, 24, 24, 16)
-    options = {
-        "mask": {"attention_mask": padding(24, (3, 20))},
-        "packed": {"cu_seqlens": torch.tensor([0, 9, 24], device=DEVICE)},
-        "both ways": {"causal": False, "attention_mask": padding(24, (3, 20))},
-    }.get(options, {})
-    options |= dict(backend=backend)
+    options = options | dict(backend=backend)
     compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
     got, want = (run(f, *inputs, **options) for f in (compiled, forgetting_attention))
     for x, y, floor in zip(got, want, floors(*inputs).values()):
@@ -208,11 +181,9 @@ def test_the_default_never_interprets_kernels():
     folded = forgetting_attention(*inputs, backend="folded")
     assert torch.equal(forgetting_attention(*inputs), folded)
     assert torch.equal(forgetting_attention(*inputs, log_pruning_tolerance=-10.0), folded)  # it need not prune
-    with pytest.raises(NotImplementedError, match="backend='reference'"):
-        forgetting_attention(*inputs, causal=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
 def test_the_definition_is_a_backend(options):
     *inputs, _ = draw(1, 2, 1, 20, 20, 16)
     got = forgetting_attention(*inputs, backend="reference", **options)
@@ -242,3 +213,43 @@ def test_without_triton_the_request_names_the_package(monkeypatch):
     monkeypatch.setattr(triton_fox, "triton", None)
     with pytest.raises(ImportError, match="pip install"):
         forgetting_attention(*draw(1, 1, 1, 4, 4, 16)[:4], backend="triton")
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def attend(name, says, **changes):
+    arguments = {**{x: torch.zeros(1, 2, 4, 8) for x in "qkv"}, "log_f": torch.zeros(1, 2, 4), **changes}
+    return refused(name, lambda attention: attention(**arguments), says)
+
+
+ROW = torch.ones(1, 4, dtype=torch.long)
+MISTAKES = [
+    attend("v shorter than k", r"v \(1, 2, 3, 8\).* do not fit", v=torch.zeros(1, 2, 3, 8)),
+    attend("three heads on two", "Hkv divides Hq", q=torch.zeros(1, 3, 4, 8), log_f=torch.zeros(1, 3, 4)),
+    attend("more queries than keys", "the last of the Tk keys", q=torch.zeros(1, 2, 5, 8)),
+    attend("a gate per key head", "a gate for each query head", q=torch.zeros(1, 4, 4, 8)),
+    attend("mixed dtypes", "one floating dtype", k=torch.zeros(1, 2, 4, 8).half()),
+    attend("gates in half precision", "torch.float32", log_f=torch.zeros(1, 2, 4).half()),
+    attend("gates above 1", "logsigmoid", log_f=torch.full((1, 2, 4), 0.1)),
+    attend("gates of NaN", "NaN", log_f=torch.full((1, 2, 4), torch.nan)),
+    attend("scale of 0", "0.0.*positive", scale=0.0),
+    attend("half a window", "window is 2.5", window=2.5),
+    attend("mask of another batch", r"\(1, 4\)", attention_mask=ROW.repeat(2, 1)),
+    attend("mask that is added to logits", r"mask == 0.*mask\.bool", attention_mask=torch.zeros(1, 4)),
+    attend("borders that do not cover", r"\[0, 3\].*T = 4", cu_seqlens=torch.tensor([0, 3])),
+    attend("borders as floats", "integers", cu_seqlens=torch.tensor([0.0, 4.0])),
+    attend("borders and a mask", "no attention_mask", cu_seqlens=torch.tensor([0, 4]), attention_mask=ROW),
+]
+CHOICES = [  # that the definition does not have
+    attend("positive tolerance", "at most 0", log_pruning_tolerance=1.0),
+    attend("unknown backend", "'flash'.*folded", backend="flash"),
+    attend("pruning, folded", "log_pruning_tolerance", backend="folded", log_pruning_tolerance=-10.0),
+]
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *CHOICES], ids=str)
+def test_mistakes(mistake, record_property):
+    record_property("mistake", mistake.check(forgetting_attention))
+    if mistake in MISTAKES:
+        mistake.check(forgetting_attention_ref)

@@ -104,7 +104,7 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     gates = keys[..., D : D + GATE_PARTS * gates_per_key].unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
     gates = gates.expand(-1, -1, 2, -1, -1)
     mask = padding(filled, (0, filled), (5, filled))
-    first = find_visible_keys(Tq, filled, q.device, real=mask.bool()).key_start
+    first = find_visible_keys(Tq, filled, q.device, token_mask=mask.bool()).key_start
     args = (gates, -GATE_QUERY * scale, first, torch.tensor(filled, device=DEVICE), scale)
     o = triton_decode(q, keys[..., :D], values, *args)
 
@@ -169,7 +169,7 @@ def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
 
     names, inputs = set(), draw(1, 1, 1, 20, 20, 16)
     with Names():
-        run(forgetting_attention, *inputs, backend="triton", causal=False, log_pruning_tolerance=-3.0)
+        run(forgetting_attention, *inputs, backend="triton", log_pruning_tolerance=-3.0)
         triton_attention(*(x[:, :, -3:] if i == 0 else x for i, x in enumerate(inputs[:4])))
     assert {"fox_running_sum_backward", "fox_prune", "fox_decode"} <= names
     assert not names & {"cumsum", "index_add", "index_put", "scatter_add", "scatter_add_"}
@@ -271,7 +271,7 @@ def largest_logit(q, k, scale=None):
         ((1, 2, 1, 67, 67, 16), {}, torch.bfloat16),
         ((1, 2, 1, 21, 75, 16), {}, torch.float32),
         ((2, 2, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (0, 0))}, torch.float32),
-        ((1, 2, 1, 61, 61, 16), {"document_start": [0, 1, 18, 18, 50, 61], "window": 20}, torch.bfloat16),
+        ((1, 2, 1, 61, 61, 16), {"sequence_start": [0, 1, 18, 18, 50, 61], "window": 20}, torch.bfloat16),
     ],
     ids=["grouped heads", "more keys than queries", "padding", "packed"],
 )
@@ -282,9 +282,9 @@ def test_a_known_bound_changes_nothing(shape, options, dtype):
     described = {"window": options.get("window")}
     if "attention_mask" in options:
         described["real"] = options["attention_mask"].bool()
-    if "document_start" in options:
-        options["cu_seqlens"] = torch.tensor(options.pop("document_start"), device=DEVICE)
-        described["document_start"] = key_ranges_fox.document_starts(options["cu_seqlens"], shape[4])
+    if "sequence_start" in options:
+        options["cu_seqlens"] = torch.tensor(options.pop("sequence_start"), device=DEVICE)
+        described["sequence_start"] = key_ranges_fox.sequence_starts(options["cu_seqlens"], shape[4])
     visible = find_visible_keys(*shape[3:5], bound.device, **described)
     fast = run(triton_attention, *inputs, visible=visible, logit_bound=bound)
     plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
@@ -404,7 +404,7 @@ def test_log_sum_exp_has_a_gradient():
     dlse = torch.randn(2, 2, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = padding(50, (9, 50), (0, 40))
     real = mask.bool()
-    first = find_visible_keys(20, 50, q.device, real=real).key_start
+    first = find_visible_keys(20, 50, q.device, token_mask=real).key_start
     past = torch.ones(20, 50, dtype=torch.bool, device=DEVICE).tril(30)
     visible = past & real[:, None, None] & real[:, None, 30:, None]
     seen = visible.any(-1).expand(2, 2, -1)

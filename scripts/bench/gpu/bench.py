@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from hf_longctx.fox import bidirectional, key_ranges_fox, tiles_fox
+from hf_longctx.fox import key_ranges_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, folded_attention
 from scripts.bench import common
@@ -157,7 +157,6 @@ def official(threshold=None):
 COMPETITORS = {  # name: (makes the function, whether its results are those of ours)
     "ours": (lambda: ours, True),
     "ours, bounded logits": (lambda: ours_bounded, True),
-    "ours, both ways": (lambda: bidirectional.bidirectional_attention, False),
     "SDPA flash (no gate)": (lambda: plain_sdpa(SDPBackend.FLASH_ATTENTION), False),
     "SDPA cuDNN (no gate)": (lambda: plain_sdpa(SDPBackend.CUDNN_ATTENTION), False),
     "FlashAttention-2 (no gate)": (lambda: flash_attention("flash_attn"), False),
@@ -254,7 +253,7 @@ def attention_row(name, D, T, B, H, device, limits):
         row["difference_from_ours"] = ((actual - expected).float().norm() / expected.float().norm()).item()
     inputs = draw(B, H, T, D, device)
     seconds = seconds_in_turn(both_passes(attention, inputs), device)
-    flop = flops(B, H, T, D) * (2 if name == "ours, both ways" else 1)
+    flop = flops(B, H, T, D)
     moved = bytes_moved(B, H, T, D, inputs[0].itemsize)
     for direction, work, traffic in (("forward", flop, moved[0]), ("backward", 2.5 * flop, moved[1])):
         median = statistics.median(seconds[direction])
