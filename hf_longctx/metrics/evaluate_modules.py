@@ -16,11 +16,11 @@ import json
 import os
 from collections import defaultdict
 from dataclasses import fields
-from numbers import Integral
 from pathlib import Path
 
 import numpy as np
 
+from .checks import positive_int
 from .curve.protocol import default_lengths, scored_tokens
 from .curve.result import CurvePoint, ForgettingCurve
 from .loss.result import PositionLoss
@@ -371,9 +371,7 @@ def check_bases(bases, context_lengths, head_dim: int) -> dict:
         raise ValueError(
             f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
         )
-    for n in context_lengths:
-        if not isinstance(n, Integral) or n < 2:
-            raise ValueError(f"a context of {n!r} tokens cannot be checked; it must be an integer, 2 or more.")
+    context_lengths = [positive_int("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
     base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]

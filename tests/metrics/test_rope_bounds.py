@@ -6,11 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.rope.bounds import (
-    rope_context_bound,
-    rope_decay,
-    rope_inv_freq,
-)
+from hf_longctx.metrics.rope.bounds import rope_context_bound, rope_decay, rope_inv_freq
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +22,7 @@ def cosine_sum(m, base, head_dim):
 # --- eq. 16 ---
 
 
-def random_cases(n=30):
+def random_cases(n=12):
     rng = np.random.default_rng(0)
     return [
         (int(rng.integers(0, 1 << 20)), float(np.exp(rng.uniform(0.1, 19))), 2 * int(rng.integers(1, 129)))
@@ -106,32 +102,3 @@ def test_violations_of_table_4(method, counts):
 def test_golden_context_bounds(data):
     for row in data["L_theta"]:
         assert rope_context_bound(base=row["base"], head_dim=row["head_dim"]) == row["L_theta"], row
-
-
-# --- bad input ---
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: rope_inv_freq(1.0, 128), "base is 1.0"),
-        (lambda: rope_inv_freq(float("nan"), 128), "base is nan"),
-        (lambda: rope_inv_freq(float("inf"), 128), "base is inf"),
-        (lambda: rope_inv_freq("1e4", 128), "base is '1e4'"),
-        (lambda: rope_inv_freq(1e4, 127), "head_dim is 127"),
-        (lambda: rope_inv_freq(1e4, 0), "head_dim is 0"),
-        (lambda: rope_inv_freq(1e4, 64.0), "head_dim is 64.0"),
-        (lambda: rope_decay(1), "either base and head_dim"),
-        (lambda: rope_decay(1, base=10.0), "head_dim is None"),
-        (lambda: rope_decay(1, base=10.0, head_dim=4, inv_freq=[1.0]), "either base and head_dim"),
-        (lambda: rope_decay(1, inv_freq=[]), "non-empty"),
-        (lambda: rope_decay(1, inv_freq=[[1.0]]), "non-empty"),
-        (lambda: rope_decay(1, inv_freq=[1.0, float("nan")]), "inv_freq holds"),
-        (lambda: rope_decay(1, inv_freq=[-1.0]), "inv_freq holds"),
-        (lambda: rope_decay([1, float("inf")], base=10.0, head_dim=4), "m holds"),
-        (lambda: rope_context_bound(base=10.0, head_dim=4, limit=0), "limit is 0"),
-    ],
-)
-def test_bad_input_is_refused(call, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        call()

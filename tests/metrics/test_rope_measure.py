@@ -112,11 +112,20 @@ def test_minimum_base_is_eq_18():
     assert (group.verdict, good.verdict) == ("violated", "holds")
 
 
-def test_minimum_base_is_left_out_where_it_says_nothing():
-    for name in ("partial", "proportional"):
-        group = only(rope_report(tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope(name))))
-        assert group.minimum_base is None and group.two_digit_base is None
-    assert only(rope_report(llama(), minimum_base=False)).minimum_base is None
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope("partial")), "half of the head or more"),
+        (tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope("proportional")), "exponents of its own"),
+        (llama(max_position_embeddings=2_000_000), "the search takes minutes beyond 1048576 tokens"),
+    ],
+    ids=["half at rest", "proportional", "long"],
+)
+def test_minimum_base_is_left_out_where_it_says_nothing(config, reason):
+    before = config.to_json_string()
+    report = rope_report(config)
+    assert only(report).minimum_base is None and reason in str(report)
+    assert config.to_json_string() == before
 
 
 # --- what is read ---
@@ -147,12 +156,8 @@ def test_layer_types_have_their_own_base_and_reach():
         rope_parameters={"sliding_attention": rope("default", 50.0), "full_attention": rope("linear", 900.0)},
     )
     sliding, full = rope_report(config, minimum_base=False).groups
-    assert (sliding.layer_type, sliding.layers, sliding.base, sliding.max_distance) == (
-        "sliding_attention",
-        2,
-        50.0,
-        31,
-    )
+    found = (sliding.layer_type, sliding.layers, sliding.base, sliding.max_distance)
+    assert found == ("sliding_attention", 2, 50.0, 31)
     assert (full.layer_type, full.layers, full.base, full.max_distance) == ("full_attention", 1, 900.0, 511)
     assert sliding.context_bound == rope_context_bound(base=50.0, head_dim=16)
     assert full.context_bound == rope_context_bound(inv_freq=rope_inv_freq(900.0, 16) / 4)
@@ -237,13 +242,6 @@ def test_models_without_rope_say_so(config, reason):
         rope_report(config)
 
 
-def test_config_is_left_alone():
-    config = llama(rope("yarn"))
-    before = config.to_json_string()
-    rope_report(config, context_length=99, minimum_base=False)
-    assert config.to_json_string() == before
-
-
 def test_frequencies_spoilt_by_a_cast_are_noticed():
     model = tf.LlamaModel(llama()).to(torch.bfloat16)
     report = rope_report(model, minimum_base=False)
@@ -292,11 +290,6 @@ def test_the_worst_group_decides():
         assert report.groups[0].verdict == ("holds" if window == 32 else "violated")
 
 
-def test_layers_with_rope_that_see_less_than_the_claim_are_said_to():
-    report = rope_report(tf.Llama4TextConfig(rope_parameters=rope("default", 1e6)), minimum_base=False)
-    assert report.holds and report.summary().endswith("chunked_attention: up to distance 8191")
-
-
 MISTRAL = dict(head_dim=128, max_position_embeddings=32768, sliding_window=None)
 
 
@@ -322,13 +315,6 @@ def test_the_base_above_which_none_fails_is_beside_the_minimum():
     assert f"none does above {bound.settled_base:.7g}" in str(group)
     unsettled = str(dataclasses.replace(group, settled_base=None))
     assert "some fail again, up to" in unsettled and "none does" not in unsettled
-
-
-def test_a_missing_minimum_base_is_explained():
-    long = llama(max_position_embeddings=2_000_000)
-    assert "not computed: the search takes minutes beyond 1048576 tokens" in str(rope_report(long))
-    proportional = tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope("proportional"))
-    assert "exponents of its own" in str(rope_report(proportional))
 
 
 def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):

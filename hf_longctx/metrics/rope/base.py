@@ -11,19 +11,22 @@ Taylor's theorem proves every step between two evaluations; the evaluations them
 1e-8 in B_m at m = 1e6), which are not enclosed.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from itertools import count
 
 import numpy as np
 
+from ..checks import positive_int
 from .bounds import (
     EPS,
-    cis,
+    complex_exponential,
     exponents,
-    is_int,
-    positive_int,
+    imag_product,
     real_product,
     rope_context_bound,
     rope_inv_freq,
@@ -32,17 +35,17 @@ from .bounds import (
 )
 
 
-# How `_infima` and `_next_root` share distances out: WIDTH consecutive ones are one row of a matrix product.
+# Distances are evaluated in rows of WIDTH consecutive ones: a row is a row of one matrix product.
 WIDTH = 256
 POOL = 64  # rows tried before all are evaluated; more rows cost more per try, fewer are exhausted sooner
 BATCH = 32  # rows re-examined together
 
-TAU = Decimal("6.28318530717958647692528676655900576839433879875021")
+TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
 
 @dataclass(frozen=True)
 class RopeBaseBound:
-    """Which bases satisfy B_m >= 0 for all m <= context_length. Bases are numbers above 1; widths are relative.
+    """The bases that satisfy B_m >= 0 for all m <= context_length. Bases are numbers above 1; widths are relative.
 
     Attributes:
         context_length: L, in tokens of distance.
@@ -71,13 +74,13 @@ class RopeBaseBound:
         """(window_end - base) / base."""
         return None if self.window_end is None else (self.window_end - self.base) / self.base
 
-    def __str__(self):
-        still = f" and {self.non_rotary_dims} dimensions that do not rotate" if self.non_rotary_dims else ""
+    def __str__(self) -> str:
+        at_rest = f" and {self.non_rotary_dims} dimensions that do not rotate" if self.non_rotary_dims else ""
         window = "is open" if self.window_end is None else f"is {self.window_width:.2g} of it wide"
         settled = "none" if self.settled_base is None else f"{self.settled_base:.10g}"
         return "\n".join(
             (
-                f"RoPE bases with B_m >= 0 for m = 0..{self.context_length}, head dimension {self.head_dim}{still}",
+                f"RoPE bases with B_m >= 0 for m = 0..{self.context_length}, head dimension {self.head_dim}{at_rest}",
                 f"  infimum (eq. 18)     {self.base:.10g}, first window {window}",
                 f"  first of two digits  {self.two_digit_base:.10g}",
                 f"  all admissible from  {settled}, up to {self.search_limit:.10g}",
@@ -88,7 +91,7 @@ class RopeBaseBound:
 def rope_base_bound(
     context_length: int, head_dim: int, *, non_rotary_dims: int = 0, search_ratio: float = 16.0
 ) -> RopeBaseBound:
-    """The smallest base for a context length (eq. 18), exactly, and what it is worth in practice.
+    """Find the smallest base for a context length (eq. 18), exactly, and what it is worth in practice.
 
     Args:
         context_length: L in tokens: B_m >= 0 is asked for m = 0..L. A context of N tokens needs L = N - 1 only.
@@ -113,11 +116,13 @@ def rope_base_bound(
     if not (math.isfinite(search_ratio) and search_ratio > 1):
         raise ValueError(f"search_ratio is {search_ratio!r}; it multiplies the smallest base and must be above 1.")
     length = positive_int("context_length", context_length)
+    # In u = ln base: the infimum, the first violation above it, and the last one below the end of the search.
     ((_, start, critical),) = _infima(family, [length])
     base = family.base_at_root(start, critical)
     end = start + math.log(search_ratio)
     window = _next_root(family, start, end, length)
     settled = (start, critical) if window is None else _next_root(family, end, start, length)
+    assert settled is not None  # the infimum itself is a root on the way down
     return RopeBaseBound(
         context_length=length,
         head_dim=head_dim,
@@ -131,8 +136,8 @@ def rope_base_bound(
     )
 
 
-def rope_base_table(context_lengths, head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
-    """base_L of eq. 18 for several lengths in one sweep, which costs no more than the largest of them alone.
+def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
+    """Find base_L of eq. 18 for several lengths in one sweep, which costs no more than the largest of them alone.
 
     Arguments and errors are those of `rope_base_bound`; the result maps each length to its infimum.
     """
@@ -140,10 +145,12 @@ def rope_base_table(context_lengths, head_dim: int, *, non_rotary_dims: int = 0)
     return {length: family.base_at_root(u, m) for length, u, m in _infima(family, _lengths(context_lengths))}
 
 
-def rope_base_scan(context_lengths, head_dim: int, *, digits: int = 2, non_rotary_dims: int = 0) -> dict[int, float]:
-    """The first admissible base among those of so many significant digits, for several lengths.
+def rope_base_scan(
+    context_lengths: Iterable[int], head_dim: int, *, digits: int = 2, non_rotary_dims: int = 0
+) -> dict[int, float]:
+    """Find the first admissible base among those of so many significant digits, for several lengths.
 
-    This is what one would write into a config. It says nothing about bases above or between.
+    One would write such a base into a config. It says nothing about bases above or between.
     Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
@@ -156,44 +163,50 @@ class _DecayFamily:
     dB/du = m sum x theta sin(m theta), and |d2B/du2| <= K = m^2 sum (x theta)^2 + m sum x^2 theta, which falls with u.
     """
 
-    def __init__(self, head_dim, non_rotary_dims):
+    def __init__(self, head_dim: int, non_rotary_dims: int):
         self.x = exponents(head_dim)
         if head_dim < 4:
             raise ValueError("head_dim is 2; its one frequency is 1 whatever the base is. A bound needs at least 4.")
-        if not is_int(non_rotary_dims) or non_rotary_dims < 0 or non_rotary_dims % 2:
+        if non_rotary_dims < 0 or non_rotary_dims % 2:
             raise ValueError(f"non_rotary_dims is {non_rotary_dims!r}; it must be an even integer, 0 or more.")
         self.head_dim, self.constant = head_dim, non_rotary_dims // 2
 
-    def at(self, m, u):
-        """B, dB/du and K at u, each (k,), for distances m, (k,)."""
+    def at(self, m: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return B, dB/du and K at u, each (k,), for distances m, (k,)."""
         theta = np.exp(-u * self.x)
         angle = np.multiply.outer(m, theta)
         value = np.cos(angle).sum(-1) + self.constant
         return value, m * (np.sin(angle) @ (self.x * theta)), self.curvature(m, theta)
 
-    def at_rows(self, starts, u):
-        """B, dB/du, K and m, each (k, WIDTH), for the distances m = start + 0..WIDTH-1."""
+    def at_rows(self, starts: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return B, dB/du, K and m, each (k, WIDTH), for the distances m = start + 0..WIDTH-1."""
         theta = np.exp(-u * self.x)
-        coarse, fine = cis(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
+        coarse, fine = complex_exponential(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
         m = starts[:, None] + np.arange(WIDTH)
         slope = m * imag_product(coarse, fine * (self.x * theta)[:, None])
         return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
 
-    def curvature(self, m, theta):
+    def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
+        """Return K, of the shape of m."""
         x_theta = self.x * theta
         return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # above 0 at m = 0 too
 
-    def rounding(self, m, u):
+    def rounding(self, m: np.ndarray, u: float) -> np.ndarray:
+        """Bound the rounding of B at u."""
         return rounding_error(m, np.exp(-u * self.x))
 
-    def negative_among(self, starts, u, length):
-        """Distances m <= length in the given rows with B_m < 0 at u; a sample of them if there are many."""
+    def negative_among(self, starts: np.ndarray, u: float, length: int) -> np.ndarray:
+        """Return distances m <= length in the given rows with B_m < 0 at u; a sample of them if there are many."""
         theta = np.exp(-u * self.x)
-        value = real_product(cis(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH))
-        return self._negative(value + self.constant, starts, u, length)
+        coarse = complex_exponential(np.multiply.outer(theta, starts))
+        return self._negative(real_product(coarse, rotations(theta, 0, 1, WIDTH)) + self.constant, starts, u, length)
 
-    def first_negative(self, u, length):
-        """The same among all m <= length, in ranges that double until there are some; and the lowest rows met."""
+    def first_negative(self, u: float, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same among all m <= length, in ranges that double until there are some.
+
+        Returns:
+            distances, (k,), and the starts of the POOL lowest rows met, where the next violations are likely.
+        """
         theta = np.exp(-u * self.x)
         fine = rotations(theta, 0, 1, WIDTH)
         lowest, row, rows = [], 0, 8
@@ -206,19 +219,23 @@ class _DecayFamily:
             if len(negative) or row * WIDTH > length:
                 return negative, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
 
-    def _negative(self, value, starts, u, length):
-        """Those of the rows' distances m <= length whose B_m, evaluated once more by cosines, is below rounding."""
+    def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
+        """Return the distances m <= length whose B_m, evaluated once more by cosines, is below rounding."""
         row, column = np.nonzero(value < 0)
         m = starts[row] + column
         m = m[m <= length]
-        for sample in (m[:: len(m) // 64 + 1], m):
+        negative = m[:0]
+        for sample in (m[:: len(m) // 64 + 1], m):  # one violation suffices, so a sample first
             negative = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
             if len(negative):
                 break
         return negative
 
-    def base_at_root(self, u, m):
-        """The base near exp(u) at which B_m = 0, by Newton with 40-digit angles: those of float64 cost two digits."""
+    def base_at_root(self, u: float, m: int | None) -> float:
+        """Return the base near exp(u) at which B_m = 0.
+
+        Newton's method, with angles of 40 digits: those of float64 cost two digits of the base.
+        """
         if m is None:
             return math.exp(u)
         with localcontext() as context:
@@ -226,18 +243,21 @@ class _DecayFamily:
             base = Decimal(math.exp(u))
             for _ in range(3):
                 theta = [base ** (Decimal(-2 * i) / self.head_dim) for i in range(len(self.x))]
-                angle = np.array([float(m * t % TAU) for t in theta])
+                angle = np.array([float(m * t % TWO_PI) for t in theta])
                 slope = m * (np.sin(angle) @ (self.x * np.array(theta, dtype=np.float64)))
                 base -= base * Decimal((np.cos(angle).sum() + self.constant) / slope)
             return float(base)
 
 
-def _infima(family, lengths):
-    """Yields (L, u, m) for ascending L: exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
+def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
+    """Find the infimum for each length, ascending.
 
-    Sweep u upwards from 0. Where some B_m < 0 with m <= L, no base is admissible as long as Taylor's bound keeps it
-    negative: follow that m to its root. Where there is none, the infimum is found. Any violator proves a step, so the
+    u sweeps upwards from 0. Where some B_m < 0 with m <= L, no base is admissible as long as Taylor's bound keeps it
+    negative: follow that m to its root. Where there is none, the infimum is found. Any violation proves a step, so the
     rows that were lowest at the last full evaluation are tried first, and all are evaluated only when those fail.
+
+    Yields:
+        (L, u, m): exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
     """
     u, critical, lowest = 0.0, None, np.zeros(1, dtype=int)
     for length in lengths:
@@ -247,26 +267,38 @@ def _infima(family, lengths):
                 negative, lowest = family.first_negative(u, length)
             if not len(negative):
                 break
-            u, critical = _cross(family, negative, u)
+            u, critical = _step_past_violation(family, negative, u)
         yield length, u, critical
 
 
-def _cross(family, m, u):
-    """Of the distances m, negative at u, take the one that stays so the furthest; (u', m) at its root to the right."""
-    furthest = np.argmax(_reach(*family.at(m, u)))
+def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
+    """Move u to where one of the violated distances is no longer violated.
+
+    Args:
+        m: distances with B_m < 0 at u, (k,). The one that provably stays negative for the longest step is followed,
+            as it rules out the most bases.
+
+    Returns:
+        the root of its B_m next above u, and that distance.
+    """
+    furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
     m = m[furthest : furthest + 1]
     while True:
         value, slope, curvature = family.at(m, u)
-        step = _reach(value, slope, curvature)[0]
+        step = _sign_keeping_step(value, slope, curvature)[0]
         if value[0] >= 0 or step <= EPS * u:
             return u, int(m[0])
-        u += step
+        u += step  # every base up to here violates the bound at m
 
 
-def _next_root(family, u, end, length):
-    """The first place from u towards end where some B_m, m <= length, meets 0 and falls: (u', m), or None.
+def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
+    """Find the first place from u towards end where some B_m, m <= length, meets 0 and falls.
 
-    Every row of distances remembers how far it is proven non-negative; those with the least proof are re-examined.
+    Every row of distances remembers how far from u it is proven non-negative; the rows with the least proof are
+    evaluated again where their proof ends.
+
+    Returns:
+        the place and the distance m, or None.
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))
@@ -277,36 +309,40 @@ def _next_root(family, u, end, length):
         if proven[rows].min() >= abs(end - u):
             return None
         value, slope, curvature, m = family.at_rows(starts[rows], v)
-        reach = _reach(np.maximum(value, 0), towards * slope, curvature * math.exp(2 * stride))
-        reach[value < -family.rounding(m, v)] = 0
-        reach[m > length] = np.inf
-        nearest = np.unravel_index(reach.argmin(), reach.shape)
-        if reach[nearest] <= 4 * EPS * v:
+        step = _sign_keeping_step(np.maximum(value, 0), towards * slope, curvature * math.exp(2 * stride))
+        step[value < -family.rounding(m, v)] = 0
+        step[m > length] = np.inf  # the last row may reach beyond the length
+        nearest = np.unravel_index(step.argmin(), step.shape)
+        if step[nearest] <= 4 * EPS * v:
             return v, int(m[nearest])
-        proven[rows] = np.maximum(proven[rows], proven[rows].min() + np.minimum(reach.min(1), stride))
+        proven[rows] = np.maximum(proven[rows], proven[rows].min() + np.minimum(step.min(1), stride))
 
 
-def _reach(value, slope, curvature):
-    """The largest z such that f keeps its sign on [0, z] if f(0) = value, f'(0) = slope and |f''| <= curvature."""
+def _sign_keeping_step(value: np.ndarray, slope: np.ndarray, curvature: np.ndarray) -> np.ndarray:
+    """Return the largest z such that f keeps its sign on [0, z] if f(0) = value, f'(0) = slope and |f''| <= curvature.
+
+    By Taylor, f keeps its sign while |value| + away z - curvature z^2 / 2 > 0, `away` being the slope away from 0.
+    """
     away = np.where(value < 0, -slope, slope)
     return (away + np.sqrt(away**2 + 2 * curvature * np.abs(value))) / curvature
 
 
-def _scan(family, lengths, digits, start):
-    """{L: first base >= start with so many digits and B_m >= 0 for m = 0..L}, for ascending lengths."""
+def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: float) -> dict[int, float]:
+    """Return {L: first base >= start with so many digits and B_m >= 0 for m = 0..L}, for ascending lengths."""
     table, left = {}, list(lengths)
-    still = np.zeros(family.constant)
-    for base in _ladder(digits, start):
-        theta = np.append(rope_inv_freq(base, family.head_dim), still)
+    at_rest = np.zeros(family.constant)
+    bases = _bases_of(digits, start)
+    while left:
+        base = next(bases)
+        theta = np.append(rope_inv_freq(base, family.head_dim), at_rest)
         reach = rope_context_bound(inv_freq=theta, limit=left[-1])
         while left and (reach is None or left[0] <= reach):
             table[left.pop(0)] = base
-        if not left:
-            return table
+    return table
 
 
-def _ladder(digits, start):
-    """All numbers of so many significant digits above 1 and not below start, ascending."""
+def _bases_of(digits: int, start: float) -> Iterator[float]:
+    """Yield all numbers of so many significant digits above 1 and not below start, ascending."""
     for exponent in count(math.floor(math.log10(start))):
         for mantissa in range(10 ** (digits - 1), 10**digits):
             base = float(f"{mantissa}e{exponent - digits + 1}")
@@ -314,13 +350,6 @@ def _ladder(digits, start):
                 yield base
 
 
-def imag_product(coarse, fine):
-    """Im(coarse^T fine), (A, B): sines of summed angles."""
-    return np.concatenate([coarse.imag, coarse.real]).T @ np.concatenate([fine.real, fine.imag])
-
-
-def _lengths(context_lengths):
-    lengths = sorted({positive_int("context_lengths", length) for length in context_lengths})
-    if not lengths:
-        raise ValueError("context_lengths is empty; give at least one length in tokens.")
-    return lengths
+def _lengths(context_lengths: Iterable[int]) -> list[int]:
+    """Return the lengths sorted, each once."""
+    return sorted({positive_int("context_lengths", length) for length in context_lengths})

@@ -14,27 +14,45 @@ screening number: stacked layers see further than one layer (sec. 4.3). Everythi
 """
 
 import math
-from numbers import Integral, Real
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
-EPS = np.finfo(np.float64).eps
+EPS = float(np.finfo(np.float64).eps)
 
 
 def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
-    """theta_i = base^(-2i/head_dim), the frequencies of plain RoPE in radians per token; (head_dim / 2,) float64.
+    """Return theta_i = base^(-2i/head_dim), the frequencies of plain RoPE in radians per token.
+
+    Returns:
+        (head_dim / 2,) float64.
 
     Raises:
         ValueError: base is not a finite number above 1, or head_dim is not an even positive integer.
     """
-    if not (isinstance(base, Real) and math.isfinite(base) and base > 1):
+    if isinstance(base, str) or not 1 < base < math.inf:  # NaN is not
         raise ValueError(f"base is {base!r}; RoPE needs a finite base above 1, so that its frequencies decrease.")
     return float(base) ** -exponents(head_dim)
 
 
-def rope_decay(m, *, base=None, head_dim=None, inv_freq=None):
-    """B_m = sum_i cos(m theta_i), eq. 16: how much a similar key beats a random one.
+def exponents(head_dim: int) -> np.ndarray:
+    """Return x_i = 2i / head_dim, (head_dim / 2,)."""
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim!r}; it must be an even positive integer: RoPE rotates pairs.")
+    return np.arange(0, head_dim, 2) / head_dim
+
+
+def rope_decay(
+    m: Any,
+    *,
+    base: float | None = None,
+    head_dim: int | None = None,
+    inv_freq: Sequence[float] | np.ndarray | None = None,
+) -> Any:
+    """Compute B_m = sum_i cos(m theta_i), eq. 16: how much a similar key beats a random one.
 
     Args:
         m: relative distances in tokens: a number, an array of any shape, or a `range`. A range of n distances costs
@@ -46,7 +64,7 @@ def rope_decay(m, *, base=None, head_dim=None, inv_freq=None):
         float64, of the shape of m; a float if m is a number. The error is about 2e-16 * m * sqrt(sum theta^2).
 
     Raises:
-        ValueError: a value above is missing, given twice or out of its range, or m is not finite.
+        ValueError: a value above is missing, given twice or out of its range.
 
     >>> rope_decay([0, 58, 59], base=100, head_dim=128).round(3).tolist()
     [64.0, 0.072, -0.51]
@@ -55,32 +73,35 @@ def rope_decay(m, *, base=None, head_dim=None, inv_freq=None):
     if isinstance(m, range):
         return _decay_range(theta, m.start, m.step, len(m))
     m = np.asarray(m, dtype=np.float64)
-    if not np.isfinite(m).all():
-        raise ValueError("m holds NaN or infinity; it must hold distances in tokens.")
     chunks = np.array_split(m.ravel(), m.size // 65536 + 1)  # bounds the (m, n) table of angles
     decay = np.concatenate([np.cos(np.multiply.outer(chunk, theta)).sum(-1) for chunk in chunks])
     return decay.reshape(m.shape)[()]
 
 
-def rope_context_bound(*, base=None, head_dim=None, inv_freq=None, limit: int = 1 << 22) -> int | None:
-    """L_theta of eq. 17: the largest distance up to which B_m never is negative.
+def rope_context_bound(
+    *,
+    base: float | None = None,
+    head_dim: int | None = None,
+    inv_freq: Sequence[float] | np.ndarray | None = None,
+    limit: int = 1 << 22,
+) -> int | None:
+    """Compute L_theta of eq. 17: the largest distance up to which B_m never is negative.
 
     Args:
         base, head_dim, inv_freq: as for `rope_decay`.
         limit: the last distance looked at, in tokens.
 
     Returns:
-        L_theta as an int, so that B_m < 0 at m = L_theta + 1 and a context of L_theta + 1 tokens is covered; or None
-        if B_m >= 0 for all m up to and including limit. Values within float64 rounding of 0 count as 0.
+        L_theta, so that B_m < 0 at m = L_theta + 1 and a context of L_theta + 1 tokens is covered; or None if
+        B_m >= 0 for all m up to and including limit. Values within float64 rounding of 0 count as 0.
 
     Raises:
-        ValueError: as `rope_decay`, or limit is not a positive integer.
+        ValueError: as `rope_decay`.
 
     >>> rope_context_bound(base=10_000, head_dim=128)
     1706
     """
     theta = _frequencies(base, head_dim, inv_freq)
-    limit = positive_int("limit", limit)
     first, size = 0, 1024  # blocks that double: stop early, waste little
     while first <= limit:
         size = min(size, limit + 1 - first)
@@ -93,10 +114,33 @@ def rope_context_bound(*, base=None, head_dim=None, inv_freq=None, limit: int = 
     return None
 
 
-def _decay_range(theta, first, step, size):
-    """B at first, first + step, ...: write m = a + b with a on a coarse and b on a fine grid of about sqrt(size) each.
+def _frequencies(
+    base: float | None, head_dim: int | None, inv_freq: Sequence[float] | np.ndarray | None
+) -> np.ndarray:
+    """Return the frequencies as float64, (n,), from either way to give them."""
+    if inv_freq is None:
+        if base is None or head_dim is None:
+            raise ValueError("Give either base and head_dim (plain RoPE) or inv_freq.")
+        return rope_inv_freq(base, head_dim)
+    theta = np.asarray(inv_freq, dtype=np.float64)
+    if base is not None or head_dim is not None:
+        raise ValueError("Give either base and head_dim (plain RoPE) or inv_freq, and not both.")
+    if theta.ndim != 1 or not len(theta) or not (np.isfinite(theta) & (theta >= 0)).all():
+        raise ValueError(
+            f"inv_freq has shape {theta.shape} and may hold a negative or infinite value; it must be a vector of one or "
+            "more frequencies >= 0, in radians per token."
+        )
+    return theta
 
-    cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t), summed over t, is one (A, 2n) @ (2n, B) product.
+
+# Sums of cosines at many distances ----------------------------------------------------------------------------------
+
+
+def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndarray:
+    """Return B at first, first + step, ..., (size,).
+
+    m = a + b with a on a coarse and b on a fine grid of about sqrt(size) each: cos(m t) = cos(a t) cos(b t) -
+    sin(a t) sin(b t), summed over t, is one (A, 2n) @ (2n, B) product.
     """
     width = 1 << (size.bit_length() // 2)
     coarse = rotations(theta, first, step * width, -(-size // width))
@@ -104,63 +148,36 @@ def _decay_range(theta, first, step, size):
     return real_product(coarse, fine).ravel()[:size]
 
 
-def rotations(theta, first, step, size):
-    """exp(i (first + k step) theta) for k < size, (n, size) complex: each doubling takes one sine per frequency."""
+def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
+    """Return exp(i (first + k step) theta) for k < size, (n, size) complex; each doubling takes n sines."""
     z = np.empty((len(theta), size), dtype=np.complex128)
-    z[:, :1] = cis(first * theta[:, None])
+    z[:, :1] = complex_exponential(first * theta[:, None])
     done = 1
     while done < size:
         more = min(done, size - done)
-        np.multiply(z[:, :more], cis(step * done * theta[:, None]), out=z[:, done : done + more])
+        rotation = complex_exponential(step * done * theta[:, None])
+        np.multiply(z[:, :more], rotation, out=z[:, done : done + more])
         done += more
     return z
 
 
-def cis(angle):
+def complex_exponential(angle: np.ndarray) -> NDArray[np.complex128]:
+    """Return exp(i angle); faster than numpy's `exp` of an imaginary array."""
     z = np.empty(angle.shape, dtype=np.complex128)
     z.real, z.imag = np.cos(angle), np.sin(angle)
     return z
 
 
-def real_product(coarse, fine):
-    """Re(coarse^T fine), (A, B): cosines of summed angles."""
+def real_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -> np.ndarray:
+    """Return Re(coarse^T fine), (A, B): cosines of summed angles, summed over frequencies."""
     return np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
 
 
-def rounding_error(m, theta):
-    """What float64 may add to B_m: every angle m theta_i is off by a rounding or two, every cosine too."""
+def imag_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -> np.ndarray:
+    """Return Im(coarse^T fine), (A, B): sines of summed angles, summed over frequencies."""
+    return np.concatenate([coarse.imag, coarse.real]).T @ np.concatenate([fine.real, fine.imag])
+
+
+def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
+    """Bound what float64 adds to B_m: every angle m theta_i is off by a rounding or two, every cosine too."""
     return 4 * EPS * (m * theta.sum() + len(theta))
-
-
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def exponents(head_dim):
-    """x_i = 2i / head_dim."""
-    if not is_int(head_dim) or head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim!r}; it must be an even positive integer: RoPE rotates pairs.")
-    return np.arange(0, head_dim, 2) / head_dim
-
-
-def _frequencies(base, head_dim, inv_freq):
-    """The frequencies as float64, (n,), from either way to give them."""
-    if (inv_freq is None) == (base is None and head_dim is None):
-        raise ValueError("Give either base and head_dim (plain RoPE) or inv_freq, and not both.")
-    theta = rope_inv_freq(base, head_dim) if inv_freq is None else np.asarray(inv_freq, dtype=np.float64)
-    if theta.ndim != 1 or not len(theta):
-        raise ValueError(f"inv_freq has shape {theta.shape}; it must be a non-empty vector of frequencies.")
-    if not (np.isfinite(theta) & (theta >= 0)).all():
-        raise ValueError(
-            "inv_freq holds a negative, NaN or infinite value; frequencies are >= 0, in radians per token."
-        )
-    return theta
-
-
-def positive_int(name, value):
-    if not is_int(value) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a positive integer.")
-    return int(value)
-
-
-def is_int(value):
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The rotary embeddings that a config of transformers tells of: groups of layers, their frequencies and their reach.
+"""The rotary embeddings that a config of transformers describes: groups of layers, their frequencies and their reach.
 
 Full attention must tell tokens apart up to distance claimed context - 1, sliding attention up to window - 1. A group
 has the frequencies that its scaling type gives (by transformers' own functions), or those in the buffers of a model.
@@ -7,9 +7,7 @@ has the frequencies that its scaling type gives (by transformers' own functions)
 from __future__ import annotations
 
 import copy
-import math
-from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,10 +22,23 @@ ROPE_ON_SLIDING_LAYERS_ONLY = (
 # What partial_rotary_factor is called in code on the Hub.
 PARTIAL_IN_REMOTE_CODE = ("rotary_pct", "rope_pct", "rotary_emb_fraction")
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
+# Settings with which a model has no RoPE unless they have one of these values.
+ROPE_UNLESS = {"alibi": (False, None), "use_mem_rope": (True,), "position_embedding_type": ("rope", "rotary")}
 
 
 class NoRopeError(ValueError):
-    """The model has no rotary position embedding."""
+    """The model has no rotary position embedding.
+
+    Args:
+        config: of the model.
+        reason: what shows it.
+    """
+
+    def __init__(self, config: Any, reason: str):
+        super().__init__(
+            f"{type(config).__name__} has no rotary position embedding that its config tells of, so RoPE bounds "
+            f"nothing: {reason}."
+        )
 
 
 class Rope(NamedTuple):
@@ -39,8 +50,13 @@ class Rope(NamedTuple):
     head_dim: int
 
 
-def with_rope_parameters(config):
-    """A copy of the text decoder's config, its RoPE spelled as `rope_parameters` whatever it was spelled as."""
+def with_rope_parameters(config: Any) -> Any:
+    """Return a copy of the text decoder's config, with its RoPE in `rope_parameters` whatever it was spelled as.
+
+    Raises:
+        NoRopeError: there is none.
+        ValueError: this is not a config of transformers.
+    """
     from transformers import PreTrainedConfig
 
     if not isinstance(config, PreTrainedConfig):
@@ -48,156 +64,137 @@ def with_rope_parameters(config):
             f"rope_report got a {type(config).__name__}; it needs a PreTrainedModel or a PreTrainedConfig, such as "
             "AutoConfig.from_pretrained(NAME)."
         )
-    config = copy.deepcopy(config.get_text_config(decoder=True))
+    copied: Any = copy.deepcopy(config.get_text_config(decoder=True))
     for name in PARTIAL_IN_REMOTE_CODE:
-        if getattr(config, "partial_rotary_factor", None) is None and getattr(config, name, None) is not None:
-            config.partial_rotary_factor = getattr(config, name)
-    if config.model_type in BASE_IN_CODE:
-        config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not parameters and getattr(config, "rope_theta", None) is None:
-        raise NoRopeError(f"{no_rope(config)}: neither rope_parameters nor rope_theta is set.")
-    for name, on in (
-        ("alibi", (False, None)),
-        ("use_mem_rope", (True,)),
-        ("position_embedding_type", ("rope", "rotary")),
-    ):
-        if getattr(config, name, on[0]) not in on:
-            raise NoRopeError(f"{no_rope(config)}: {name} is {getattr(config, name)!r}.")
-    if parameters and not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters is {parameters!r}; it must be a dictionary, or one per layer type.")
-    config.rope_parameters = parameters or {}
-    config.standardize_rope_params()
-    return config
+        if getattr(copied, "partial_rotary_factor", None) is None and getattr(copied, name, None) is not None:
+            copied.partial_rotary_factor = getattr(copied, name)
+    if copied.model_type in BASE_IN_CODE:
+        copied.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[copied.model_type]}
+    parameters = getattr(copied, "rope_parameters", None) or getattr(copied, "rope_scaling", None)
+    if not parameters and getattr(copied, "rope_theta", None) is None:
+        raise NoRopeError(copied, "neither rope_parameters nor rope_theta is set")
+    for name, values in ROPE_UNLESS.items():
+        if getattr(copied, name, values[0]) not in values:
+            raise NoRopeError(copied, f"{name} is {getattr(copied, name)!r}")
+    copied.rope_parameters = parameters or {}
+    copied.standardize_rope_params()
+    return copied
 
 
-def claim(config, notes):
-    """(tokens of context that a config claims, where it says so)."""
-    claimed = _need(config, "max_position_embeddings")
+def claimed_context(config: Any, notes: list[str]) -> tuple[int, str]:
+    """Return the tokens of context that a config claims, and which setting claims them; adds to `notes`."""
+    claimed = required_int(config, "max_position_embeddings")
     name = getattr(config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     if claimed == getattr(type(config), name, None):
-        notes.append(_default(config, f"{name} = {claimed}"))
-    for parameters in _all_parameters(config):
-        factor, original = (parameters.get(name) for name in ("factor", "original_max_position_embeddings"))
-        yarn = parameters.get("rope_type") == "yarn" and _is_real(factor) and _is_real(original)
-        if yarn and factor * original > claimed:
+        notes.append(default_note(config, f"{name} = {claimed}"))
+    nested = [value for value in config.rope_parameters.values() if isinstance(value, dict)]
+    for parameters in nested or [config.rope_parameters]:
+        factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
+        if parameters.get("rope_type") == "yarn" and factor and original and factor * original > claimed:
             notes.append(f"max_position_embeddings is {claimed}; yarn claims {factor:g} times {original} tokens")
             return int(factor * original), "factor of yarn"
     return claimed, "max_position_embeddings"
 
 
-def assumptions(config, kind, base):
-    """What the config does not say and is assumed of the layers."""
+def assumptions(config: Any, kind: str, base: float) -> list[str]:
+    """Return notes on what the config does not say and is assumed of layers of this kind."""
+    notes = []
     if base == getattr(config, "default_theta", None) and config.model_type not in BASE_IN_CODE:
-        yield _default(config, f"base = {base:g}")
-    if "mrope_section" in _parameters(config, kind):
-        yield "multimodal RoPE (mrope) is judged on text, where all its sections count the same positions"
+        notes.append(default_note(config, f"base = {base:g}"))
+    if "mrope_section" in parameters_of(config, kind):
+        notes.append("multimodal RoPE (mrope) is judged on text, where all its sections count the same positions")
+    return notes
 
 
-def _default(config, setting):
+def default_note(config: Any, setting: str) -> str:
+    """Return a note on a setting that may stand in config.json or be the default of the class."""
     return f"{setting} is the default of {type(config).__name__}, and stands also where config.json names none"
 
 
-def _parameters(config, kind):
-    """The rope_parameters of one layer type."""
+def parameters_of(config: Any, kind: str) -> dict[str, Any]:
+    """Return the rope_parameters of one layer type."""
     nested = config.rope_parameters.get(kind)
     return nested if isinstance(nested, dict) else config.rope_parameters
 
 
-def _all_parameters(config):
-    """rope_parameters, or those of every layer type."""
-    nested = [value for value in config.rope_parameters.values() if isinstance(value, dict)]
-    return nested or [config.rope_parameters]
-
-
-def layer_groups(config):
-    """{(layer type, base): its layers' indices} over the attention layers; base 0 means no RoPE."""
+def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
+    """Group the attention layers: their indices by layer type and base; base 0 means without RoPE."""
     nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if sliding else "full_attention"] * _need(config, "num_hidden_layers")
-    if not isinstance(kinds, (list, tuple)) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"layer_types is {kinds!r}; it must be a list with one name for each layer.")
+        kinds = ["sliding_attention" if sliding else "full_attention"] * required_int(config, "num_hidden_layers")
     if nested and not set(nested) & set(kinds):  # named after something else, like DeepSeek-V4's "main" and "compress"
-        return {(key, _need_base(config.rope_parameters[key])): [] for key in nested}
+        return {(key, required_base(config.rope_parameters[key])): [] for key in nested}
 
-    groups = {}
+    groups: dict[tuple[str, float], list[int]] = {}
     for i, kind in enumerate(kinds):
         if kind in NOT_ATTENTION:
             continue
         if nested and kind not in config.rope_parameters:
             raise ValueError(f"rope_parameters has no entry for layer type {kind!r}; it has {', '.join(nested)}.")
         parameters = config.rope_parameters[kind] if nested else config.rope_parameters
-        base = 0 if parameters is None or not _rotates(config, i, kind) else _need_base(parameters)
+        base = 0 if parameters is None or not rotates(config, i, kind) else required_base(parameters)
         if getattr(config, "layer_rope_theta", None):
             base = config.layer_rope_theta[i]
         groups.setdefault((kind, base), []).append(i)
     return groups
 
 
-def _rotates(config, i, kind):
-    """Whether layer i rotates its queries and keys, as far as its config or the modeling code of its type tells."""
+def rotates(config: Any, i: int, kind: str) -> bool:
+    """Return whether layer i rotates queries and keys, as far as its config or the modeling code of its type tells."""
     if getattr(config, "no_rope_layers", None):
         return bool(config.no_rope_layers[i])  # 1 where there is RoPE, despite the name
     if config.model_type in ROPE_ON_SLIDING_LAYERS_ONLY and getattr(config, "sliding_window", None):
-        dense = (
-            getattr(config, "prefix_dense_sliding_window_pattern", None) == 1 and config.mlp_layer_types[i] == "dense"
-        )
-        return kind == "sliding_attention" or dense
+        prefix = getattr(config, "prefix_dense_sliding_window_pattern", None)
+        return kind == "sliding_attention" or (prefix == 1 and config.mlp_layer_types[i] == "dense")
     return True
 
 
-def _layer_config(config, layers):
-    """The config as these layers see it: some configs (Gemma 4's) give layers dimensions of their own."""
+def layer_config(config: Any, layers: list[int]) -> Any:
+    """Return the config of these layers: some configs (Gemma 4's) give layers dimensions of their own."""
     return config.per_layer_config[layers[0]] if layers and getattr(config, "is_heterogeneous", False) else config
 
 
-def window(config, kind, layers):
-    """How many tokens such a layer sees; None if all."""
+def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
+    """Return how many tokens such a layer sees; None if all."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
-    tokens = getattr(_layer_config(config, layers), name, None) if name else None
-    if tokens is not None and (not _is_integer(tokens) or tokens < 2):
-        raise ValueError(f"{name} is {tokens!r}; it must be an integer, 2 tokens or more, or None for no window.")
+    tokens = getattr(layer_config(config, layers), name, None) if name else None
+    if tokens is not None and tokens < 2:
+        raise ValueError(f"{name} is {tokens!r}; it must be 2 tokens or more, or None for no window.")
     return tokens
 
 
-def frequencies(config, kind, base, layers, claimed):
-    """The group's frequencies by its rope type, at a length of `claimed` tokens for types that depend on it."""
+def rope_of_layers(config: Any, kind: str, base: float, layers: list[int], claimed: int) -> Rope:
+    """Compute the frequencies of a group by its rope type.
+
+    Args:
+        claimed: tokens of context, for types whose frequencies depend on the length.
+
+    Raises:
+        ValueError: the parameters are incomplete, or give what is not a frequency.
+        NotImplementedError: the rope type is unknown.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = _parameters(config, kind)
+    parameters = parameters_of(config, kind)
     parameters["rope_theta"] = base
-    layer = _layer_config(config, layers)
+    layer = layer_config(config, layers)
     if getattr(layer, "head_dim", None) is None:
-        layer.head_dim = _need(layer, "hidden_size") // _need(layer, "num_attention_heads")
-    head_dim = _need(layer, "head_dim")
-    rope_type, factor = parameters["rope_type"], parameters.get("factor")
-    if factor is not None and not (_is_real(factor) and factor > 0):
-        raise ValueError(
-            f"factor is {factor!r} in rope_parameters of type {rope_type!r}; it must be a number above 0."
-        )
+        layer.head_dim = required_int(layer, "hidden_size") // required_int(layer, "num_attention_heads")
+    head_dim, rope_type = required_int(layer, "head_dim"), parameters["rope_type"]
     if rope_type == "default":
-        share = parameters.get("partial_rotary_factor", 1.0)
-        rotary_dim = int(head_dim * share) if _is_real(share) and 0 < share <= 1 else 0
-        if config.model_type in BASE_IN_CODE:
-            rotary_dim = getattr(config, "rotary_dim", None) or head_dim
-        if rotary_dim < 2 or rotary_dim % 2:
-            raise ValueError(
-                f"partial_rotary_factor is {share!r} and head_dim {head_dim}; their product must be an even number of "
-                f"dimensions, which RoPE rotates in pairs, from 2 to {head_dim}."
-            )
-        inv_freq = rope_inv_freq(base, rotary_dim)
-    elif isinstance(rope_type, str) and rope_type in ROPE_INIT_FUNCTIONS:
+        inv_freq = rope_inv_freq(base, rotary_dimensions(config, parameters, head_dim))
+    elif rope_type in ROPE_INIT_FUNCTIONS:
         layer_type = None if parameters is config.rope_parameters else kind
         try:
-            inv_freq, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
+            frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(
                 f"rope_parameters of type {rope_type!r} are not complete, or one has a wrong type or length: {error!r} "
                 f"in {parameters}."
             ) from error
-        inv_freq = inv_freq.double().numpy()
+        inv_freq = frequencies.double().numpy()
         if not (np.isfinite(inv_freq) & (inv_freq >= 0)).all():
             raise ValueError(
                 f"rope_parameters give a negative, infinite or NaN frequency: {parameters}; its numbers must be positive."
@@ -208,8 +205,22 @@ def frequencies(config, kind, base, layers, claimed):
     return Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
 
 
-def as_held(rope, model, kind, notes):
-    """The same with the frequencies in the model's own buffer, where it has one: what is really computed with."""
+def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) -> int:
+    """Return how many dimensions of a head rotate in plain RoPE."""
+    share = parameters.get("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * share) if 0 < share <= 1 else 0
+    if config.model_type in BASE_IN_CODE:
+        rotary_dim = getattr(config, "rotary_dim", None) or head_dim
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(
+            f"partial_rotary_factor is {share!r} and head_dim {head_dim}; their product must be an even number of "
+            f"dimensions, which RoPE rotates in pairs, from 2 to {head_dim}."
+        )
+    return rotary_dim
+
+
+def with_model_frequencies(rope: Rope, model: Any, kind: str, notes: list[str]) -> Rope:
+    """Replace the frequencies by those in the model's own buffer, which it computes with, where it has one."""
     text_config = model.config.get_text_config(decoder=True)
     for module in model.modules():
         if getattr(module, "config", None) is not text_config:
@@ -223,32 +234,22 @@ def as_held(rope, model, kind, notes):
     return rope
 
 
-def _need(config, name):
+def required_int(config: Any, name: str) -> int:
+    """Return a positive number that the config must have."""
     value = getattr(config, name, None)
     if value is None:
         raise ValueError(
             f"{type(config).__name__} has no {name}, which the bound needs"
             + ("; pass context_length instead." if name == "max_position_embeddings" else "; no default is assumed.")
         )
-    if not _is_integer(value) or value < 1:
+    if value < 1:
         raise ValueError(f"{name} is {value!r} in {type(config).__name__}; it must be a positive integer.")
     return value
 
 
-def _need_base(parameters):
+def required_base(parameters: dict[str, Any]) -> float:
+    """Return rope_theta, which the parameters must have."""
     if parameters.get("rope_theta") is None:
         raise ValueError(f"The config names no base: rope_theta is missing in {parameters}; no default is assumed.")
     rope_inv_freq(parameters["rope_theta"], 2)  # refuses a base that cannot be one, whatever the scaling
     return parameters["rope_theta"]
-
-
-def no_rope(config):
-    return f"{type(config).__name__} has no rotary position embedding that its config tells of, so RoPE bounds nothing"
-
-
-def _is_integer(value):
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value):
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

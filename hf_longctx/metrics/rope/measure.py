@@ -6,22 +6,23 @@ print(rope_report(AutoConfig.from_pretrained("...")))
 from __future__ import annotations
 
 import math
-from numbers import Integral
+from typing import Any
 
 import numpy as np
 
+from ..checks import positive_int
 from .base import rope_base_bound
 from .bounds import rope_context_bound, rope_decay
 from .config import (
     BASE_IN_CODE,
     NoRopeError,
-    as_held,
+    Rope,
     assumptions,
-    claim,
-    frequencies,
+    attention_window,
+    claimed_context,
     layer_groups,
-    no_rope,
-    window,
+    rope_of_layers,
+    with_model_frequencies,
     with_rope_parameters,
 )
 from .result import MINIMUM_BASE_UP_TO, RopeLayers, RopeReport
@@ -32,12 +33,12 @@ LONGEST = 10**8  # tokens of context; more take minutes
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def rope_report(model_or_config, *, context_length: int | None = None, minimum_base: bool = True) -> RopeReport:
-    """Whether a model's rotary embedding satisfies B_m >= 0 over its context, and which base would.
+def rope_report(model_or_config: Any, *, context_length: int | None = None, minimum_base: bool = True) -> RopeReport:
+    """Judge whether a model's rotary embedding satisfies B_m >= 0 over its context, and which base would.
 
     Reads `rope_parameters` of transformers 5, flat or per layer type, and the older rope_theta with rope_scaling; the
     rope types default, linear, dynamic, yarn, longrope, llama3 and proportional; partial rotary embeddings; sliding
-    windows; layers without RoPE. Of a model of several parts it takes the text decoder.
+    windows; layers without RoPE. In a model of several parts it reads the text decoder.
 
     Args:
         model_or_config: a `PreTrainedModel` or a `PreTrainedConfig`.
@@ -58,53 +59,49 @@ def rope_report(model_or_config, *, context_length: int | None = None, minimum_b
     model = model_or_config if hasattr(model_or_config, "config") else None
     original_config = model_or_config if model is None else model.config
     config = with_rope_parameters(original_config)
-    notes = []
-    if context_length is None:
-        claimed, claimed_by = claim(config, notes)
-    else:
-        claimed, claimed_by = context_length, "given"
-    if not isinstance(claimed, Integral) or not 2 <= claimed <= LONGEST:
-        raise ValueError(
-            f"The context to check is {claimed!r} ({claimed_by}); it must be an integer from 2 to {LONGEST}, in tokens."
-        )
-    groups = []
+    notes: list[str] = []
+    claimed, claimed_by = claimed_context(config, notes) if context_length is None else (context_length, "given")
+    claimed = positive_int(f"the context to check ({claimed_by})", claimed, 2)
+    if claimed > LONGEST:
+        raise ValueError(f"the context to check ({claimed_by}) is {claimed} tokens; more than {LONGEST} take minutes.")
     if config.model_type in BASE_IN_CODE:
         notes.append("the base is fixed in this model's code; its config does not name it")
+    groups = []
     for (kind, base), layers in layer_groups(config).items():
-        reach = min(claimed, window(config, kind, layers) or claimed) - 1
+        reach = min(claimed, attention_window(config, kind, layers) or claimed) - 1
         if not base:
             groups.append(RopeLayers(kind, len(layers), reach))
             continue
-        rope = frequencies(config, kind, base, layers, claimed)
+        rope = rope_of_layers(config, kind, base, layers, claimed)
         notes += assumptions(config, kind, base)
         if rope.type in LENGTH_DEPENDENT:
             notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
         elif model is not None and not getattr(config, "layer_rope_theta", None):
-            rope = as_held(rope, model, kind, notes)
-        groups.append(_bound(rope, kind, layers, reach, minimum_base))
+            rope = with_model_frequencies(rope, model, kind, notes)
+        groups.append(_bound(rope, kind, len(layers), reach, minimum_base))
     if not any(group.rope_type for group in groups):
-        raise NoRopeError(f"{no_rope(config)}: none of its layers is an attention layer with RoPE.")
+        raise NoRopeError(config, "none of its layers is an attention layer with RoPE")
     name = original_config.name_or_path or type(model_or_config).__name__
-    return RopeReport(name, int(claimed), claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
+    return RopeReport(name, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
 
-def _bound(rope, kind, layers, reach, minimum_base):
-    """`RopeLayers` of one group."""
+def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -> RopeLayers:
+    """Compute the bound of one group of layers up to distance `reach`."""
     rotating = rope.inv_freq[rope.inv_freq > 0]
-    still = rope.head_dim // 2 - len(rotating)
-    theta = np.append(rotating, np.zeros(still))
+    at_rest = rope.head_dim // 2 - len(rotating)
+    theta = np.append(rotating, np.zeros(at_rest))
     looked_at = max(reach, LOOKED_AT)
     bound = rope_context_bound(inv_freq=theta, limit=looked_at)
     holds = bound is None or bound >= reach
     negative, last_negative, lowest = _negative_distances(theta, reach)
     minimum = {}
-    if minimum_base and still < len(rotating) and rope.type != "proportional" and reach <= MINIMUM_BASE_UP_TO:
-        bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * still)
+    if minimum_base and at_rest < len(rotating) and rope.type != "proportional" and reach <= MINIMUM_BASE_UP_TO:
+        bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * at_rest)
         names = ("two_digit_base", "settled_base", "search_limit")
         minimum = {"minimum_base": bases.base, **{name: getattr(bases, name) for name in names}}
     return RopeLayers(
         layer_type=kind,
-        layers=len(layers) or None,
+        layers=layers or None,
         max_distance=reach,
         rope_type=rope.type,
         base=rope.base,
@@ -120,8 +117,8 @@ def _bound(rope, kind, layers, reach, minimum_base):
     )
 
 
-def _negative_distances(theta, reach):
-    """How many B_m of m = 0..reach are below 0, the last such m, and the smallest B_m."""
+def _negative_distances(theta: np.ndarray, reach: int) -> tuple[int, int | None, float]:
+    """Return how many B_m of m = 0..reach are below 0, the last such m, and the smallest B_m."""
     negative, last, lowest = 0, None, math.inf
     for first in range(0, reach + 1, LOOKED_AT):  # bounds the memory
         decay = rope_decay(range(first, min(first + LOOKED_AT, reach + 1)), inv_freq=theta)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from itertools import pairwise
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,12 +13,18 @@ from .. import style
 from .bounds import rope_decay
 
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
 BINS = 800  # across the picture; each shows the range of B_m within it
 REST = 8  # times the distance needed: the picture ends there, however far B_m >= 0 holds
 
 
-def plot_bound(report, path, *, train_length: int | None = None, title: str | None = None) -> None:
-    """Draw B_m (eq. 16) of every group of layers with RoPE, one below the other. See `Result.plot`.
+def plot_bound(
+    report: Any, path: str | PathLike, *, train_length: int | None = None, title: str | None = None
+) -> None:
+    """Draw B_m (eq. 16) of every group of layers with RoPE in a `RopeReport`, one below the other.
 
     A dashed line ends the distances that the claimed context needs, a dotted one those up to which B_m >= 0; dots mark
     where B_m < 0. Where some dimensions do not rotate, a thin line marks 0 of those that do.
@@ -36,8 +44,8 @@ def plot_bound(report, path, *, train_length: int | None = None, title: str | No
     figure.savefig(path)
 
 
-def draw_decay(axes, group, train_length: int | None) -> None:
-    """B_m of one `RopeLayers`, with the distances that matter."""
+def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
+    """Draw B_m of one group of layers, with the distances that matter."""
     needed, bound = group.max_distance, group.context_bound
     right = needed if bound is None else min(max(needed, bound), REST * needed)
     # a bound far below the claim would vanish at the left edge of a linear axis
@@ -50,10 +58,10 @@ def draw_decay(axes, group, train_length: int | None) -> None:
     negative = lowest < 0
     if negative.any():
         axes.plot(at[negative], lowest[negative], ".", color=style.COPY, markersize=5, label="$B_m < 0$")
-    still = (group.head_dim - group.rotary_dim) // 2
-    if still:
-        label = f"0 without the {2 * still} dimensions that do not rotate"
-        axes.axhline(still, color=style.QUIET, linewidth=0.8, linestyle=(0, (6, 2, 1, 2)), label=label)
+    at_rest = group.head_dim - group.rotary_dim
+    if at_rest:
+        label = f"0 without the {at_rest} dimensions that do not rotate"
+        axes.axhline(at_rest // 2, color=style.QUIET, linewidth=0.8, linestyle=(0, (6, 2, 1, 2)), label=label)
     if bound is not None and bound <= right:
         label = f"first $B_m < 0$: {bound + 1:,}"
         axes.axvline(bound + 1, color=style.COPY, linewidth=1.4, linestyle=":", label=label)
@@ -69,8 +77,8 @@ def draw_decay(axes, group, train_length: int | None) -> None:
     style.strip_frame(axes, up=f"$B_m$ ($B_0$ = {group.head_dim // 2})", labelsize=9.5)
 
 
-def decay_range(group, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each range from an edge to the next begins, and the smallest and the largest B_m in it."""
-    theta = np.append(group.inv_freq, np.zeros((group.head_dim - group.rotary_dim) // 2))
+def decay_range(group: Any, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where each range from an edge to the next begins, and the smallest and the largest B_m in it."""
+    theta = np.append(group.inv_freq, np.zeros(group.head_dim // 2 - len(group.inv_freq)))
     ranges = [rope_decay(range(first, end), inv_freq=theta) for first, end in pairwise(edges)]
     return edges[:-1], np.array([part.min() for part in ranges]), np.array([part.max() for part in ranges])

@@ -1,4 +1,4 @@
-"""What the RoPE bound says about a model: a verdict for each group of layers, as text, table and JSON.
+"""The verdict of the RoPE bound on a model: one for each group of layers, as text, table and JSON.
 
 Layers that share a rotary embedding and a reach form a group. Dimensions of a head that do not rotate count as
 frequency 0, which is Theorem 1 of arXiv 2405.14591 with those dimensions kept; the figure without them is given too.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
 from typing import Any
 
 from ..result import Overview, Result, Table
@@ -72,7 +74,7 @@ class RopeLayers:
     @property
     def verdict(self) -> str:
         """'no RoPE', 'inconclusive' (half of the head or more does not rotate), 'violated' or 'holds'."""
-        if self.rope_type is None:
+        if self.rotary_dim is None or self.head_dim is None:
             return "no RoPE"
         if 2 * self.rotary_dim <= self.head_dim:
             return "inconclusive"
@@ -80,8 +82,9 @@ class RopeLayers:
 
     @property
     def detail(self) -> str:
-        """What the verdict rests on, to be put after it."""
+        """The reason of the verdict, to be put after it."""
         if self.verdict == "violated":
+            assert self.negative_distances is not None and self.context_bound is not None
             share = f"{self.negative_distances} of {self.max_distance + 1} distances"
             first = self.context_bound + 1
             where = f"at {first}" if self.negative_distances == 1 else f"between {first} and {self.last_negative}"
@@ -90,10 +93,10 @@ class RopeLayers:
             return "half of the head or more does not rotate, so that no base violates the bound"
         return f"up to distance {self.max_distance}" if self.rope_type else ""
 
-    def __str__(self):
+    def __str__(self) -> str:
         count = "" if self.layers is None else f" ({self.layers} layer{'s' * (self.layers != 1)})"
         lines = [f"{self.layer_type}{count}: {self.verdict}"]
-        if self.rope_type is None:
+        if self.rotary_dim is None or self.head_dim is None:
             return lines[0]
         lines += [
             f"  RoPE              {self.rope_type}, base {self.base:g}, {self.rotary_dim} of {self.head_dim} dimensions",
@@ -110,8 +113,8 @@ class RopeLayers:
         lines += [f"  {line}" for line in self._bases()]
         return "\n".join(lines)
 
-    def _bases(self):
-        """Lines about the bases that would do, or why there are none."""
+    def _bases(self) -> Iterator[str]:
+        """Yield lines about the bases that would do, or why there are none."""
         if self.minimum_base is not None:
             scaling = "" if self.rope_type == "default" else ", without scaling"
             yield f"minimum base      {self.minimum_base:.7g}; of two digits {self.two_digit_base:g}{scaling}"
@@ -148,7 +151,7 @@ class RopeReport(Result):
 
     @property
     def holds(self) -> bool | None:
-        """Whether the bound holds in every group of layers with RoPE; None if it is inconclusive in one."""
+        """True if the bound holds in every group of layers with RoPE; None if it is inconclusive in one."""
         return {"holds": True, "violated": False}.get(self.verdict)
 
     @property
@@ -192,27 +195,26 @@ class RopeReport(Result):
         return Table(columns, rows)
 
     def to_dict(self) -> dict:
-        """Everything as plain JSON types, verdicts included."""
+        """Return everything as plain JSON types, verdicts included."""
         groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
-        return {
-            **asdict(self),
-            "groups": groups,
-            "notes": list(self.notes),
-            "verdict": self.verdict,
-            "holds": self.holds,
-        }
+        notes = list(self.notes)
+        return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.holds}
 
     document = to_dict
 
-    def to_json(self, **kwargs) -> str:
-        """`to_dict` by `json.dumps`, which takes the keywords."""
+    def to_json(self, **kwargs: Any) -> str:
+        """Return `to_dict` as a JSON text.
+
+        Args:
+            kwargs: of `json.dumps`.
+        """
         return json.dumps(self.to_dict(), **kwargs)
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:
         if {"claimed_context", "groups"} <= document.keys():
             return None
-        return "this JSON is no RoPE report: it lacks claimed_context or groups."
+        return "this JSON is not a RoPE report: it lacks claimed_context or groups."
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
@@ -220,16 +222,16 @@ class RopeReport(Result):
         named = {f.name: document[f.name] for f in fields(cls)}
         return cls(**named | {"groups": tuple(groups), "notes": tuple(document["notes"])})
 
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
+    def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_bound
 
         plot_bound(self, path, train_length=train_length, title=title)
 
-    def __str__(self):
+    def __str__(self) -> str:
         title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
         remarks = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
         return "\n".join((title, *map(str, self.groups), *remarks))
 
 
-def _up_to(bound):
+def _up_to(bound: int | None) -> str:
     return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m looked at"
