@@ -1,6 +1,7 @@
 """Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,9 @@ def test_pages(load, tmp_path, monkeypatch):
         module.main(f"--unrelated 20 --novel 9999 --rounds 1 --output {tmp_path}/y.json".split())
 
 
-@pytest.mark.slow  # compiles
-@pytest.mark.filterwarnings("ignore:.torch._prims_common.check:FutureWarning")  # of inductor, with an empty cache
-def test_neighbours(load, tmp_path, capsys):
+def test_neighbours(load, tmp_path, capsys, monkeypatch):
+    """Traced and not compiled, as ten graphs take inductor a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     load("neighbours").main(f"--length 16 --hidden 64 --rounds 1 --output {tmp_path}/x.json".split())
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["name"] for row in rows[:5]] == [row["name"] for row in rows[5:]] and len(rows) == 10
