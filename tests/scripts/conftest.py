@@ -1,7 +1,6 @@
-"""Modules of scripts, a tiny model in the place of SmolLM2, and the committed rows."""
+"""Modules of scripts, and a tiny model in the place of SmolLM2."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,3 @@ def smollm2(load, monkeypatch, tmp_path):
         monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
     for name in ("rope_smollm2", "llama_to_fox", "hmt_facts", "hmt_perplexity"):
         monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
-
-
-@pytest.fixture
-def rows():
-    return lambda name: json.loads((ROOT / "scripts" / "results" / f"{name}.json").read_text())["rows"]

@@ -102,10 +102,6 @@ def test_contenders_take_turns_and_the_first_round_warms_up(load):
     assert len(load("common").alternate(contenders, rounds=9, until=0.0)["a"]) == 3, "three rounds even without time"
 
 
-def test_ratios_are_within_a_round(load):
-    assert load("common").median_ratio([1.0, 10.0, 100.0], [2.0, 20.0, 50.0]) == 0.5
-
-
 def test_a_table_leaves_out_cells_and_columns_without_values(load):
     rows = [{"n": 1, "share": 0.25}, {"n": 2, "share": None}]
     template = "| N | share | error |\n| {n} | {share:.0%} | {error} |"
@@ -123,12 +119,6 @@ def test_an_interrupted_run_keeps_its_rows(load, tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         common.run(parser, measure, None, ["--output", str(tmp_path / "x.json")])
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"n": 1}]
-
-
-def test_a_table_of_no_file_is_refused(load, capsys):
-    with pytest.raises(SystemExit):
-        load("hmt").main(["--table", "nothing.json"])
-    assert "nothing.json is no file. Leave the option out" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -104,17 +104,3 @@ def test_the_leak_task_runs_without_controls(proof, recipe, monkeypatch):
     row = proof.measure(proof.Run("leak", 0.6, 0, 0, "HMT, paper"), recipe)
     assert row["controls"] == {} and set(row["hits"]) == {"2"}
     assert proof.measure(proof.Run("leak", 0.6, 0, 0, "RMT"), recipe)["first_steps"] == 1
-
-
-@pytest.mark.parametrize("method", ["HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes"])
-def test_the_committed_models_find_a_fact_among_16_and_lose_it_without_their_memories(method):
-    rows = json.loads((ROOT / "scripts" / "results" / "hmt_recall.json").read_text())["rows"]
-    first = [row for row in rows if (row["task"], row["topic"], row["noise_segments"]) == ("recall", 0.6, 0)]
-    seeds = [row for row in first if row["method"] == method]
-    assert seeds
-    for row in seeds:
-        controls = {name: shares["16"] for name, shares in row["controls"].items()}
-        assert row["accuracy"]["16"] > 0.9
-        assert controls["oracle recall"] > 0.95 and controls["shuffled memories"] < 1 / 16 + 0.05
-    others = [row["accuracy"]["16"] for row in first if not row["method"].startswith(("HMT", "full"))]
-    assert max(others, default=0) < 0.25
