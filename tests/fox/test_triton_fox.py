@@ -260,7 +260,11 @@ def largest_logit(q, k, scale=None):
         ((1, 2, 1, 67, 67, 16), {}, torch.bfloat16),
         ((1, 2, 1, 21, 75, 16), {}, torch.float32),
         ((2, 2, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (0, 0))}, torch.float32),
-        ((1, 2, 1, 61, 61, 16), {"sequence_start": [0, 1, 18, 18, 50, 61], "window": 20}, torch.bfloat16),
+        (
+            (1, 2, 1, 61, 61, 16),
+            {"cu_seqlens": torch.tensor([0, 1, 18, 18, 50, 61], device=DEVICE), "window": 20},
+            torch.bfloat16,
+        ),
     ],
     ids=["grouped heads", "more keys than queries", "padding", "packed"],
 )
@@ -270,9 +274,8 @@ def test_a_known_bound_changes_nothing(shape, options, dtype):
     bound[:, 1:2] = torch.nan  # a head of which nothing is known
     described = {"window": options.get("window")}
     if "attention_mask" in options:
-        described["real"] = options["attention_mask"].bool()
-    if "sequence_start" in options:
-        options["cu_seqlens"] = torch.tensor(options.pop("sequence_start"), device=DEVICE)
+        described["token_mask"] = options["attention_mask"].bool()
+    if "cu_seqlens" in options:
         described["sequence_start"] = key_ranges_fox.sequence_starts(options["cu_seqlens"], shape[4])
     visible = find_visible_keys(*shape[3:5], bound.device, **described)
     fast = run(triton_attention, *inputs, visible=visible, logit_bound=bound)
