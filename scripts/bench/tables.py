@@ -1,43 +1,51 @@
-"""Write the benchmarks' tables into README files, from the JSON that each place names.
+"""Write scripts/results/README.md from the JSON files beside it and the words in sections.toml.
 
-    python -m scripts.bench.tables [README ...]
+    python -m scripts.bench.tables
 
-A place is everything from a line `<!-- bench.generate: results/generate.json -->`, which names a module of scripts and
-a JSON, relative to the README, to the next line `<!-- end -->`. tests/test_figures.py checks that the tables are
-those of the JSON.
+tests/test_figures.py checks that the page is the one that this prints.
 """
 
 import importlib
 import json
-import re
-import sys
-from pathlib import Path
+import tomllib
 
 from scripts.bench import common
 
 
-PLACE = re.compile(r"(<!-- ([\w.]+): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RESULTS = common.ROOT / "scripts" / "results"
+PAGE = RESULTS / "README.md"
+HEAD = """# Results
+
+Written by `python -m scripts.bench.tables` from the JSON files of this folder and from `sections.toml`: change those. Each JSON \
+has the machine, the versions, the commit, the settings and all rows; the tables leave rows and columns out. \
+[How to run the scripts](../README.md).
+
+The small experiments are sized for minutes of one CPU core. They show effects, and not how large these are at scale. Contenders \
+take turns in rounds, times are medians over rounds, and ratios are medians of the ratio within a round.
+"""
 
 
-def fill(text, folder):
-    """The text of a README in `folder`, with its tables."""
-
-    def place(match):
-        begin, module, name, end = match.groups()
-        file = folder / name
-        if not file.exists():
-            return f"{begin}Not measured yet.\n{end}"
-        result = json.loads(file.read_text())
+def section(title: str, text: str, module: str, results: list[str], picture: str | None = None) -> str:
+    """Return one section of the page as Markdown; the arguments are the fields of sections.toml."""
+    parts = [f"## {title}", text]
+    if picture:
+        parts.append(f"![{title}](../../model_cards/evidence/{picture})")
+    measured = [name for name in results if (RESULTS / name).exists()]
+    for name in measured:
+        result = json.loads((RESULTS / name).read_text())
         table = importlib.import_module(f"scripts.{module}").table(result)
-        return f"{begin}[{file.name}]({name}), from {common.caption(result)}.\n\n{table}\n{end}"
+        parts.append(f"[{name}]({name}), from {common.caption(result)}.\n\n{table}")
+    missing = [name for name in results if name not in measured]
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(missing)}.")
+    return "\n\n".join(parts)
 
-    return PLACE.sub(place, text)
 
-
-def main():
-    for file in map(Path, sys.argv[1:] or [common.ROOT / "scripts" / "README.md"]):
-        file.write_text(fill(file.read_text(), file.parent))
+def page() -> str:
+    """Return the whole page as Markdown."""
+    sections = tomllib.loads((RESULTS / "sections.toml").read_text())["section"]
+    return "\n".join([HEAD, *(f"{section(**fields)}\n" for fields in sections)])
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

@@ -24,8 +24,8 @@ from scripts.client_checks.checks import CHECKS, MODELS, make_model
 
 BUILD = common.ROOT / "build"
 TABLE = """
-| client | package | FoX (LLaMA) | FoX (Pro) | Llama | figure | at most |
-| {name} | {package} {version} | {fox_llama} | {fox_pro} | {llama} | {figure} | {limit:g} |
+| client | version | FoX (LLaMA) | FoX (Pro) | Llama | at most | figure |
+| {name} | {version} | {fox_llama} | {fox_pro} | {llama} | {limit:g} | {figure} |
 """
 
 
@@ -73,8 +73,8 @@ def measure(args):
 
 
 def table(result):
-    def text(cell):
-        return f"{cell:.1e}" if isinstance(cell, float) else cell
+    def text(cell):  # a figure, or what failed: of an exception its class
+        return f"{cell:.1e}" if isinstance(cell, float) else cell.partition(":")[0]
 
     rows = [row | {name: text(row[name]) for name in MODELS} for row in result["rows"]]
     return common.markdown(rows, TABLE)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from scripts.bench import common
+from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
 
 
@@ -133,29 +134,26 @@ def table(result):
 
 
 def draw(result, path):
-    """Loss by position: the mean over seeds as a line, their range as an area."""
-    from matplotlib.figure import Figure
-
+    """Draw the loss by position, of passages as trained and of longer ones."""
     s = result["settings"]
-    figure = Figure(figsize=(10, 4), layout="constrained")
     places = [(i + 0.5) * s["read_length"] / BINS for i in range(BINS)]
-    for ax, name, title in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("known", "unseen"),
-        ("passages as trained", "longer passages than trained"),
-    ):
+    panels = {}
+    for name, heading in {"known": "passages as trained", "unseen": "longer passages than trained"}.items():
+        panels[heading] = []
         for model in MODELS:
             curves = [row[name] for row in result["rows"] if row["model"] == model]
-            columns = [(x, values) for x, values in zip(places, zip(*curves)) if None not in values]
-            (line,) = ax.plot([x for x, _ in columns], [sum(v) / len(v) for _, v in columns], "o-", label=model)
-            low, high = ([limit(v) for _, v in columns] for limit in (min, max))
-            ax.fill_between([x for x, _ in columns], low, high, color=line.get_color(), alpha=0.2)
-        ax.axvline(s["train_length"], color="grey", linestyle=":", label="training length")
-        ax.axhline(math.log(s["vocabulary"]), color="grey", linestyle="--", label="guessing")
-        ax.set(title=title, xlabel="position")
-        ax.legend()
-    figure.axes[0].set(ylabel="loss of copied tokens, nats", ylim=(0, None))
-    figure.savefig(path, dpi=110)
+            points = [(x, values) for x, values in zip(places, zip(*curves)) if None not in values]
+            panels[heading].append(Line(model, *zip(*points)))
+        guessing = [[math.log(s["vocabulary"])]] * 2
+        panels[heading].append(Line("guessing", (places[0], places[-1]), guessing, control=True))
+    draw_panels(
+        path,
+        f"Trained on {s['train_length']} tokens and read at {s['read_length']}",
+        panels,
+        across="position",
+        up="loss of copied tokens, nats",
+        marks={"training length": s["train_length"]},
+    )
 
 
 def main(arguments=None):

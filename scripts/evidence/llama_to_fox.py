@@ -29,6 +29,7 @@ from hf_longctx.training.data import pack
 from hf_longctx.training.gate_statistics import ForgetGateStatistics
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
+from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 from scripts.fetch_smollm2 import FOLDER
 
@@ -49,12 +50,6 @@ LOSSES = """
 GATES = """
 | model | fastest | 5 % | 25 % | median | 75 % | slowest | heads below a row |
 | {model} | {fastest:.0f} | {q05:.0f} | {q25:.0f} | {median:.0f} | {q75:.0f} | {slowest:.0f} | {fast:.1%} |
-"""
-PRUNED = """
-| model | tokens | dropped | of the head with most | bound of logits, median | cache MB | full cache MB | loss |\
- with the full cache | largest change of logits |
-| {model} | {tokens} | {dropped:.1%} | {most:.1%} | {bound:.0f} | {cache_mb:.0f} | {full_mb:.0f} | {loss:.4f} |\
- {full_loss:.4f} | {change:.1e} |
 """
 
 
@@ -189,16 +184,6 @@ def table(result):
         names = {"fastest": 0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "slowest": 1}
         entry = {name: np.quantile(times, share) for name, share in names.items()}
         quantiles.append({"model": row["model"], "fast": np.mean(np.array(times) < s["length"]), **entry})
-    curves = [
-        {"model": row["model"], "kind": kind, **{f"n{n}": share for n, share in zip(s["curve_lengths"], row[field])}}
-        for row in rows["curve"]
-        for kind, field in (("copied", "copied"), ("guessed without the copy", "guessed"))
-    ]
-    lengths = s["curve_lengths"]
-    curve_table = f"""
-| model | share of tokens | {" | ".join(f"{n} tokens" for n in lengths)} |
-| {{model}} | {{kind}} | {" | ".join(f"{{n{n}:.1%}}" for n in lengths)} |
-"""
     full = f" (of all parameters {s['full_steps']} and {s['full_learning_rate']:g})" if s["full_steps"] else ""
     text = (
         f"Rows of {s['length']} tokens, {s['rows']} of them a step, {s['steps']} steps, learning rate "
@@ -208,32 +193,31 @@ def table(result):
     parts = [
         (text, losses, LOSSES),
         ("Tokens in which the heads forget by a factor e, before and after training:", quantiles, GATES),
-        (f"Forgetting curve, {s['repeats']} passages of the novel for each length:", curves, curve_table),
-        (
-            f"Pruned cache, tolerance {s['tolerance']:g}; the loss is that of the last {CHUNK} tokens:",
-            rows["pruned"],
-            PRUNED,
-        ),
     ]
     return "\n\n".join(f"{text}\n\n{common.markdown(lines, form)}" for text, lines, form in parts if lines)
 
 
 def draw(result, path):
-    """Training losses of both runs, and the decay times of the heads before and after."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for row in result["rows"]:
-        if row["kind"] == "training":
-            left.plot(range(1, len(row["losses"]) + 1), row["losses"], label=row["model"])
-        if row["kind"] == "gates":
-            right.plot(row["decay_times"], label=row["model"])
-    left.set(xlabel="step", ylabel="training loss, nats")
-    right.set(xlabel="heads, the fastest first", ylabel="decay time, tokens", yscale="log")
-    for ax in (left, right):
-        ax.legend()
-    figure.savefig(path, dpi=110)
+    """Draw the training losses, and the decay times of the heads before and after."""
+    losses = [
+        Line(row["model"], range(1, len(row["losses"]) + 1), [[loss] for loss in row["losses"]])
+        for row in result["rows"]
+        if row["kind"] == "training" and row["model"].endswith("LoRA")
+    ]
+    times = [
+        Line(row["model"], range(len(row["decay_times"])), [[time] for time in row["decay_times"]])
+        for row in result["rows"]
+        if row["kind"] == "gates"
+    ]
+    draw_panels(
+        path,
+        "SmolLM2-135M trained as a FoX and as a Llama",
+        {"training loss, nats": losses, "decay time, tokens": times},
+        across=("step", "heads, the fastest first"),
+        up="",
+        share=False,
+        log=("y2",),
+    )
 
 
 def main(arguments=None):

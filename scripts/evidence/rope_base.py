@@ -11,6 +11,7 @@ after their first token, from the first ones only. What cannot be predicted is n
 
 import copy
 import itertools
+import statistics
 import time
 
 import torch
@@ -19,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.metrics import rope_base_bound, rope_context_bound
 from scripts.bench import common
-from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
+from scripts.evidence.panels import Line, draw_panels
+from scripts.evidence.parts import make_parser, measure_parts, run
 from scripts.evidence_curves import VOCABULARY, copy_rows
 
 
@@ -29,8 +31,8 @@ PASSAGES, PASSAGE = 4, 8  # of a row; tokens of each
 FIRST_BASE = 10_000.0
 ROWS = 64  # that are read
 TABLE = """
-| training on {length} tokens | base | reach by the bound | loss of runs | loss of second passages | {lags} |
-| {when} | {base:g} | {reach} | {runs} | {copies} | {shares} |
+| base | reach by the bound | loss of runs | loss of second passages | {lags} |
+| {base:g} | {reach} | {runs:.3f} | {copies:.3f} | {shares} |
 """
 
 
@@ -153,51 +155,43 @@ def measure(args):
 def table(result):
     s = result["settings"]
     lines = []
-    for when in ("before", "after"):
-        for base in sorted({row["base"] for row in result["rows"]}):
-            entries = [row[when] for row in result["rows"] if row["base"] == base]
-            shares = zip(*(entry["retrieved"] for entry in entries))
-            cells = {f"lag{i}": mean_and_range(values) for i, values in enumerate(shares)}
-            losses = {name: mean_and_range([entry[name] for entry in entries], 3) for name in ("runs", "copies")}
-            reach = rope_context_bound(base=base, head_dim=HEAD_DIM)
-            lines.append({"when": when, "base": base, "reach": reach, **losses, **cells})
+    for base in sorted({row["base"] for row in result["rows"]}):
+        entries = [row["after"] for row in result["rows"] if row["base"] == base]
+        shares = zip(*(entry["retrieved"] for entry in entries))
+        cells = {f"lag{i}": statistics.mean(values) for i, values in enumerate(shares)}
+        losses = {name: statistics.mean(entry[name] for entry in entries) for name in ("runs", "copies")}
+        reach = rope_context_bound(base=base, head_dim=HEAD_DIM)
+        lines.append({"base": base, "reach": reach, **losses, **cells})
     bins = lag_bins(s["length"])
-    form = TABLE.replace("{length}", str(s["length"])).replace(
-        "{lags}", " | ".join(f"retrieved at {low} to {high - 1}" for low, high in bins)
-    )
-    form = form.replace("{shares}", " | ".join(f"{{lag{i}}}" for i in range(len(bins))))
+    form = TABLE.replace("{lags}", " | ".join(f"retrieved at {low} to {high - 1}" for low, high in bins))
+    form = form.replace("{shares}", " | ".join(f"{{lag{i}:.2f}}" for i in range(len(bins))))
     bound = rope_base_bound(s["length"] - 1, HEAD_DIM).base
     text = (
         f"Two layers, {result['rows'][0]['parameters']} parameters, heads of {HEAD_DIM}; {s['first_steps']} steps on 32 "
         f"rows of {s['first_length']} tokens with base {FIRST_BASE:g}, then {s['steps']} on {s['rows']} rows of "
-        f"{s['length']} tokens, for which the bound is {bound:.0f}. All are read on rows of {s['length']} tokens. Mean "
-        f"(and range) over {len(s['seeds'])} seeds; retrieved at distances in tokens."
+        f"{s['length']} tokens, for which the bound is {bound:.0f}. All are read on rows of {s['length']} tokens. Means "
+        f"over {len(s['seeds'])} seeds; retrieved at distances in tokens."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 
 
 def draw(result, path):
-    """Retrieval by distance, and losses, after the second training: means over seeds, ranges as bars."""
-    from matplotlib.figure import Figure
-
-    s = result["settings"]
-    bins = lag_bins(s["length"])
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for base, marker in zip(sorted({row["base"] for row in result["rows"]}), "osv^D"):
+    """Draw retrieval by distance and the loss of nearby tokens after the second training."""
+    bins = lag_bins(result["settings"]["length"])
+    panels = {"second passages, by distance": []}
+    for base in sorted({row["base"] for row in result["rows"]}):
         entries = [row["after"] for row in result["rows"] if row["base"] == base]
         retrieved = [[entry["retrieved"][i] for entry in entries] for i in range(len(bins))]
-        losses = [[entry[name] for entry in entries] for name in ("runs", "copies")]
-        for ax, values in ((left, retrieved), (right, losses)):
-            means = [sum(v) / len(v) for v in values]
-            ranges = [[m - min(v) for m, v in zip(means, values)], [max(v) - m for m, v in zip(means, values)]]
-            ax.errorbar(range(len(values)), means, ranges, marker=marker, capsize=3, label=f"base {base:g}")
-    left.set_xticks(range(len(bins)), [f"{low} to {high - 1}" for low, high in bins])
-    left.set(xlabel="distance to the passage, tokens", ylabel="retrieved", ylim=(0, 1.03))
-    right.set_xticks(range(2), ["runs", "second passages"])
-    right.set(ylabel="loss, nats", ylim=(0, None))
-    left.legend()
-    figure.savefig(path, dpi=110)
+        panels["second passages, by distance"].append(Line(f"base {base:g}", range(len(bins)), retrieved))
+    draw_panels(
+        path,
+        "A RoPE base below the bound costs retrieval",
+        panels,
+        across="distance to the passage, tokens",
+        up="retrieved",
+        percent=True,
+        ticks={i: f"{low} to {high - 1}" for i, (low, high) in enumerate(bins)},
+    )
 
 
 def main(arguments=None):

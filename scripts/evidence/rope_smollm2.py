@@ -29,17 +29,9 @@ TEXT = common.ROOT / "demo_output" / "corpus"
 DEPTHS = (0.0, 0.5, 1.0)
 TRAINED = {"other base, trained": "other base", "as it is, trained": "as it is"}
 IN_FULL = "norm,input_layernorm,post_attention_layernorm,embed_tokens"
-LINES = """
-| model | base | lines | tokens | right | of | probability of a token of the answer |
-| {model} | {base:.0f} | {size} | {tokens:.0f} | {right} | {answers} | {probability:.1%} |
-"""
-NEEDLES = """
-| model | base | tokens | right at depth 0 % | 50 % | 100 % | of | probability of a token of the answer |
-| {model} | {base:.0f} | {size} | {d0} | {d50} | {d100} | {answers} | {probability:.1%} |
-"""
-LOSSES = """
-| model | base | tokens | first half | second half |
-| {model} | {base:.0f} | {size} | {first:.3f} | {second:.3f} |
+TABLE = """
+| model | base | {headings} |
+| {{model}} | {{base:.0f}} | {cells} |
 """
 
 
@@ -142,17 +134,36 @@ def table(result):
         f"{verdict['base']:.0f}, which reaches {verdict['reach']}; {verdict['minimum_base']:.0f} is the lowest base that "
         "the bound allows."
     )
-    parts = [
-        ("Numbers in lines:", rows["lines"], LINES),
-        ("Needles (easy mode) by the depth at which they are hidden:", rows["needles"], NEEDLES),
-        (f"Loss of the held-out novel (stretches: {s['haystacks']}):", rows["loss"], LOSSES),
-    ]
     if s["steps"]:
         text += (
             f" Trained are {s['steps']} steps on one row of {s['length']} tokens each, with a learning rate of "
             f"{s['learning_rate']:g}."
         )
-    return "\n\n".join([text, *(f"{text}\n\n{common.markdown(lines, form)}" for text, lines, form in parts if lines)])
+    parts = [text]
+    for kind, what in {"lines": "Numbers in lines", "needles": "Needles"}.items():
+        parts.append(
+            f"{what}: mean probability of a token of the answer, and right answers, by the tokens of the text."
+        )
+        parts.append(by_size(rows[kind], "{probability:.0%}, {right} of {answers}"))
+    parts.append(f"Loss of the second half of the held-out novel (stretches: {s['haystacks']}):")
+    parts.append(by_size(rows["loss"], "{second:.3f}"))
+    return "\n\n".join(parts)
+
+
+def by_size(rows, cell):
+    """Return a table with a line for each model and a column for each length of the text."""
+    sizes = {row["size"]: round(row.get("tokens", row["size"])) for row in rows}
+    models = {}
+    for row in rows:
+        row = row | {"right": sum(row[name] for name in ("d0", "d50", "d100"))} if "d0" in row else row
+        row = row | {"answers": row["answers"] * len(DEPTHS)} if "d0" in row else row
+        line = models.setdefault(row["model"], {"model": row["model"], "base": row["base"]})
+        line[f"n{row['size']}"] = cell.format(**row)
+    form = TABLE.format(
+        headings=" | ".join(f"{tokens} tokens" for tokens in sizes.values()),
+        cells=" | ".join(f"{{n{size}}}" for size in sizes),
+    )
+    return common.markdown(list(models.values()), form)
 
 
 def main(arguments=None):
