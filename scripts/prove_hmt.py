@@ -44,7 +44,8 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.result import commit
 from hf_longctx.training.recall_task import RecallTask
 from scripts.bench import common
-from scripts.evidence.parts import PICTURES, mean_and_range
+from scripts.evidence.panels import Line, draw_panels
+from scripts.evidence.parts import PICTURES
 
 
 METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
@@ -76,13 +77,15 @@ CONDITIONS = {  # (task, topic, noise segments) to a title, the most telling one
     ("recall", 0.2, 0): "Keys are a fifth of the filler",
     ("recall", 0.2, 3): "Keys are a fifth of the filler, and three segments of noise",
 }
-STYLES = {
-    "": "o-",
-    "oracle recall": "^:",
-    "shuffled memories": "x:",
-    "4 memories": "s--",
-    "4 memories and pages": "D-.",
+PICTURED = {  # lines of the picture, by their names there
+    "HMT, single pass": "HMT, single pass",
+    "HMT, paper": "HMT as published",
+    "RMT": "RMT",
+    "window": "window",
+    "full attention": "full attention",
+    "HMT, single pass: shuffled memories": "memories of another text",
 }
+HEADINGS = ("after the question", "before the question", "noise", "rare keys", "rare keys and noise")  # of the table
 
 
 class Run(NamedTuple):
@@ -332,71 +335,53 @@ def series(rows):
 
 def table(result):
     s = result["settings"]
-    parts = [
-        f"{s['layers']} layers of width {s['hidden_size']}, rounds of {s['stage_1_steps']} and "
-        f"{s['stage_2_steps']} steps of {s['batch']} texts, at most {s['rounds']} of each, asked {READS} questions in each "
-        f"of {s['texts']} texts. Share of right answers, mean (and range) over seeds, by the number of facts in the text; "
-        "one of 16 values is right by chance."
-    ]
-    for condition, title in CONDITIONS.items():
+    most = FACTS[-1]
+    text = (
+        f"{s['layers']} layers of width {s['hidden_size']}, rounds of {s['stage_1_steps']} and {s['stage_2_steps']} steps of "
+        f"{s['batch']} texts, at most {s['rounds']} of each. Share of right answers among {most} facts, mean over seeds, "
+        f"{READS} questions in each of {s['texts']} texts; one of 16 values is right by chance. The columns are the panels "
+        "of the picture."
+    )
+    lines = {}
+    for condition, heading in zip(CONDITIONS, HEADINGS):
         rows = [row for row in result["rows"] if run_of(row)[:3] == condition]
-        if rows:
-            parts += [f"**{title}**", table_of(rows)]
-    return "\n\n".join(parts)
-
-
-def table_of(rows):
-    lines = []
-    for name, shares in series(rows).items():
-        several = [row for row in rows if row["method"] == name]
-        line = {"name": name, "seeds": len(next(iter(shares.values())))}
-        line |= {f"of{facts}": mean_and_range(values) for facts, values in shares.items()}
-        if several:
-            line["steps"] = ", ".join(f"{row['first_steps']} + {row['steps']}" for row in several)
-            line["seconds"] = round(sum(row["training_cpu_seconds"] for row in several) / len(several))
-            if "hits" in several[0]:
-                line["hits"] = mean_and_range([row["hits"]["16"] for row in several])
-        lines.append(line)
-    headings = " | ".join(f"{facts} facts" for facts in FACTS)
-    cells = " | ".join(f"{{of{facts}}}" for facts in FACTS)
+        for name, shares in series(rows).items():
+            line = lines.setdefault(name, {"name": name})
+            line[heading.replace(" ", "_")] = statistics.mean(shares[most])
+        for row in rows:
+            lines[row["method"]].setdefault("seconds", []).append(row["training_cpu_seconds"])
+    for line in lines.values():
+        line["seconds"] = round(statistics.mean(line["seconds"])) if "seconds" in line else ""
+    cells = " | ".join(f"{{{heading.replace(' ', '_')}:.2f}}" for heading in HEADINGS)
     form = f"""
-    | model | seeds | {headings} | recalls that hit, of 16 facts | steps of both stages | CPU s to train |
-    | {{name}} | {{seeds}} | {cells} | {{hits}} | {{steps}} | {{seconds}} |
+    | model | {" | ".join(HEADINGS)} | CPU s to train |
+    | {{name}} | {cells} | {{seconds}} |
     """
-    return common.markdown(lines, form)
+    return f"{text}\n\n{common.markdown(list(lines.values()), form)}"
 
 
 def draw(result, path):
-    """Accuracy over the number of facts, a panel for each condition: means over seeds, ranges as bars."""
-    from matplotlib.figure import Figure
-
-    panels = [(title, [row for row in result["rows"] if run_of(row)[:3] == x]) for x, title in CONDITIONS.items()]
-    panels = [(title, series(rows)) for title, rows in panels if rows]
-    figure = Figure(figsize=(11, 4 * len(panels)), layout="constrained")
-    for axes, (title, shares) in zip(figure.subplots(len(panels), squeeze=False).flat, panels):
-        axes.set_title(title)
-        axes.plot(FACTS, [1 / facts for facts in FACTS], ":", color="grey", label="one of W")
-        for name, by_facts in shares.items():
-            method, _, control = name.partition(": ")
-            plot_shares(axes, by_facts, STYLES[control], list(METHODS).index(method), name)
-        label_axes(axes, FACTS)
-    figure.savefig(path, dpi=90)
-
-
-def plot_shares(axes, by_facts, style, colour, label):
-    """A line of means with ranges as bars, of {facts in the text: shares of right answers of all seeds}."""
-    means = [statistics.mean(values) for values in by_facts.values()]
-    ranges = [[mean - min(values) for mean, values in zip(means, by_facts.values())]]
-    ranges.append([max(values) - mean for mean, values in zip(means, by_facts.values())])
-    axes.errorbar(list(by_facts), means, ranges, fmt=style, color=f"C{colour}", capsize=3, markersize=4, label=label)
-
-
-def label_axes(axes, facts):
-    """Of accuracy over the numbers of `facts` in a text, with the legend beside them."""
-    axes.set(xscale="log", xlabel="W, facts in the text", ylabel="right answers", ylim=(0, 1.03))
-    axes.set_xticks(facts, map(str, facts))
-    axes.minorticks_off()
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    """Draw accuracy over the number of facts, a panel for each condition."""
+    panels = {}
+    for condition, heading in CONDITIONS.items():
+        shares = series([row for row in result["rows"] if run_of(row)[:3] == condition])
+        if shares:
+            panels[heading] = [
+                Line(label, list(shares[name]), list(shares[name].values()), control=":" in name)
+                for name, label in PICTURED.items()
+                if name in shares
+            ]
+    draw_panels(
+        path,
+        "HMT finds a fact among many; what it is compared with guesses",
+        panels,
+        across="facts in the text",
+        up="right answers",
+        notes="areas: range over seeds",
+        percent=True,
+        log="x",
+        ticks={facts: str(facts) for facts in FACTS},
+    )
 
 
 def main(arguments=None):

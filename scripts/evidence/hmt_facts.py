@@ -38,8 +38,9 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, new_model, second_stage, tenth
-from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, require, run
-from scripts.prove_hmt import CONTROLS, changed_recall, label_axes
+from scripts.evidence.panels import Line, draw_panels
+from scripts.evidence.parts import make_parser, measure_parts, require, run
+from scripts.prove_hmt import CONTROLS, changed_recall
 
 
 FACT, QUESTION = "The colour of {name}'s house is {colour}.", "The colour of {name}'s house is"
@@ -58,9 +59,10 @@ COLOURS = [  # one token each
 STOP_WORDS = {"the", "of", "is", "s"}
 PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # a loss, the mean of the last tenth of a round
-LINES = {name: name for name in CONTROLS} | {"hits": "segments found", "largest": "largest weight of a recall"}
+LINES = {name: name for name in CONTROLS} | {"hits": "segments found"}
 MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "RMT")
 METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in ("HMT, single pass", "full attention", "BM25 and window")))
+UNPICTURED = ("HMT, single pass, no recurrence", "HMT, three passes")
 
 
 class Questions(NamedTuple):
@@ -313,52 +315,54 @@ def table(result):
     for method in METHODS:
         rows = [row for row in result["rows"] if row["model"] == method]
         if rows:
-            lines.append(line_of(method, [row["accuracy"] for row in rows], rows))
+            lines.append(line_of(method, [row["accuracy"] for row in rows]))
             for name, title in LINES.items():
                 if name in rows[0]:
                     lines.append(line_of(f"{method}: {title}", [row[name] for row in rows]))
     form = f"""
-    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} | loss at the start and end of each stage |
-    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}}}" for count in counts)} | {{losses}} |
+    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} |
+    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}:.2f}}" for count in counts)} |
     """
     text = (
         f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; rounds of {s['first_steps']} "
         f"steps on texts of one fact, then of {s['steps']} on texts of up to {s['most_facts']}, at most {s['rounds']} of "
         f"each, until the loss is below {SOLVED}; {s['rows']} texts in a step, {s['questions']} questions, learning rate "
         f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
-        f"right answers, mean (and range) over seeds; one of {len(COLOURS)} colours is right by chance. Losses are means "
-        "over tenths of a stage, those of one seed after those of another."
+        f"right answers, mean over seeds; one of {len(COLOURS)} colours is right by chance."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 
 
-def line_of(name, shares, rows=()):
-    line = {"name": name, "seeds": len(shares)}
-    line |= {f"of{count}": mean_and_range([x[count] for x in shares]) for count in shares[0]}
-    if rows and rows[0]["losses"]:
-        line["losses"] = " / ".join(
-            "; ".join(f"{tenth(stage):.2f}, {tenth(stage[::-1]):.2f}" for stage in row["losses"]) for row in rows
-        )
-    return line
+def line_of(name, shares):
+    means = {f"of{count}": statistics.mean(x[count] for x in shares) for count in shares[0]}
+    return {"name": name.replace(AS_IT_IS, ", untrained"), "seeds": len(shares), **means}
 
 
 def plot(result, path):
-    """Accuracy over the number of facts, a line for each seed; dashed without training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(1 / len(COLOURS), ls=":", color="grey", label=f"one of {len(COLOURS)} colours")
-    labelled = set()
-    for row in result["rows"]:
-        method, shares = row["model"], row["accuracy"]
-        name = method.removesuffix(AS_IT_IS)
-        style = {"ls": "-" if name == method else "--", "color": f"C{METHODS.index(name)}", "marker": "o"}
-        label = None if method in labelled else method
-        axes.plot(list(map(int, shares)), list(shares.values()), markersize=4, label=label, **style)
-        labelled.add(method)
-    label_axes(axes, sorted({int(count) for row in result["rows"] for count in row["accuracy"]}))
-    figure.savefig(path, dpi=90)
+    """Draw accuracy over the number of facts, after training and before."""
+    panels = {"trained": [], "before training": []}
+    for method in METHODS:
+        shares = [row["accuracy"] for row in result["rows"] if row["model"] == method]
+        if shares and method not in UNPICTURED:
+            name = method.removesuffix(AS_IT_IS)
+            counts = list(shares[0])
+            line = Line(name, list(map(int, counts)), [[entry[count] for entry in shares] for count in counts])
+            panels["trained" if name == method else "before training"].append(line)
+    counts = sorted({int(count) for row in result["rows"] for count in row["accuracy"]})
+    for lines in panels.values():
+        lines.append(Line("chance", (counts[0], counts[-1]), [[1 / len(COLOURS)]] * 2, control=True))
+    draw_panels(
+        path,
+        f"Facts found in a novel, around {result['settings']['backbone']}",
+        panels,
+        across="facts in the text",
+        up="right answers",
+        notes="areas: range over seeds",
+        share=False,
+        percent=True,
+        log="x",
+        ticks={count: str(count) for count in counts},
+    )
 
 
 def main(arguments=None):

@@ -28,7 +28,6 @@ halves is one.
 import functools
 import itertools
 import math
-import statistics
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_reading import BINS, SEGMENTS, SWAPPED, measure_reading
 from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, HMT, TEXT, config_of, new_model, recalls, second_stage
+from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 
 
@@ -51,12 +51,16 @@ METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, 
 REFERENCE = "Llama: overlapping blocks"
 SOURCES = ("novels", "pg19")
 RESAMPLES = 10_000
-LINE_STYLES = {"": "-", SWAPPED: "--"} | dict(zip(itertools.chain(*LLAMAS.values()), (":", "-.", "--", "-")))
+PICTURED = {  # lines of the picture, by their names there
+    "HMT, single pass": "HMT, single pass",
+    "RMT": "RMT",
+    "Llama: blocks and what the single-pass mode sees": "window of as many tokens",
+    "Llama, long rows: whole context": "whole context",
+    f"HMT, single pass: {SWAPPED}": "memories of another text",
+}
 FORM = """
-| model and reading | seeds | positions per token | perplexity | range of seeds | to overlapping blocks | first segment |\
- first halves | second halves | second halves to overlapping blocks | to its own memories | first and last loss |
-| {name} | {seeds} | {positions:.2f} | {perplexity} | {range} | {change} | {first:.2f} |\
- {early:.2f} | {late:.2f} | {late_change} | {content} | {losses} |
+| model and reading | seeds | positions per token | perplexity | to overlapping blocks | to its own memories |
+| {name} | {seeds} | {positions:.2f} | {perplexity} | {change} | {content} |
 """
 
 
@@ -250,33 +254,21 @@ def change(entries, reference, parts=(1, 2)):
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def line_of(name, several, losses):
+def line_of(name, several):
     entries, reference = several[name], several.get(REFERENCE)
-    line = {"name": name, "seeds": len(entries), "positions": next(iter(entries.values()))["positions"]}
-    line |= {"late_change": change(entries, reference, [2])}
-    for part, column in {"first": 0, "early": 1, "late": 2}.items():
-        line[part] = math.exp(losses_of_texts(entries, [column]).mean())
+    line = {"name": name.replace(AS_IT_IS, ", untrained"), "seeds": len(entries)}
+    line["positions"] = next(iter(entries.values()))["positions"]
     if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
-        means = [math.exp(losses_of_texts({0: entry}).mean()) for entry in entries.values()]
         line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))
         line["change"] = change(entries, reference)
-        if len(means) > 1:
-            line["range"] = f"{min(means):.2f} to {max(means):.2f}"
     if name.endswith(SWAPPED):
         line["content"] = change(entries, several.get(name.removesuffix(f": {SWAPPED}")))
-    if losses:
-        line["losses"] = f"{statistics.mean(x[0] for x in losses):.2f}, {statistics.mean(x[1] for x in losses):.2f}"
     return {column: x for column, x in line.items() if x is not None}
 
 
 def table(result):
     s, several = result["settings"], series(result["rows"])
-    ends = {}
-    for row in result["rows"]:
-        if row["losses"]:
-            first, second = row["losses"]
-            ends.setdefault(row["model"], []).append((hmt_training.tenth(first), hmt_training.tenth(second[::-1])))
-    lines = [line_of(name, several, ends.get(name.partition(": ")[0])) for name in several]
+    lines = [line_of(name, several) for name in several]
     texts = len(next(iter(next(iter(several.values())).values()))["texts"])
     source = "pieces of one novel" if s["text"] == "novels" else "pieces of books of PG-19"
     text = (
@@ -284,40 +276,32 @@ def table(result):
         f"{s['rows']} rows of 2 segments, then {s['steps']} on rows of {s['segments']}, learning rate "
         f"{s['learning_rate']:g}; read are {texts} texts of {s['text_length']} tokens, {source}. Perplexity is that of all "
         "segments of a text but the first, with 95 % bootstrap intervals over texts of the mean over seeds; changes are taken "
-        "text by text, the second one of second halves. Losses are means over the first tenth of the first stage and over the "
-        "last of the second."
+        "text by text."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 
 
 def plot(result, path):
-    """The change of the perplexity to that of overlapping blocks, over the text and over a segment."""
-    from matplotlib.figure import Figure
-
+    """Draw the change of the perplexity, relative to overlapping blocks, over the text and over a segment."""
     several, s = series(result["rows"]), result["settings"]
-    reference = several.get(REFERENCE)
-    if reference:
-        several = {name: entries for name, entries in several.items() if entries.keys() & reference.keys()}
-    figure = Figure(figsize=(11, 9), layout="constrained")
-    top, bottom = figure.subplots(2)
-    for name, entries in several.items():
-        method, _, reading = name.partition(": ")
-        style = {"color": f"C{METHODS.index(method.removesuffix(AS_IT_IS))}", "ls": LINE_STYLES[reading]}
-        style |= {"marker": "x" if method.endswith(AS_IT_IS) else ".", "label": name}
-        for axes, part in ((top, "by_segment"), (bottom, "by_position")):
-            losses = mean_of_seeds(entries, entries, part)
-            if reference:  # of the same seeds
-                seeds = entries.keys() & reference.keys()
-                losses = 100 * np.expm1(mean_of_seeds(entries, seeds, part) - mean_of_seeds(reference, seeds, part))
-            axes.plot(losses, **style)
-    top.set_xlabel("segment of the text")
-    bottom.set_xlabel(f"part of a segment ({s['segment_length'] // BINS} tokens each)")
-    if reference:
-        bottom.set_yscale("symlog", linthresh=10)  # the first tokens of a block lose most
-    for axes in (top, bottom):
-        axes.set_ylabel("change of perplexity to that of overlapping blocks, %" if reference else "loss")
-        axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=90)
+    reference = several.get(REFERENCE, {})
+    over_text, over_segment = [], []
+    for name, label in PICTURED.items():
+        seeds = several.get(name, {}).keys() & reference.keys()
+        for lines, part in ((over_text, "by_segment"), (over_segment, "by_position")):
+            if seeds:
+                changes = mean_of_seeds(several[name], seeds, part) - mean_of_seeds(reference, seeds, part)
+                points = [[change] for change in 100 * np.expm1(changes)]
+                lines.append(Line(label, range(len(points)), points, control=name.endswith(SWAPPED)))
+    tokens = s["segment_length"] // BINS
+    draw_panels(
+        path,
+        f"Perplexity around {s['backbone']}, relative to overlapping blocks",
+        {"over a text": over_text, "over a segment": over_segment},
+        across=("segment of the text", f"part of a segment, {tokens} tokens each"),
+        up="change, %",
+        share=False,
+    )
 
 
 def mean_of_seeds(entries, seeds, part):

@@ -85,9 +85,7 @@ def draw_panels(
             axes.minorticks_off()
         for name, x in (marks or {}).items():
             axes.axvline(x, color=style.QUIET, linewidth=0.8, linestyle=(0, (5, 3)))
-            axes.annotate(
-                name, (x, 1), xycoords=axes.get_xaxis_transform(), fontsize=7, color=style.QUIET, va="bottom"
-            )
+            axes.text(x, 1, f" {name}", transform=axes.get_xaxis_transform(), fontsize=7, color=style.QUIET, va="top")
         if percent:
             style.percent_axis(axes)
         if last or not share:
@@ -116,6 +114,7 @@ def name_lines(axes, lines: Sequence[Line], colours: dict[str, str], room: bool)
     Args:
         room: whether the picture has to be made wider for the names; else an empty panel is beside these axes.
     """
+    axes.autoscale_view()  # the transform below needs the limits
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = {}
     for line in lines:
@@ -123,7 +122,7 @@ def name_lines(axes, lines: Sequence[Line], colours: dict[str, str], room: bool)
     heights = spread(list(ends.values()), LABEL_GAP)
     for (name, end), height in zip(ends.items(), heights):
         text = axes.annotate(
-            textwrap.fill(name, 24),
+            textwrap.fill(name, 30),
             (1.0, end),
             (1.07, height),
             xycoords="axes fraction",
