@@ -340,12 +340,14 @@ def table(result):
         f"{s['layers']} layers of width {s['hidden_size']}, rounds of {s['stage_1_steps']} and {s['stage_2_steps']} steps of "
         f"{s['batch']} texts, at most {s['rounds']} of each. Share of right answers among {most} facts, mean over seeds, "
         f"{READS} questions in each of {s['texts']} texts; one of 16 values is right by chance. The columns are the panels "
-        "of the picture."
+        "of the picture; controls are those of the single-pass mode."
     )
     lines = {}
     for condition, heading in zip(CONDITIONS, HEADINGS):
         rows = [row for row in result["rows"] if run_of(row)[:3] == condition]
         for name, shares in series(rows).items():
+            if ":" in name and name.partition(":")[0] != "HMT, single pass":
+                continue
             line = lines.setdefault(name, {"name": name})
             line[heading.replace(" ", "_")] = statistics.mean(shares[most])
         for row in rows:

@@ -26,8 +26,8 @@ from scripts.bench import common
 
 TABLES = {
     "speed": """
-| L' | task | mode | us per token | to official | slowest step to median |
-| {segment_length} | {task} | {name} | {us_per_token:.0f} | {to_official:.2f}x | {slowest_to_median:.2f}x |
+| L' | task | official loop, us per token | paper | three_pass | single_pass |
+| {segment_length} | {task} | {us:.0f} | {paper:.2f}x | {three_pass:.2f}x | {single_pass:.2f}x |
 """,
     "memory": """
 | tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
@@ -205,7 +205,25 @@ def measure(args):
 
 
 def table(result):
-    return common.markdown(result["rows"], TABLES[result["settings"]["what"]])
+    rows = result["rows"]
+    if result["settings"]["what"] == "speed":
+        rows = beside_official(rows)
+    return common.markdown(rows, TABLES[result["settings"]["what"]])
+
+
+def beside_official(rows):
+    """Return a line for each segment length and task, with the ratio of each mode; of decoding, slowest to median."""
+    lines = {}
+    for row in rows:
+        line = lines.setdefault((row["segment_length"], row["task"]), {})
+        line |= {"segment_length": row["segment_length"], "task": row["task"]}
+        if row["name"] == "official loop":
+            line["us"] = row["us_per_token"]
+        elif "slowest_to_median" in row:
+            line |= {"task": "decoding, slowest step to median", row["name"]: row["slowest_to_median"]}
+        else:
+            line[row["name"]] = row["to_official"]
+    return list(lines.values())
 
 
 def main(arguments=None):

@@ -25,7 +25,9 @@ take turns in rounds, times are medians over rounds, and ratios are medians of t
 """
 
 
-def section(title: str, text: str, module: str, results: list[str], picture: str | None = None) -> str:
+def section(
+    title: str, text: str, module: str, results: list[str], more: tuple = (), picture: str | None = None
+) -> str:
     """Return one section of the page as Markdown; the arguments are the fields of sections.toml."""
     parts = [f"## {title}", text]
     if picture:
@@ -38,6 +40,9 @@ def section(title: str, text: str, module: str, results: list[str], picture: str
     missing = [name for name in results if name not in measured]
     if missing:
         parts.append(f"Not measured yet: {', '.join(missing)}.")
+    if more:
+        others = ", ".join(f"[{name}]({name})" for name in more)
+        parts.append(f"Also measured: {others}; `python -m scripts.{module} --table FILE` prints its table.")
     return "\n\n".join(parts)
 
 

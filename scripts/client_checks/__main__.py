@@ -24,8 +24,8 @@ from scripts.client_checks.checks import CHECKS, MODELS, make_model
 
 BUILD = common.ROOT / "build"
 TABLE = """
-| client | version | FoX (LLaMA) | FoX (Pro) | Llama | at most | figure |
-| {name} | {version} | {fox_llama} | {fox_pro} | {llama} | {limit:g} | {figure} |
+| client | FoX (LLaMA) | FoX (Pro) | Llama | at most |
+| {name} | {fox_llama} | {fox_pro} | {llama} | {limit:g} |
 """
 
 

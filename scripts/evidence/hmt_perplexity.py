@@ -256,7 +256,7 @@ def change(entries, reference, parts=(1, 2)):
 
 def line_of(name, several):
     entries, reference = several[name], several.get(REFERENCE)
-    line = {"name": name.replace(AS_IT_IS, ", untrained"), "seeds": len(entries)}
+    line = {"name": name, "seeds": len(entries)}
     line["positions"] = next(iter(entries.values()))["positions"]
     if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
         line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))
@@ -268,7 +268,7 @@ def line_of(name, several):
 
 def table(result):
     s, several = result["settings"], series(result["rows"])
-    lines = [line_of(name, several) for name in several]
+    lines = [line_of(name, several) for name in several if AS_IT_IS not in name]
     texts = len(next(iter(next(iter(several.values())).values()))["texts"])
     source = "pieces of one novel" if s["text"] == "novels" else "pieces of books of PG-19"
     text = (

@@ -140,11 +140,8 @@ def table(result):
             f"{s['learning_rate']:g}."
         )
     parts = [text]
-    for kind, what in {"lines": "Numbers in lines", "needles": "Needles"}.items():
-        parts.append(
-            f"{what}: mean probability of a token of the answer, and right answers, by the tokens of the text."
-        )
-        parts.append(by_size(rows[kind], "{probability:.0%}, {right} of {answers}"))
+    parts.append("Needles: mean probability of a token of the answer, and right answers, by the tokens of the text.")
+    parts.append(by_size(rows["needles"], "{probability:.0%}, {right} of {answers}"))
     parts.append(f"Loss of the second half of the held-out novel (stretches: {s['haystacks']}):")
     parts.append(by_size(rows["loss"], "{second:.3f}"))
     return "\n\n".join(parts)
@@ -152,15 +149,16 @@ def table(result):
 
 def by_size(rows, cell):
     """Return a table with a line for each model and a column for each length of the text."""
-    sizes = {row["size"]: round(row.get("tokens", row["size"])) for row in rows}
     models = {}
     for row in rows:
-        row = row | {"right": sum(row[name] for name in ("d0", "d50", "d100"))} if "d0" in row else row
-        row = row | {"answers": row["answers"] * len(DEPTHS)} if "d0" in row else row
+        if "d0" in row:
+            right = sum(row[f"d{depth:.0f}"] for depth in (0, 50, 100))
+            row = row | {"right": right, "answers": row["answers"] * len(DEPTHS)}
         line = models.setdefault(row["model"], {"model": row["model"], "base": row["base"]})
         line[f"n{row['size']}"] = cell.format(**row)
+    sizes = sorted({row["size"] for row in rows})
     form = TABLE.format(
-        headings=" | ".join(f"{tokens} tokens" for tokens in sizes.values()),
+        headings=" | ".join(f"{size} tokens" for size in sizes),
         cells=" | ".join(f"{{n{size}}}" for size in sizes),
     )
     return common.markdown(list(models.values()), form)

@@ -70,14 +70,10 @@ PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 USEFUL = {"forward": 1.0, "dq": 5 / 7, "dkdv": 5 / 7}
 FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
 TABLE = """
-| sm | dtype | kernel | head size | bounded | registers | spilled bytes | blocks per multiprocessor |\
- instructions per logit | before | conversions | before | narrow loads | before | spills | before |\
- useful share of peak | before | error |
-| {capability} | {dtype} | {kernel} | {head_dim} | {bounded:d} | {registers} | {spill_bytes} | {blocks_per_sm} |\
- {instructions_per_logit:.1f} | {before[instructions_per_logit]:.1f} | {hot_loop_conversions} |\
- {before[hot_loop_conversions]} | {hot_loop_narrow_loads} | {before[hot_loop_narrow_loads]} | {hot_loop_spills} |\
- {before[hot_loop_spills]} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} |\
- {before[share_of_peak][0]:.0%} to {before[share_of_peak][1]:.0%} | {error} |
+| kernel | head size | registers | spilled bytes | blocks per multiprocessor | instructions per logit | narrow loads |\
+ useful share of peak | error |
+| {kernel} | {head_dim} | {registers} | {spill_bytes} | {blocks_per_sm} | {instructions_per_logit:.1f} |\
+ {hot_loop_narrow_loads} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
 """
 FIELDS = ("capability", "dtype", "kernel", "head_dim", "bounded")
 COMPARED = (
@@ -283,7 +279,14 @@ def table(result):
     def order(row):
         return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), row["head_dim"], row["bounded"]
 
-    return common.markdown(sorted(result["rows"], key=order), TABLE)
+    rows = sorted(result["rows"], key=order)
+    tables = []
+    for (capability, dtype, bounded), group in itertools.groupby(
+        rows, key=lambda row: (row["capability"], row["dtype"], row["bounded"])
+    ):
+        logits = "bounded" if bounded else "unbounded"
+        tables.append(f"sm_{capability}, {dtype}, {logits} logits:\n\n{common.markdown(list(group), TABLE)}")
+    return "\n\n".join(tables)
 
 
 def main(arguments=None):
