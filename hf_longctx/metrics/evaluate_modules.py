@@ -1,11 +1,11 @@
-"""The modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
+"""Modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
 
 A module is a folder `modules/NAME/NAME.py` with its card, as the Hub keeps it in a Space. evaluate takes one from
 three places: a path (`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation,
 and where there is none evaluate looks into its cache; so `register` writes one line there, which imports the module.
 The line needs no renewal when this package is upgraded.
 
-What the modules share is here too: how `compute` measures a model, and how it scores predictions.
+The modules share this file: `compute` measures a model, or scores predictions that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import inspect
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +28,9 @@ from .curve.result import CurvePoint, ForgettingCurve
 from .loss.result import PositionLoss
 
 
+if TYPE_CHECKING:
+    from .run.reader import Reader
+
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
 # Keywords of from_pretrained that say which files of a repository are read, by whom, and whether its code may run.
@@ -33,10 +38,10 @@ SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir"
 
 
 def module_path(name: str) -> str:
-    """The folder of a module: `evaluate.load(module_path("forgetting_curve"))` needs neither `register` nor a network.
+    """Return the folder of a module; `evaluate.load(module_path(NAME))` needs neither `register` nor a network.
 
     Raises:
-        ValueError: there is no module of that name.
+        ValueError: no module has this name.
     """
     if name not in NAMES:
         raise ValueError(f"there is no evaluate module {name!r}; there are {', '.join(NAMES)}.")
@@ -74,33 +79,33 @@ def register() -> list[Path]:
     return written
 
 
-def options_for(name: str, options: dict) -> dict:
-    """Those options that `compute` of the module `name` takes beside model, corpus and tokenizer.
-
-    `evaluate.combine` passes every keyword to all its modules, so each ignores those of another.
-
-    Raises:
-        TypeError: one of them belongs to no module.
-    """
-    if not options:  # scoring needs no model's code
-        return {}
-    names = _option_names()
-    unknown = sorted(options.keys() - set().union(*names.values()))
-    if unknown:
-        takes = ", ".join(["model", "corpus", "tokenizer", *names[name]])
-        raise TypeError(
-            f"compute() has no argument {', '.join(unknown)}; {name} takes {takes} (what perplexity calls model_id and "
-            "data is model and corpus here)."
-        )
-    return {option: value for option, value in options.items() if option in names[name]}
+# The arguments of compute -------------------------------------------------------------------------------------------
 
 
-def measures(module, model, corpus, options: dict, **scored) -> bool:
-    """Whether compute() is to measure a model, and not to score what is given as `scored` or was added before.
+def measures(module: Any, model: Any, corpus: Any, options: dict[str, Any], **scored: Any) -> bool:
+    """Tell whether compute() is to measure a model, rather than to score what it was given or what was added before.
+
+    Removes from `options` those of other modules, as `evaluate.combine` passes every keyword to all its modules.
+
+    Args:
+        module: the evaluate module, which has the name of its folder.
+        scored: predictions and references.
 
     Raises:
-        ValueError: it is told to do both, or neither, or gets for the one what is for the other.
+        TypeError: an option belongs to no module.
+        ValueError: compute() gets both a model and predictions, or neither, or for the one what is for the other.
     """
+    if options:  # scoring needs no model's code
+        names = option_names()
+        unknown = sorted(options.keys() - set().union(*names.values()))
+        if unknown:
+            takes = ", ".join(["model", "corpus", "tokenizer", *sorted(names[module.name])])
+            raise TypeError(
+                f"compute() has no argument {', '.join(unknown)}; {module.name} takes {takes} (what perplexity calls "
+                "model_id and data is model and corpus here)."
+            )
+        for name in options.keys() - names[module.name]:
+            del options[name]
     names = " and ".join(scored)
     to_score = any(value is not None for value in scored.values()) or len(module) > 0
     if model is not None:
@@ -108,15 +113,15 @@ def measures(module, model, corpus, options: dict, **scored) -> bool:
             raise ValueError(f"compute() takes a model, or {names}, not both.")
         return True
     if corpus is not None or options:
-        options = ["corpus"] * (corpus is not None) + list(options)
-        raise ValueError(f"{', '.join(options)} came without a model: these are for measuring one, model=...")
+        came = ", ".join(["corpus"] * (corpus is not None) + list(options))
+        raise ValueError(f"{came} came without a model: these are for measuring one, model=...")
     if not to_score:
         raise ValueError(f"compute() has nothing to do: give model=... (and corpus=...), or {names}.")
     return False
 
 
-def _option_names():
-    """The options of each module: keywords of the function that measures, the fields of `Run`, head_dim of bounds."""
+def option_names() -> dict[str, set[str]]:
+    """Return the options of each module: keywords of the function that measures, the fields of `Run`, model_kwargs."""
     from .curve.measure import forgetting_curve
     from .loss.measure import position_loss
     from .rope.measure import rope_report
@@ -124,88 +129,79 @@ def _option_names():
 
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
-        keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        names[name] = [keyword for keyword in keywords if keyword not in ("tokenizer", "run")]
-        names[name] += [field.name for field in fields(Run)] if "run" in keywords else []
-        names[name].append("model_kwargs")
-    names["rope_base_check"].append("head_dim")
+        keywords = inspect.getfullargspec(function).kwonlyargs
+        run = [field.name for field in fields(Run)] if "run" in keywords else []
+        names[name] = {*keywords, *run, "model_kwargs"} - {"run", "tokenizer"}
+    names["rope_base_check"].add("head_dim")  # of pairs, which may be scored in the same call
     return names
 
 
-def source_of(model, model_kwargs: dict | None) -> dict:
-    """Those of `model_kwargs` that configuration and tokenizer need as well.
+def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `model_kwargs` that configuration and tokenizer need as well.
 
     Raises:
         ValueError: there are such keywords, and the model is not given by its name.
-        TypeError: they are no dictionary.
     """
-    if model_kwargs is not None and not isinstance(model_kwargs, dict):
-        raise TypeError(f"model_kwargs is {model_kwargs!r}; it must be a dictionary of keywords of from_pretrained.")
     if model_kwargs and not isinstance(model, str):
         raise ValueError(f"model_kwargs are for a model given by its name, and this one is a {type(model).__name__}.")
-    return {key: value for key, value in (model_kwargs or {}).items() if key in SOURCE}
+    return {key: value for key, value in model_kwargs.items() if key in SOURCE}
 
 
-def load(model, corpus=None, tokenizer=None, model_kwargs: dict | None = None):
-    """A reader of a model, by name or as an object, and the ids of a corpus.
+def prepare(
+    name: str, model: Any, corpus: Any, tokenizer: Any, options: dict[str, Any]
+) -> tuple[Reader, Sequence[int] | None, dict[str, Any]]:
+    """Load a model and encode a corpus.
 
     Args:
+        name: of the module. It is appended to the journal's, as `evaluate.combine` passes one path to all its modules.
         model: a causal language model, or its name or folder.
         corpus: a text, a list of texts (joined by blank lines), token ids, or None.
         tokenizer: for a text; by default, that of the model's name.
-        model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision, token or
-            trust_remote_code, which its tokenizer gets too.
+        options: of the function that measures, the fields of `Run`, and model_kwargs: keywords of `from_pretrained`
+            for a model given by its name. The tokenizer gets those in SOURCE too.
 
     Returns:
-        the reader, the ids (None without a corpus), and the tokenizer (None if the corpus is ids, and none was given).
+        the reader, the ids (None without a corpus), and the keywords of the function that measures, among them the
+        tokenizer, and its BOS and EOS where none are given.
 
     Raises:
         ValueError: a text came without a tokenizer.
-        TypeError: the model is no model.
     """
     from transformers import AutoTokenizer
 
+    from .run.distributed import Run
     from .run.model import load_language_model
     from .run.reader import reader_for
 
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+    run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
+    keywords = {key: value for key, value in options.items() if key not in run}
+    model_kwargs = keywords.pop("model_kwargs", None) or {}
     source = source_of(model, model_kwargs)
-    options = {"dtype": "auto", **(model_kwargs or {})}
-    reader = reader_for(load_language_model(model, **options) if isinstance(model, str) else model)
+    model_name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+    if isinstance(model, str):
+        model = load_language_model(model, **{"dtype": "auto", **model_kwargs})
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
-    if not isinstance(corpus, str):
-        return reader, corpus, tokenizer
-    if tokenizer is None:
-        if not name:
+    if isinstance(corpus, str):
+        if tokenizer is None and not model_name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    ids = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
-    return reader, ids, tokenizer
-
-
-def complete(options: dict, tokenizer, name: str) -> dict:
-    """The keywords for the function that measures: `run` made of its fields, BOS and EOS of the tokenizer where known.
-
-    The journal gets the module's name appended, because `evaluate.combine` passes the same path to all its modules.
-    """
-    from .run.distributed import Run
-
-    run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
-    options = {option: value for option, value in options.items() if option not in run}
+        tokenizer = AutoTokenizer.from_pretrained(model_name, **source) if tokenizer is None else tokenizer
+        corpus = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
     if run.get("journal") is not None:
         run["journal"] = f"{os.fspath(run['journal'])}.{name}"
     for token in ("bos_token_id", "eos_token_id"):
-        if token in _option_names()[name] and getattr(tokenizer, token, None) is not None:
-            options.setdefault(token, getattr(tokenizer, token))
-    return options | {"run": Run(**run)}
+        if token in option_names()[name] and getattr(tokenizer, token, None) is not None:
+            keywords.setdefault(token, getattr(tokenizer, token))
+    return reader_for(model), corpus, keywords | {"tokenizer": tokenizer, "run": Run(**run)}
 
 
 # The forgetting curve -----------------------------------------------------------------------------------------------
 
 
-def score_predictions(predictions, references) -> ForgettingCurve:
-    """The curve of greedy predictions that were made elsewhere, by the protocol of `curve`.
+def score_predictions(
+    predictions: Sequence[Sequence[Sequence[int]]], references: Sequence[Sequence[int]]
+) -> ForgettingCurve:
+    """Count greedy predictions that were made elsewhere into a curve, by the protocol of `curve`.
 
     Args:
         predictions: per target S of n tokens a pair [copy, lm]: the ids predicted for the n tokens of the last S in
@@ -213,7 +209,7 @@ def score_predictions(predictions, references) -> ForgettingCurve:
         references: per target its ids, S. Targets of one length are the repeats of a point.
 
     Raises:
-        ValueError: there is no target, or some row has another form.
+        ValueError: the lists are empty, or some row has another form.
 
     >>> score_predictions([[[9, 5, 6, 7], [9, 5, 0, 7]]], [[4, 5, 6, 7]]).points[0].copy_mean
     1.0
@@ -233,31 +229,32 @@ def score_predictions(predictions, references) -> ForgettingCurve:
         begin = len(target) - scored_tokens(len(target))
         for kind, row in zip(counts[len(target)], pair):
             kind.append(sum(int(a) == int(b) for a, b in zip(row[begin:], target[begin:])))
-    return ForgettingCurve([CurvePoint(n, copy, lm) for n, (copy, lm) in sorted(counts.items())])
+    return ForgettingCurve(tuple(CurvePoint(n, copy, lm) for n, (copy, lm) in sorted(counts.items())))
 
 
 def measure_curve(
-    model, corpus=None, tokenizer=None, *, lengths=None, model_kwargs: dict | None = None, **options
-) -> ForgettingCurve:
-    """`forgetting_curve` for what `load` takes; the corpus is not used for data_type="random".
+    model: Any, corpus: Any = None, tokenizer: Any = None, *, lengths: Sequence[int] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Measure a forgetting curve.
 
     Args:
+        model, corpus, tokenizer: see `prepare`. The corpus is not used for data_type="random".
         lengths: by default, `default_lengths` for the model and the corpus.
-        options: of `forgetting_curve`, and the fields of `Run`.
+        options: see `prepare`.
+
+    Returns:
+        plain JSON types, see `curve_result`.
     """
     from .curve.measure import forgetting_curve
 
-    if corpus is None and options.get("data_type", "order") == "order":
-        raise ValueError('the forgetting curve needs a text: corpus=..., or random ids: data_type="random".')
-    reader, tokens, tokenizer = load(model, corpus, tokenizer, model_kwargs)
+    reader, tokens, keywords = prepare("forgetting_curve", model, corpus, tokenizer, options)
     if lengths is None:
         lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
-    options = complete(options, tokenizer, "forgetting_curve")
-    return forgetting_curve(reader, tokens, lengths=lengths, tokenizer=tokenizer, **options)
+    return curve_result(forgetting_curve(reader, tokens, lengths=lengths, **keywords))
 
 
-def curve_result(curve: ForgettingCurve) -> dict:
-    """A curve in plain JSON types: summary, the paper's lengths, then what `ForgettingCurve.from_json` reads again."""
+def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
+    """Return a curve in plain JSON types: summary, the paper's lengths, and what `from_json` reads."""
     fine, coarse = curve.fine_length, curve.coarse_length
     return {
         "summary": curve.summary(),
@@ -272,55 +269,52 @@ def curve_result(curve: ForgettingCurve) -> dict:
 # The per-token loss -------------------------------------------------------------------------------------------------
 
 
-def average_log_probs(predictions) -> PositionLoss:
-    """The per-token loss of log-probabilities that were computed elsewhere.
+def average_log_probs(predictions: Sequence[Sequence[float]]) -> PositionLoss:
+    """Average log-probabilities that were computed elsewhere into a per-token loss.
 
     Args:
         predictions: per sequence the log-probability (natural logarithm) that the model gave to each of its tokens,
             the first included; all sequences of one length.
 
     Raises:
-        ValueError: there is no sequence, or their lengths differ, or a number is above 0 or not finite.
+        ValueError: the list is empty, or the lengths differ, or a number is above 0 or not finite.
 
     >>> average_log_probs([[-1.0, -0.5], [-2.0, -0.5]]).loss
     (1.5, 0.5)
     """
-    lengths = {len(row) for row in predictions}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            f"the sequences have lengths {sorted(lengths)}; a loss per position needs one or more sequences of one length."
-        )
-    log_probs = np.asarray(predictions, dtype=np.float64)
-    if not (log_probs <= 0).all():  # NaN is not
+    losses = [-np.asarray(row, dtype=np.float64) for row in predictions]
+    if not all((row >= 0).all() for row in losses):  # NaN is not
         raise ValueError("predictions must be natural logarithms of probabilities: none above 0, none NaN.")
-    return PositionLoss.of_sequences(-log_probs, {})
+    return PositionLoss.of_sequences(losses, {})
 
 
 def measure_loss(
-    model, corpus=None, tokenizer=None, *, context_length=None, model_kwargs: dict | None = None, **options
-) -> PositionLoss:
-    """`position_loss` for what `load` takes.
+    model: Any, corpus: Any = None, tokenizer: Any = None, *, context_length: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """Measure a per-token loss.
 
     Args:
+        model, corpus, tokenizer, options: see `prepare`.
         context_length: default: the context that the model claims, as far as the corpus reaches.
-        options: of `position_loss`, and the fields of `Run`.
+
+    Returns:
+        plain JSON types, see `loss_result`.
 
     Raises:
-        ValueError: there is no corpus.
+        ValueError: the corpus is missing.
     """
     from .loss.measure import position_loss
 
-    if corpus is None:
+    reader, tokens, keywords = prepare("position_loss", model, corpus, tokenizer, options)
+    if tokens is None:
         raise ValueError("the per-token loss needs a text: corpus=...")
-    reader, tokens, tokenizer = load(model, corpus, tokenizer, model_kwargs)
     if context_length is None:
         context_length = min(reader.claimed_context or len(tokens), len(tokens))
-    options = complete(options, tokenizer, "position_loss")
-    return position_loss(reader, tokens, context_length=context_length, tokenizer=tokenizer, **options)
+    return loss_result(position_loss(reader, tokens, context_length=context_length, **keywords))
 
 
-def loss_result(result: PositionLoss) -> dict:
-    """A per-token loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
+def loss_result(result: PositionLoss) -> dict[str, Any]:
+    """Return a loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
     perplexity = float(result.perplexity[-1])
     return {"final_perplexity": perplexity, "summary": result.summary(), **json.loads(result.to_json())}
 
@@ -328,16 +322,16 @@ def loss_result(result: PositionLoss) -> dict:
 # The RoPE bound -----------------------------------------------------------------------------------------------------
 
 
-def check_model(model, *, model_kwargs: dict | None = None, **options) -> dict:
-    """`rope_report` in plain JSON types, for a model, its configuration, or the name of either.
+def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Check a model, its configuration, or the name of either by `rope_report`, in plain JSON types.
 
-    `holds` is None where the bound is inconclusive, and of a model without RoPE, which may be measured by other
+    `holds` is None where the bound is inconclusive, and for a model without RoPE, which may be measured by other
     modules in the same call; a note says so then.
     """
     from .rope.config import NoRopeError
     from .rope.measure import rope_report
 
-    source = source_of(model, model_kwargs)
+    source = source_of(model, model_kwargs or {})
     if isinstance(model, str):
         from transformers import AutoConfig
 
@@ -348,8 +342,8 @@ def check_model(model, *, model_kwargs: dict | None = None, **options) -> dict:
         return {"verdict": "no RoPE", "holds": None, "groups": [], "notes": [str(error)]}
 
 
-def check_bases(bases, context_lengths, head_dim: int) -> dict:
-    """Whether RoPE bases satisfy B_m >= 0 for m = 0 .. context length - 1 (arXiv 2405.14591, eq. 17 and 18).
+def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim: int) -> dict[str, Any]:
+    """Check whether RoPE bases satisfy B_m >= 0 for m = 0 .. context length - 1 (arXiv 2405.14591, eq. 17 and 18).
 
     Args:
         bases: RoPE bases (rope_theta).

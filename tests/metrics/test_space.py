@@ -95,7 +95,7 @@ def test_a_form_has_limits_and_examples_within_them(app, name):
     [
         ("forgetting_curve", (TEXT, 20, 1, 1), "needs n >= 2"),
         ("position_loss", (TEXT, 10**9), "1000000000"),
-        ("rope_base_check", (1,), "is 1 .given"),
+        ("rope_base_check", (1,), "must be at least 2, got 1"),
     ],
 )
 def test_a_mistake_is_shown(app, model, name, values, message):

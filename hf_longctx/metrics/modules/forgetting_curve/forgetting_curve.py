@@ -33,7 +33,7 @@ Returns:
     fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
     settings (dict): how it was measured.
-    memory_lengths (dict): five readings of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
+    memory_lengths (dict): five definitions of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
     points (list of dict): counts, means, standard deviations and p-values for each length.
 Examples:
     >>> curve = evaluate.load("forgetting_curve")
@@ -68,11 +68,9 @@ class ForgettingCurve(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or score predictions: those given here and those added before."""
-        options = evaluate_modules.options_for("forgetting_curve", options)
         scored = {"predictions": predictions, "references": references}
         if evaluate_modules.measures(self, model, corpus, options, **scored):
-            curve = evaluate_modules.measure_curve(model, corpus, tokenizer, **options)
-            return evaluate_modules.curve_result(curve)
+            return evaluate_modules.measure_curve(model, corpus, tokenizer, **options)
         return super().compute(**scored)
 
     def _compute(self, predictions, references):

@@ -60,12 +60,10 @@ class PositionLoss(evaluate.Metric):
 
     def compute(self, *, predictions=None, references=None, model=None, corpus=None, tokenizer=None, **options):
         """Measure a model, or average log-probabilities: those given here and those added before."""
-        options = evaluate_modules.options_for("position_loss", options)
         if references is not None:
             raise ValueError("position_loss takes no references: predictions are the log-probabilities of the tokens.")
         if evaluate_modules.measures(self, model, corpus, options, predictions=predictions):
-            loss = evaluate_modules.measure_loss(model, corpus, tokenizer, **options)
-            return evaluate_modules.loss_result(loss)
+            return evaluate_modules.measure_loss(model, corpus, tokenizer, **options)
         return super().compute(predictions=predictions)
 
     def _compute(self, predictions):

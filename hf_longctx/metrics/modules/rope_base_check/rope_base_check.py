@@ -75,7 +75,6 @@ class RopeBaseCheck(evaluate.Metric):
         """Check a model, or pairs of a base and a context: those given here and those added before."""
         if model is not None and head_dim is not None:
             options["head_dim"] = head_dim
-        options = evaluate_modules.options_for("rope_base_check", options)
         scored = {"predictions": predictions, "references": references}
         if evaluate_modules.measures(self, model, None, options, **scored):
             return evaluate_modules.check_model(model, **options)
