@@ -8,25 +8,19 @@ function runs the kernels for each layer. The gates of new keys are an argument.
 into the keys (attention_fox.py): the decoding kernel reads them there, at the cost of a few bytes per key.
 """
 
-import copy
 import inspect
 import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.masking_utils import (
-    causal_mask_function,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import (
     GATE_PARTS,
@@ -37,11 +31,10 @@ from .attention_fox import (
     running_sum,
     unfold_decay,
 )
-from .inputs_fox import Rows, check_gate_heads
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
 from .masks_fox import MASKED, decay_along_paths
-from .state_fox import AttendingCache
+from .state_fox import AttendingCache, CachedLayer
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     FOX_INTERFACE,
@@ -52,6 +45,9 @@ from .triton_fox import (
     why_not,
 )
 
+
+if TYPE_CHECKING:
+    from .call_fox import Call
 
 NAME = "forgetting_triton"
 # In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
@@ -264,40 +260,6 @@ if triton is not None:
 AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 
 
-def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=None):
-    """Who sees whom, in the form that the attention implementation of the config takes."""
-    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    if config._attn_implementation in GATED and config._attn_implementation != NAME:
-        # the mask under the name of a kernel of the Hub is that of other models
-        config = copy.copy(config)
-        config._attn_implementation_internal = NAME
-    return create(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
-
-
-def read_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows: Rows):
-    """The mask for the layers, from that of the caller; arguments as in `read_rows`."""
-    if isinstance(attention_mask, dict):  # `generate` with a static cache has called `create_masks_for_generate`
-        return attention_mask["attention"]
-    if rows.document_positions is not None:
-        past_key_values = None  # an empty one at most
-        if attention_mask is not None and attention_mask.ndim == 2:
-            attention_mask = None  # all ones
-    return create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, rows.document_positions)
-
-
-def flash_borders(config, rows: Rows, cu_seq_lens_q: torch.Tensor | None = None, **kwargs) -> dict:
-    """The borders of packed documents as FlashAttention takes them, over all rows; {} if none or no other are needed.
-
-    FlashAttention itself would look for them in the position ids, in each layer again and only in a batch of one.
-    """
-    positions = rows.document_positions
-    if positions is None or cu_seq_lens_q is not None or not is_flash_attention_requested(config):
-        return {}
-    borders = F.pad((positions.flatten() == 0).nonzero()[:, 0], (0, 1), value=positions.numel()).int()
-    longest = int(positions.max()) + 1
-    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
-
-
 # Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
 # Others may drop an argument that they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -320,12 +282,12 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def fold_forget_gate(module, q, k, v, log_f, rows, past):
+def fold_forget_gate(module, q, k, v, log_f, call: "Call", past: CachedLayer | None):
     """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each."""
     # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
     q, k, v = autocast_inputs(q, k, v)
-    c = running_sum(log_f, rows.document_positions)
-    if past.cache is not None:
+    c = running_sum(log_f, call.position_in_sequence)
+    if past is not None:
         c = c + past.decay(c)
     if module.config._attn_implementation not in GATED:  # which read the decay from the keys by themselves
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
@@ -333,8 +295,8 @@ def fold_forget_gate(module, q, k, v, log_f, rows, past):
     return q, k, F.pad(v, (0, k.shape[-1] - module.head_dim))
 
 
-def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
-    """Forgetting attention of the new tokens to all cached and new ones, by the implementation that the config names.
+def attend(module, q, k, v, log_f, call: "Call", past: CachedLayer | None, **kwargs):
+    """Return the attention of the new tokens to all cached and new ones, by the implementation that the config names.
 
     Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
     Processes that share rows trade them for heads, so that each has whole rows of some heads (Ulysses, arXiv
@@ -343,40 +305,48 @@ def attend(module, q, k, v, log_f, attention_mask, rows, past, **kwargs):
     Args:
         module: the `FoxAttention`.
         q, k, v: of the new tokens, (B, H or Hkv, T, D).
-        log_f: log gates of the new tokens, (B, H or Hkv, T), 0 at padding; None for a layer without gates.
-        attention_mask: in the form of the implementation.
-        rows, past: the `Rows` of the call and the `CachedLayer`.
+        log_f: log gates of the new tokens, (B, H or Hkv, T); None for a layer without gates.
+        call: the `Call`.
+        past: the cached tokens, or None.
 
     Returns:
         (B, T, H, D) or wider, and attention weights or None.
     """
-    if (shard := rows.shard) is not None:
+    if (shard := call.shard) is not None:
         heads = [None if x is None else shard.to_heads(x) for x in (*autocast_inputs(q, k, v), log_f)]
-        o, _ = attend(module, *heads, attention_mask, rows._replace(shard=None), past, **kwargs)
+        o, _ = attend(module, *heads, call._replace(shard=None), past, **kwargs)
         return shard.to_parts(o), None
     name = module.config._attn_implementation
     if log_f is not None:
-        check_gate_heads(log_f, module.gates_per_key, k.shape[1])
-        if rows.tree is not None:
-            return attend_along_paths(module, q, k, v, log_f, rows, past)
-        if name not in GATED or past.cache is not None:
-            q, k, v = fold_forget_gate(module, q, k, v, log_f, rows, past)
-    k, v = past.append(k, v)
+        if log_f.shape[1] != module.gates_per_key * k.shape[1]:
+            raise ValueError(
+                f"tensor parallelism splits key heads into parts of {k.shape[1]}, but leaves the {log_f.shape[1]} fixed "
+                'gates whole. Give the model gates that can be split: forget_gate="bias_only".'
+            )
+        if call.token_mask is not None:  # padding does not fade
+            log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
+        if call.visible is not None:
+            return attend_along_paths(module, q, k, v, log_f, call, past)
+        if name not in GATED or past is not None:
+            q, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
+    if past is not None:
+        k, v = past.append(k, v)
+    # FlashAttention finds packed sequences in the position ids
+    kwargs |= dict(position_ids=call.position_ids, **call.flash)
     if name in GATED:
         kwargs["log_f"] = log_f
-    # FlashAttention finds packed documents in the position ids
-    return run_backend(name, module, q, k, v, attention_mask, past.cache, position_ids=rows.position_ids, **kwargs)
+    return run_backend(name, module, q, k, v, call.mask, None if past is None else past.cache, **kwargs)
 
 
-def attend_along_paths(module, q, k, v, log_f, rows, past):
-    """`attend` under a mask of four dimensions, in plain PyTorch whatever the implementation; see masks_fox.py."""
-    if past.cache is not None:
-        _, k, v = fold_forget_gate(module, q, k, v, log_f, rows, past)
+def attend_along_paths(module, q, k, v, log_f, call: "Call", past: CachedLayer | None):
+    """Return `attend` under a mask of four dimensions, in plain PyTorch for every implementation; see masks_fox.py."""
+    if past is not None:
+        _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
         k, v = past.append(k, v)
         c = unfold_decay(k, module.head_dim, module.gates_per_key, module.scaling)
         log_f = c.diff(dim=-1, prepend=c[..., :1])  # no key fades by the gate of the first
         k, v = (x[..., : module.head_dim] for x in (k, v))
-    bias = decay_along_paths(log_f, rows.tree.visible)
+    bias = decay_along_paths(log_f, call.visible)
     bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], dim=1)
     dropout = module.config.attention_dropout if module.training else 0.0
     return eager_attention_forward(module, q, k, v, bias, module.scaling, dropout)

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from typing import NamedTuple
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -18,6 +19,20 @@ FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": 
 # Names that the base class takes beside its fields and properties.
 BASE_NAMES = {"attn_implementation", "rope_theta", "partial_rotary_factor", "auto_map", "quantization_config", *FIXED}
 LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+
+
+class FoxSizes(NamedTuple):
+    """Sizes that a `FoxConfig` resolves: those that may be left out there, and what follows from them.
+
+    num_key_value_groups: query heads that share a key head.
+    gates_per_key: gates that fade a key head: 1, or one for each of its query heads.
+    """
+
+    head_dim: int
+    num_key_value_heads: int
+    num_key_value_groups: int
+    intermediate_size: int
+    gates_per_key: int
 
 
 @strict
@@ -149,6 +164,15 @@ class FoxConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if without_rope:
             self.rope_parameters = None  # the base class fills in a default
+
+    @property
+    def sizes(self) -> FoxSizes:
+        """The sizes of the layers, of which none is left out."""
+        head_dim, kv_heads, width = self.head_dim, self.num_key_value_heads, self.intermediate_size
+        assert head_dim is not None and kv_heads is not None and width is not None  # since `__post_init__`
+        group = self.num_attention_heads // kv_heads
+        one_gate = self.forget_gate_per_kv_head or self.forget_gate == "none"
+        return FoxSizes(head_dim, kv_heads, group, width, 1 if one_gate else group)
 
     @property
     def layer_types(self):

@@ -1,11 +1,9 @@
 """A mask of four dimensions from the caller: who sees whom, token by token, as for a tree of continuations in one row.
 
 A key fades by the gates of those tokens between key and query that the query sees, so that each path through the tree
-is computed as if no other branch stood in the row. This decay is no property of the key: it cannot be folded into the
-keys (attention_fox.py) and is added to the logits, as (B, H, T, keys) numbers.
+is computed as if no other branch stood in the row. This decay is not a property of the key: it cannot be folded into
+the keys (attention_fox.py) and is added to the logits, as (B, H, T, keys) numbers.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +16,9 @@ from .state_fox import AttendingCache
 MASKED = -1e4
 
 
-class TreeMask(NamedTuple):
-    """What the caller's mask says, the same for every layer.
-
-    visible: (1 or B, 1, T, keys) bool, the keys that each new token sees, cached ones included.
-    before: (1 or B, T), the last token that each token sees before itself, counted from the last cached token, which
-        is 0, over the new ones; below 0 if it sees none.
-    """
-
-    visible: torch.Tensor
-    before: torch.Tensor
-
-
-def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, past_key_values) -> TreeMask:
+def read_tree_mask(
+    config, mask: torch.Tensor, batch: int, length: int, past_key_values
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Check a mask of four dimensions, and find the token before each token. While compiling, values are not checked.
 
     Args:
@@ -39,6 +27,10 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, past_key
             the rest. `keys` are those in the cache after this call, free slots of a static cache included.
         batch, length: B and T.
         past_key_values: a `Cache` or None.
+
+    Returns:
+        the mask as booleans; and (1 or B, T), the last token that each token sees before itself, counted from the last
+        cached token, which is 0, over the new ones; -1 if it sees none.
 
     Raises:
         ValueError: shape, dtype or values are others; a token sees a later one, or more than the sliding window; or
@@ -58,16 +50,15 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, past_key
             f"attention_mask is {tuple(mask.shape)}; with four dimensions it must be {(batch, 1, length, keys)}: for each "
             "row, the same for all heads, which keys each new token sees."
         )
-    compiling = torch.compiler.is_compiling()
-    if not (mask.dtype == torch.bool or mask.is_floating_point()) or (
-        mask.is_floating_point() and not compiling and not ((mask == 0) | (mask < MASKED)).all()
-    ):
+    compiling, additive = torch.compiler.is_compiling(), mask.is_floating_point()
+    values = compiling or not additive or ((mask == 0) | (mask < MASKED)).all()
+    if not values or not (additive or mask.dtype == torch.bool):
         raise ValueError(
             f"attention_mask of four dimensions is {mask.dtype}; it must be boolean, True for what a token sees, or "
             "floating and added to logits: 0 for what a token sees and torch.finfo(dtype).min for the rest. Convert a "
             "mask of 1 and 0: mask.bool()."
         )
-    visible = mask if mask.dtype == torch.bool else mask > MASKED
+    visible = mask > MASKED if additive else mask
     key = torch.arange(keys, device=mask.device) + offset
     query = torch.arange(length, device=mask.device)[:, None] + cached  # (T, 1)
     if not compiling and (visible & (key > query)).any():
@@ -81,21 +72,21 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, past_key
             "must hide all but the last so many."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
-    before, first = before - cached + 1, before < 0
-    if (config.k_shift or config.v_shift) and not compiling and ((before < 0) & ~first).any():
+    predecessor = torch.where(before < 0, -1, before - cached + 1)
+    if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
             "attention_mask continues a cached token that is not the last one, but the token shift of this model is "
             "cached for the last one alone. Give the branch and all before it, after the last cached token, in one call."
         )
-    return TreeMask(visible, before.masked_fill(first, -1))
+    return visible, predecessor
 
 
 def decay_along_paths(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The decay of each key for each query, the sum of log f over the later keys that the query sees; else a minimum.
+    """Return the decay of each key for each query, the sum of log f over the later keys that it sees; else a minimum.
 
     Args:
         log_f: log gates of all keys, (B, H, keys), fp32.
-        visible: as in `TreeMask`.
+        visible: (1 or B, 1, T, keys) bool.
 
     Returns:
         (B, H, T, keys) fp32.

@@ -33,32 +33,13 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import (
-    NAME,
-    attend,
-    check_implementation,
-    create_attention_mask,
-    flash_borders,
-    read_attention_mask,
-)
+from .backend_fox import NAME, attend, check_implementation
+from .call_fox import PLAIN_CALL, Call, Shard, can_be_cached, create_attention_mask, read_call, read_token_mask
+from .checks_fox import NO_QUANTIZED_CACHE
 from .configuration_fox import FoxConfig
-from .inputs_fox import (
-    PLAIN_ROWS,
-    Rows,
-    beyond_vocabulary,
-    can_be_cached,
-    check_dtype,
-    check_ids,
-    check_labels,
-    check_logits_to_keep,
-    keep_positions,
-    read_rows,
-    real_tokens,
-    split_heads,
-)
 from .loss_fox import can_skip_logits, loss_without_logits
-from .paged_fox import ContinuousBatching, paged_attention
-from .state_fox import NO_QUANTIZED_CACHE, CachedLayer
+from .paged_fox import ContinuousBatching, paged_hidden_states
+from .state_fox import CachedLayer, previous_tokens
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
@@ -108,7 +89,7 @@ class FoxForgetGate(nn.Module):
 
     def __init__(self, config: FoxConfig):
         super().__init__()
-        heads = config.num_key_value_heads if config.forget_gate_per_kv_head else config.num_attention_heads
+        heads = config.sizes.num_key_value_heads if config.forget_gate_per_kv_head else config.num_attention_heads
         self.kind = config.forget_gate
         if self.kind == "full":
             self.weight = nn.Parameter(torch.empty(heads, config.hidden_size))
@@ -130,7 +111,7 @@ class FoxShiftWeight(nn.Module):
 
     def __init__(self, config: FoxConfig):
         super().__init__()
-        self.weight = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False).weight
+        self.weight = nn.Linear(config.hidden_size, config.sizes.num_key_value_heads, bias=False).weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight).float().sigmoid()
@@ -143,17 +124,17 @@ class FoxAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        one_gate = config.forget_gate_per_kv_head or config.forget_gate == "none"
-        self.gates_per_key = 1 if one_gate else self.num_key_value_groups
+        self.head_dim = config.sizes.head_dim
+        self.num_key_value_groups = config.sizes.num_key_value_groups
+        self.gates_per_key = config.sizes.gates_per_key
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
-        self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
+        # the factor by which YaRN and LongRoPE lengthen q.k
+        self.rotary_gain = LlamaRotaryEmbedding(config).attention_scaling ** 2 if config.rope_parameters else 1.0
         self.is_causal = True
 
         hidden_size = config.hidden_size
-        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.sizes.num_key_value_heads))
         self.q_proj = nn.Linear(hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
@@ -175,64 +156,33 @@ class FoxAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
+        call: Call = PLAIN_CALL,
         past_key_values: Cache | None = None,
-        rows: Rows = PLAIN_ROWS,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if "cache" in kwargs:  # continuous batching, which keeps its keys in pages
-            return paged_attention(self, hidden_states, position_embeddings, attention_mask, **kwargs)
         x = hidden_states
-        q, k, v = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        past = CachedLayer(self, past_key_values, k)
-        k, v = self.token_shift(x, k, v, rows, past)  # (B, T, Hkv, D)
-        q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        past = None if past_key_values is None else CachedLayer(self, past_key_values, x.device)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.k_shift_proj is not None or self.v_shift_proj is not None:
+            k, v = self.token_shift(x, k, v, call, past)  # (B, T, Hkv, D)
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        log_f = self.log_forget_gate(x, rows)  # (B, H or Hkv, T)
-        o, weights = attend(self, q, k, v, log_f, attention_mask, rows, past, **kwargs)  # (B, T, H, D)
+        log_f = None if self.f_proj is None else self.f_proj(x)  # (B, H or Hkv, T)
+        o, weights = attend(self, q, k, v, log_f, call, past, **kwargs)  # (B, T, H, D) or wider
         return self.output(x, o), weights
 
-    def token_shift(self, x, k, v, rows, past):
-        """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14).
-
-        The predecessor is the last real token, in the cache, in this call, or in the process that has the part of the
-        row before, or that of a `TreeMask`; the first token of a document has 0.
-        """
-        if self.k_shift_proj is None and self.v_shift_proj is None:
-            return k, v
-        token_before = past.token_before(k) if rows.shard is None else map(rows.shard.token_before, (k, v))
-        tokens = [torch.cat(pair, dim=1) for pair in zip(token_before, (k, v))]  # (B, 1 + T, Hkv, D) each
-        if rows.real is not None:  # a padded position repeats the last real one
-            last_real = torch.arange(1, x.shape[1] + 1, device=x.device) * rows.real
-            last_real = F.pad(last_real.cummax(1).values, (1, 0))[..., None, None]  # (B, 1 + T, 1, 1)
-            tokens = [y.gather(1, last_real.expand_as(y)) for y in tokens]
-        past.keep_tokens(*(y[:, 1:] for y in tokens))
-        k_previous, v_previous = (y[:, :-1] for y in tokens)
-        if rows.tree is not None:
-            before = rows.tree.before[..., None, None]  # (1 or B, T, 1, 1)
-            k_previous, v_previous = (
-                y.gather(1, before.clamp(min=0).expand_as(y[:, 1:])).masked_fill(before < 0, 0.0) for y in tokens
-            )
-        if rows.document_positions is not None:
-            first = (rows.here(rows.document_positions) == 0)[..., None, None]
-            k_previous, v_previous = (y.masked_fill(first, 0.0) for y in (k_previous, v_previous))
+    def token_shift(self, x, k, v, call: Call, past: CachedLayer | None):
+        """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14)."""
+        k_previous, v_previous = previous_tokens(k, v, call, past)  # (B, T, Hkv, D)
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x)[..., None].to(k.dtype))
         if self.v_shift_proj is not None:
             v = torch.lerp(v, v_previous, self.v_shift_proj(x)[..., None].to(v.dtype))
         return k, v
 
-    def log_forget_gate(self, x, rows):
-        """log f of the new tokens, (B, H or Hkv, T) fp32, 0 at padding, which does not decay; None without a gate."""
-        if self.f_proj is None:
-            return None
-        log_f = self.f_proj(x)
-        return log_f if rows.real is None else log_f * rows.real[:, None].to(log_f.dtype)
-
     def output(self, x, o):
-        """Norm, gate and projection of what attention returned, (B, T, H, D) or wider: (B, T, hidden)."""
+        """Norm, gate and project what attention returned, (B, T, H, D) or wider, to (B, T, hidden)."""
         o = self.o_norm(o[..., : self.head_dim]).flatten(2)  # (B, T, H * D)
         if self.g_proj is not None:
             o = o * self.g_act(self.g_proj(x))
@@ -242,9 +192,9 @@ class FoxAttention(nn.Module):
 class FoxMLP(nn.Module):
     def __init__(self, config: FoxConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.sizes.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.sizes.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.sizes.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -260,8 +210,6 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
-        if self.self_attn.layer_idx == 0:
-            check_dtype(hidden_states, self.self_attn.q_proj)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -322,7 +270,7 @@ class FoxPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
-        """All that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
+        """Return all that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
 
         A mask of four dimensions comes back as it is.
         """
@@ -330,7 +278,7 @@ class FoxPreTrainedModel(PreTrainedModel):
             return attention_mask
         return {
             "attention": create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids),
-            "real": real_tokens(attention_mask, inputs_embeds.shape[1]),
+            "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1]),
         }
 
     def save_pretrained(self, *args, **kwargs):
@@ -361,9 +309,6 @@ class FoxModel(FoxPreTrainedModel):
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config) if config.rope_parameters else None
-        if self.rotary_emb is not None:
-            for layer in self.layers:
-                layer.self_attn.rotary_gain = self.rotary_emb.attention_scaling**2
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -377,10 +322,10 @@ class FoxModel(FoxPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
-        shard=None,
+        shard: Shard | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """The final hidden states of all tokens.
+        """Return the final hidden states of all tokens.
 
         Args:
             input_ids: (B, T), int64; or instead
@@ -390,8 +335,8 @@ class FoxModel(FoxPreTrainedModel):
             position_ids: (1 or B, T), for RoPE; where they start again, a packed document begins. Default None: they
                 count from the cached tokens on.
             past_key_values: a `Cache`, which grows by this call.
-            use_cache: whether to make a cache and return it; never while gradients are recorded in training.
-            shard: as in `Rows`; the tokens are then a part of each row, and `position_ids` those of whole rows.
+            use_cache: make a cache and return it; never while gradients are recorded in training.
+            shard: a `Shard`; the tokens are then its part of each row, and `position_ids` those of whole rows.
             kwargs: `cu_seq_lens_q` or `seq_idx`, the borders of packed documents, and what transformers passes on.
 
         Raises:
@@ -400,34 +345,63 @@ class FoxModel(FoxPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            check_ids(input_ids)
             try:
                 inputs_embeds = self.embed_tokens(input_ids)
             except IndexError:
-                raise beyond_vocabulary("input_ids", input_ids, self.config.vocab_size) from None
+                raise ValueError(
+                    f"input_ids holds ids from {input_ids.min()} to {input_ids.max()}; they must lie between 0 and "
+                    f"{self.config.vocab_size - 1}, as vocab_size is {self.config.vocab_size}. Is the tokenizer that of "
+                    "this model?"
+                ) from None
+        if "cache" in kwargs:  # continuous batching, for which transformers has prepared everything
+            hidden_states = paged_hidden_states(self, inputs_embeds, attention_mask, position_ids, **kwargs)
+            return BaseModelOutputWithPast(last_hidden_state=hidden_states)
         if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
-        whole = inputs_embeds if shard is None else shard.full_shape_placeholder(inputs_embeds)
-        rows = read_rows(self.config, whole, attention_mask, position_ids, past_key_values, shard=shard, **kwargs)
-        if use_cache and past_key_values is None and can_be_cached(rows):
+        call = read_call(
+            self.config, inputs_embeds, attention_mask, position_ids, past_key_values, shard=shard, **kwargs
+        )
+        if use_cache and past_key_values is None and can_be_cached(call):
             past_key_values = DynamicCache(config=self.config)
-        mask = read_attention_mask(self.config, whole, attention_mask, past_key_values, rows)
-        kwargs |= flash_borders(self.config, rows, **kwargs)
-
-        hidden_states, positions = inputs_embeds, rows.here(rows.position_ids)
+        hidden_states = inputs_embeds
+        positions = call.position_ids if shard is None else shard.part(call.position_ids)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
         for layer in self.layers[: self.config.num_hidden_layers]:  # an early exit lowers the number
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=mask,
+                call=call,
                 past_key_values=past_key_values,
-                rows=rows,
                 use_cache=use_cache,
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Return the hidden states whose logits are asked for, as `slice_logits_to_keep` of transformers 5.23.
+
+    Args:
+        hidden_states: (B, T, hidden).
+        logits_to_keep: how many of the last positions, 0 for all; or positions, int64, of all rows (P,) or of each row
+            (B, P); or a mask of them, (B, T) bool.
+
+    Returns:
+        (B, P, hidden), or (positions in all rows, hidden) for a mask.
+
+    Raises:
+        ValueError: the number is negative, which would leave out the first positions.
+    """
+    if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep}; it must be how many of the last positions, 0 for all.")
+        return hidden_states[:, -logits_to_keep:]
+    if logits_to_keep.ndim != 2:
+        return hidden_states[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
 
 
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
@@ -445,11 +419,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self):
-        """Key heads and width, with the decay, of a static cache, which `generate` makes before the first token."""
+        """Return key heads and width, with the decay, of a static cache, made by `generate` before the first token."""
         shape = super()._get_static_cache_init_shape()
         if shape is None or self.config.forget_gate == "none":
             return shape
-        return shape[0], folded_width(self.config.head_dim, self.model.layers[0].self_attn.gates_per_key, self.device)
+        return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
 
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
         if generation_config.cache_implementation == "quantized" and self.config.forget_gate != "none":
@@ -470,12 +444,12 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Logits of the next token, and with labels the loss.
+        """Return the logits of the next token, and with labels the loss.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `FoxModel`.
             labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
-            logits_to_keep: which positions have logits, as in `keep_positions`. Default 0: all.
+            logits_to_keep: the positions that have logits, as in `keep_positions`. Default 0: all.
             skip_logits: with labels, make the loss piece by piece and return no logits, if the head allows it.
             kwargs: `shift_labels` and `num_items_in_batch` of the loss, and those of `FoxModel`.
 
@@ -485,7 +459,6 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         Raises:
             ValueError: the arguments do not fit together, or ids are beyond the vocabulary.
         """
-        check_logits_to_keep(logits_to_keep)
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -496,21 +469,20 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             **kwargs,
         )
         hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        check_labels(labels, hidden_states.shape[:-1])
+        if labels is not None and labels.shape != hidden_states.shape[:-1]:
+            raise ValueError(
+                f"labels is {tuple(labels.shape)}; it must be {tuple(hidden_states.shape[:-1])}: the token ids themselves, "
+                "which are shifted here, with -100 where no loss is wanted."
+            )
         loss = logits = None
         scored = labels is not None or kwargs.get("shift_labels") is not None
         if not (scored and skip_logits and can_skip_logits(self.lm_head)):
             logits = self.lm_head(hidden_states)
         if scored:
-            try:
-                if logits is None:
-                    loss = loss_without_logits(hidden_states, self.lm_head, labels, **kwargs)
-                else:
-                    loss = self.loss_function(
-                        logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-                    )
-            except IndexError:
-                raise beyond_vocabulary("labels", labels, self.config.vocab_size) from None
+            if logits is None:
+                loss = loss_without_logits(hidden_states, self.lm_head, labels, **kwargs)
+            else:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -14,32 +14,37 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
 from .backend_fox import run_backend
-from .inputs_fox import split_heads
 from .masks_fox import MASKED
 
 
-def paged_attention(
-    attention, x, position_embeddings, attention_mask, cache, rows=None, past_key_values=None, **kwargs
-):
-    """The forward of `FoxAttention` for continuous batching.
+def paged_hidden_states(model, hidden_states, attention_mask, position_ids, **kwargs) -> torch.Tensor:
+    """Return the final hidden states of a `FoxModel` in continuous batching, (1, T, hidden), from embedded tokens.
 
     Args:
-        attention: the `FoxAttention`.
-        x: its input, (1, T, hidden): the new tokens of all requests, one request after another.
-        position_embeddings: cos and sin, or None.
+        model: the `FoxModel`.
+        hidden_states: (1, T, hidden): the new tokens of all requests, one request after another.
         attention_mask: (1, 1, T, all), additive, of all requests.
-        cache, kwargs: the pages, and where tokens lie in them, as transformers passes them to attention functions.
-
-    Returns:
-        (1, T, hidden), and attention weights or None.
+        position_ids: (1, T).
+        kwargs: the pages, and where tokens lie in them, as transformers passes them to attention functions.
     """
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    q, k, v = (split_heads(projection(x), attention.head_dim) for projection in projections)
+    x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can exceed the minimum of float16
+    position_embeddings = None if model.rotary_emb is None else model.rotary_emb(x, position_ids)
+    for layer in model.layers:
+        x = x + paged_attention(layer.self_attn, layer.input_layernorm(x), position_embeddings, mask, **kwargs)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.norm(x)
+
+
+def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) -> torch.Tensor:
+    """Return what `FoxAttention` returns for x, (1, T, hidden), with the keys of earlier tokens in pages."""
+    q, k, v = (
+        proj(x).unflatten(-1, (-1, attention.head_dim))
+        for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     q, k, v = through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs)
     name = attention.config._attn_implementation.removeprefix("paged|")
-    # boolean, because a decay can exceed the minimum of float16
-    o, weights = run_backend(name, attention, q, k, v, attention_mask > MASKED, **kwargs)
-    return attention.output(x, o), weights
+    o, _ = run_backend(name, attention, q, k, v, mask, **kwargs)
+    return attention.output(x, o)
 
 
 def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
@@ -47,7 +52,7 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
 
     Args:
         q, k, v: projections of x, (1, T, H or Hkv, D).
-        others: as in `paged_attention`.
+        kwargs: where tokens lie in the pages, which `cache.update` reads.
 
     Returns:
         folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.

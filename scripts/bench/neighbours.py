@@ -16,8 +16,7 @@ import statistics
 import torch
 
 from hf_longctx.fox import FoxConfig, FoxModel
-from hf_longctx.fox.inputs_fox import PLAIN_ROWS
-from hf_longctx.fox.state_fox import CachedLayer
+from hf_longctx.fox.call_fox import PLAIN_CALL
 from scripts.bench import common
 
 
@@ -65,7 +64,7 @@ def neighbours(layer, args):
         return layer.q_norm(q), layer.k_norm(k)
 
     def shift(weights, k, v):
-        return local.token_shift(weights, k, v, PLAIN_ROWS, CachedLayer(local, None, k))
+        return local.token_shift(weights, k, v, PLAIN_CALL, None)
 
     def shift_and_norm(weights, q, k, v):
         k, v = shift(weights, k, v)
