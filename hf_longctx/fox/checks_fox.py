@@ -145,8 +145,6 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
             f"this {kind} is for {len(layers)} layers and the model has {config.num_hidden_layers}. {make_one}"
         )
     layer = layers[0] if layers else None
-    if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):
-        raise ValueError(f"this {kind} has no place for the token shift. {make_one}")
     gated, sizes, keys = config.forget_gate != "none", config.sizes, getattr(layer, "keys", None)
     if gated and hasattr(layer, "_quantize"):
         raise NotImplementedError(NO_QUANTIZED_CACHE)
@@ -161,6 +159,8 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         marker = sizes.head_dim + GATE_PARTS * sizes.gates_per_key  # of a key into which the decay was folded
         if readable and layer.get_seq_length() > 0 and keys[0, 0, 0, marker] != GATE_QUERY:
             raise ValueError(f"the keys in this {kind} carry no decay, so another model has filled it. {make_one}")
+    if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):
+        raise ValueError(f"this {kind} has no place for the token shift. {make_one}")
     state = getattr(layer, "conv_states", [None])[0]
     if isinstance(state, torch.Tensor) and state.shape[0] != batch:
         raise ValueError(

@@ -4,7 +4,6 @@ import difflib
 import math
 from typing import NamedTuple
 
-import torch
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
@@ -246,22 +245,16 @@ class FoxConfig(PreTrainedConfig):
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(type(self), name):
                 closest = difflib.get_close_matches(name, type(self).__annotations__)
                 hint = f"; close to it: {', '.join(closest)}" if closest else ""
-                raise ValueError(f"{name!r} is no field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
+                raise ValueError(f"{name!r} is not a field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
 
     def _check_values(self, kwargs):
         for name, value in FIXED.items():
             if (got := kwargs.get(name, getattr(self, name, value))) != value:
                 raise ValueError(f"{name}={got}; a FoX is a causal decoder, so it can only be {value}.")
         if self.hidden_act not in ACT2FN:
-            closest = difflib.get_close_matches(self.hidden_act, ACT2FN, n=1) or ["silu"]
-            raise ValueError(
-                f"hidden_act={self.hidden_act!r} is no activation of transformers, such as {closest[0]!r}."
-            )
+            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation of transformers, such as 'silu'.")
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(f"initializer_range={self.initializer_range}; it is a standard deviation, such as 0.02.")
-        dtype = self.dtype if self.dtype is not None else kwargs.get("torch_dtype")
-        if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"dtype={dtype!r} is no dtype of torch, such as 'bfloat16'.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
             for token in ids if isinstance(ids, list) else [ids]:
@@ -297,7 +290,7 @@ class FoxConfig(PreTrainedConfig):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                    f"{self.num_attention_heads}, so the head size is no integer. Change one, or give head_dim."
+                    f"{self.num_attention_heads}, so the head size is not an integer. Change one, or give head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is not None and self.sliding_window < 2:

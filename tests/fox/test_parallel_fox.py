@@ -25,7 +25,7 @@ TENSOR_PARALLEL = [
     "only v shift, shared norm, biases",
     "bias only",
 ]
-REFUSED = {"fixed": "leaves the 4 fixed gates", "one key head": "has split a head"}
+REFUSED = {"fixed": "leaves the 4 fixed gates", "one key head": "don't multiply up to the size"}
 PIPELINE_PARALLEL = ["llama", "pro with grouped heads and rope"]
 # Our kernels differ between a gate per query head and one per key head, and are interpreted on a CPU.
 BY_HEADS = {"sdpa": [*TENSOR_PARALLEL, *REFUSED], "forgetting_triton": TENSOR_PARALLEL[1:3]}
@@ -93,7 +93,7 @@ def tensor_parallel(folder, names, backend):
     for name in names:
         try:
             results[name] = against_one_process(folder / name, folder / f"{name} again", backend, tp_size=2)
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             results[name] = str(error)
     return results
 

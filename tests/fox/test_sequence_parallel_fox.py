@@ -102,7 +102,7 @@ def test_sequence_parallel_of_deepspeed_is_refused(monkeypatch):
     "options", [{"attention_mask": torch.ones(1, 4)}, {"past_key_values": object()}], ids=lambda x: next(iter(x))
 )
 def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
-    shard = SimpleNamespace(whole=lambda x: x)
+    shard = SimpleNamespace(size=1)
     with pytest.raises(ValueError, match="share take no attention_mask and no cache"):
         make("llama")(tokens(1, 4), shard=shard, **options)
 

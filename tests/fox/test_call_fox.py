@@ -166,9 +166,3 @@ def test_the_running_sum_keeps_the_resolution_of_a_document():
 def test_no_cache_comes_back_from_packed_documents():
     with torch.no_grad():
         assert make("llama")(**BORDERS["position ids"](), use_cache=True).past_key_values is None
-
-
-def test_embeddings_in_single_precision_for_a_half_precision_model():
-    model = make("llama").bfloat16()
-    with pytest.raises(ValueError, match=r"is torch\.float32 but the weights are torch\.bfloat16"):
-        model(inputs_embeds=torch.randn(2, 9, 32))
