@@ -21,8 +21,7 @@ from .data import stack
 class SequenceShard:
     """The part of each row that this process has, and its trade with the others that have parts of the same rows.
 
-    FoX calls `full_shape_placeholder`, `part`, `token_before`, `to_heads` and `to_parts`; t = T / N. Each of them that
-    moves data is a collective operation, forward and backward.
+    It is a `Shard` of fox/call_fox.py; t = T / N.
 
     Args:
         size: N, processes that share a row: neighbours by rank.
@@ -56,13 +55,6 @@ class SequenceShard:
         dealer.process_index //= self.size
         dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
         return loader
-
-    def full_shape_placeholder(self, x: torch.Tensor) -> torch.Tensor:
-        """Expand the first token of x, (B, t, ...), to (B, T, ...): the shape of whole rows with false values.
-
-        The result takes no memory. Only its shape, dtype and device may be read.
-        """
-        return x.detach()[:, :1].expand(-1, self.size * x.shape[1], *x.shape[2:])
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, ...) -> (B, t, ...)"""
