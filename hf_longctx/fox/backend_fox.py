@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from .attention_fox import (
     unfold_decay,
 )
 from .kernels_fox import triton
+from .call_fox import Call
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
 from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache, CachedLayer
@@ -45,9 +46,6 @@ from .triton_fox import (
     why_not,
 )
 
-
-if TYPE_CHECKING:
-    from .call_fox import Call
 
 NAME = "forgetting_triton"
 # In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
@@ -282,7 +280,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def fold_forget_gate(module, q, k, v, log_f, call: "Call", past: CachedLayer | None):
+def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
     """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each."""
     # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
     q, k, v = autocast_inputs(q, k, v)
@@ -295,7 +293,7 @@ def fold_forget_gate(module, q, k, v, log_f, call: "Call", past: CachedLayer | N
     return q, k, F.pad(v, (0, k.shape[-1] - module.head_dim))
 
 
-def attend(module, q, k, v, log_f, call: "Call", past: CachedLayer | None, **kwargs):
+def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
     """Return the attention of the new tokens to all cached and new ones, by the implementation that the config names.
 
     Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
@@ -338,7 +336,7 @@ def attend(module, q, k, v, log_f, call: "Call", past: CachedLayer | None, **kwa
     return run_backend(name, module, q, k, v, call.mask, None if past is None else past.cache, **kwargs)
 
 
-def attend_along_paths(module, q, k, v, log_f, call: "Call", past: CachedLayer | None):
+def attend_along_paths(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
     """Return `attend` under a mask of four dimensions, in plain PyTorch for every implementation; see masks_fox.py."""
     if past is not None:
         _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)

@@ -34,9 +34,10 @@ from transformers.utils.versions import require_version
 
 from .attention_fox import CLOSED_GATE, folded_width
 from .backend_fox import NAME, attend, check_implementation
-from .call_fox import PLAIN_CALL, Call, Shard, can_be_cached, create_attention_mask, read_call, read_token_mask
+from .call_fox import PLAIN_CALL, Call, Shard
 from .checks_fox import NO_QUANTIZED_CACHE
 from .configuration_fox import FoxConfig
+from .inputs_fox import can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, paged_hidden_states
 from .state_fox import CachedLayer, previous_tokens

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .attention_fox import unfold_decay
+from .call_fox import Call
 
 
 class AttendingCache(Cache):
@@ -76,7 +77,7 @@ class CachedLayer:
         return self.cache.update(k, v, self.attention.layer_idx)
 
 
-def previous_tokens(k, v, call, past: CachedLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
+def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the key and value of each token's predecessor before the token shift, 0 if it has none; store the last.
 
     Args:
