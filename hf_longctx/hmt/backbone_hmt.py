@@ -10,13 +10,16 @@ import copy
 import inspect
 import math
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import DynamicCache, GenerationMixin
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.utils import GenerationMixin
 
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
@@ -43,7 +46,7 @@ class Backbone:
             that sees later ones; the message names the class.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Any):  # transformers' types take the attributes of a model for tensors
         if getattr(model, "active_peft_config", None) is not None:
             if model.active_peft_config.is_prompt_learning:
                 raise ValueError(
@@ -95,22 +98,22 @@ class Backbone:
         self._continues = {}  # by what decides it
         # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
-        self._head_gives_dtype = None
         self._follows_masks = {}  # by the implementation of attention
         self._check_causal(embedding.weight.device)
 
-    def _check_causal(self, device):
-        """Raise ValueError if the first of three positions sees the last: one tiny pass for each of two last
-        embeddings.
+    def _check_causal(self, device: torch.device) -> None:
+        """Raise ValueError if the first of three positions sees the last: a tiny pass for each of two last embeddings.
 
         Recurrent backbones cannot see ahead.
         """
-        if self.stateful or not self._can_probe(device):
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        # other attention may need another device or dtype than the model has so far
+        if self.stateful or device.type == "meta" or attention not in (None, "eager", "sdpa"):
             return
         with self._probing(device) as embeds:
             changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
             first, second = (self.run(x, None, None)[1][0, 0] for x in (embeds, changed))
-        if not alike(second, first):
+        if not equal_up_to_rounding(second, first):
             raise ValueError(
                 f"{type(self.model).__name__} is not causal: its first position sees a later one, so it would read the "
                 "tokens that it is asked to predict. Configure it for language modelling (BERT and its relatives: "
@@ -118,9 +121,8 @@ class Backbone:
             )
 
     @property
-    def continues(self):
-        """Whether several tokens, some of them padding, can continue a `DynamicCache`. Where they cannot, the wrapper
-        reads the open segment again.
+    def continues(self) -> bool:
+        """Whether several tokens, some of them padding, can continue a `DynamicCache`, or are read again.
 
         Probed once for each way to compute: ProphetNet continues its cache by one token only, and RoBERTa and its
         relatives give embeddings the positions of a text's beginning, whatever is in the cache.
@@ -134,11 +136,9 @@ class Backbone:
             self._continues[way] = self._probe_cache(weight.device)
         return self._continues[way]
 
-    def _probe_cache(self, device):
-        """Tiny passes over three positions and, below their cache, three more, beside one pass over all."""
-        for autocast in sorted(
-            {False, torch.is_autocast_enabled(device.type)}
-        ):  # FlashAttention may need the caller's
+    def _probe_cache(self, device: torch.device) -> bool:
+        """Compare a pass over three positions and, below its cache, three more with one pass over all six."""
+        for autocast in {False, torch.is_autocast_enabled(device.type)}:  # FlashAttention may need the caller's
             try:
                 with self._probing(device, 6, autocast) as embeds:
                     # small beside learned position embeddings, so that wrong ones show in bfloat16 too; and clones,
@@ -146,18 +146,13 @@ class Backbone:
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
                     self.run(embeds[:, :3].clone(), None, None, kv_cache)
                     _, below = self.run(embeds[:, 3:].clone(), None, None, kv_cache)
-                    return alike(below, self.run(embeds, None, None)[1][:, 3:])
+                    return equal_up_to_rounding(below, self.run(embeds, None, None)[1][:, 3:])
             except Exception:  # a backbone that does not take several tokens may raise anything
                 continue
         return False
 
-    def _can_probe(self, device):
-        """False on the meta device, and where attention may need another device or dtype than the model has so far."""
-        attention = getattr(self.model.config, "_attn_implementation", None)
-        return device.type != "meta" and attention in (None, "eager", "sdpa")
-
-    def takes_masks(self, positions):
-        """Whether passes of up to so many positions below a cache can follow a mask of four dimensions.
+    def takes_masks(self, positions: int) -> bool:
+        """Say whether passes of up to so many positions below a cache can follow a mask of four dimensions.
 
         Probed once for each implementation of attention. A mask of the caller replaces that of an attention window,
         so the window must be wider than the pass.
@@ -175,16 +170,18 @@ class Backbone:
                 self._follows_masks[attention] = False
         return self._follows_masks[attention]
 
-    def _probe_masks(self, device):
-        """Tiny passes over three positions and, below their cache, three more; of the first, the second see the middle
-        one alone, and their own first sees none."""
+    def _probe_masks(self, device: torch.device) -> bool:
+        """Run three positions and, below their cache, three more, under a mask, and with changed positions.
+
+        Of the first three, the last three see the middle one alone, and the first of the last three sees none.
+        """
         seen = torch.tensor([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
                              [0, 0, 0, 1, 0, 0], [0, 1, 0, 1, 1, 0], [0, 1, 0, 1, 1, 1]], device=device)  # fmt: skip
         with self._probing(device, 6) as embeds:
             mask = torch.zeros(seen.shape, dtype=embeds.dtype, device=device)
             mask = mask.masked_fill(seen == 0, torch.finfo(embeds.dtype).min)[None, None]
 
-            def second_part(embeds):
+            def below_cache(embeds: Tensor) -> Tensor:
                 kv_cache = DynamicCache(config=self.model.config)
                 self.run(embeds[:, :3].clone(), None, None, kv_cache)
                 return self.run(embeds[:, 3:].clone(), None, None, kv_cache, visible=mask[:, :, 3:])[1]
@@ -194,8 +191,12 @@ class Backbone:
                 for column in (1, 2)
             ]
             expected = self.run(embeds.clone(), None, None, visible=mask)[1][:, 3:]
-            result, of_token, of_hidden = map(second_part, (embeds, *changed))
-            follows = alike(result, expected) and alike(of_hidden, result) and alike(of_token[:, :1], result[:, :1])
+            result, of_token, of_hidden = map(below_cache, (embeds, *changed))
+            follows = (
+                equal_up_to_rounding(result, expected)
+                and equal_up_to_rounding(of_hidden, result)
+                and equal_up_to_rounding(of_token[:, :1], result[:, :1])
+            )
             # The token may change less than half precision rounds, but far more than what must not change.
             changes = of_token.float() - result.float()
             rest = max(changes[:, :1].norm(), (of_hidden.float() - result.float()).norm())
@@ -203,8 +204,8 @@ class Backbone:
             return bool(follows and effect > 4 * rest)
 
     @contextmanager
-    def _probing(self, device, positions=3, autocast=False):
-        """Embeddings for tiny passes without gradient and dropout, (1, positions, d)."""
+    def _probing(self, device: torch.device, positions: int = 3, autocast: bool = False) -> Iterator[Tensor]:
+        """Yield embeddings for tiny passes without gradient and dropout, (1, positions, d)."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -215,18 +216,15 @@ class Backbone:
             for module in training:
                 module.training = True
 
-    def can_skip_logits(self, device):
-        """Whether `loss_without_logits` can replace the head; `head_is_linear`. PyTorch before 2.13 lacks it."""
-        return hasattr(F, "linear_cross_entropy") and self.head_is_linear(device)
-
-    def head_is_linear(self, device):
-        """Whether `head` of the last hidden states gives the logits; `device` is that of the embeddings.
+    def can_skip_logits(self, device: torch.device) -> bool:
+        """Say whether `loss_without_logits` can replace the head; `device` is that of the embeddings.
 
         The head must be a plain linear layer on the device of the last hidden state, and logits must be the product of
-        the two, without a cap or a scale.
+        the two, without a cap or a scale. PyTorch before 2.13 lacks the loss.
         """
         head = self.model.get_output_embeddings()
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or device.type == "meta":
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and device.type != "meta"
+        if not plain or not hasattr(F, "linear_cross_entropy"):
             return False
         if self._head_alone_makes_logits is None:
             try:
@@ -235,35 +233,22 @@ class Backbone:
                 self._head_alone_makes_logits = False
         return self._head_alone_makes_logits
 
-    def can_defer_head(self, device):
-        """Whether a call may apply the head once, to the hidden states of all tokens that it returns.
+    def _probe_head(self, head: nn.Linear, device: torch.device) -> bool:
+        """Run one tiny pass in which other numbers stand in for the output of the head: logits must be these numbers.
 
-        Not where calling the causal LM does more than that: it is compiled, hooked or patched, casts its logits, or
-        has a head with a bias, which would give padding logits.
+        They are large, so that a soft cap would change them.
         """
-        model, head = self.model, self.model.get_output_embeddings()
-        compiled_or_patched = getattr(model, "_compiled_call_impl", None) or "forward" in vars(model)
-        if compiled_or_patched or model._forward_hooks or model._forward_pre_hooks:
-            return False
-        return getattr(head, "bias", None) is None and self.head_is_linear(device) and self._head_gives_dtype
-
-    def _probe_head(self, head, device):
-        """One tiny pass in which other numbers stand in for the output of the head: the logits must be these numbers.
-
-        They are large, so that a soft cap would change them, and of another dtype, which a cast would change.
-        """
-        wide = torch.float16 if device.type == "mps" else torch.float64
         inputs, thread = [], threading.get_ident()
 
-        def numbers(like):
+        def numbers(like: Tensor) -> Tensor:
             integers = torch.arange(like.numel(), device=like.device) % 199 - 99  # which bfloat16 has exactly
             return integers.view(like.shape).to(like)
 
-        def replace_output(module, args, output):
+        def replace_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             if not torch.compiler.is_compiling() and threading.get_ident() != thread:  # which reads a text meanwhile
                 return output
             inputs.append(args[0])
-            return numbers(output).to(wide)
+            return numbers(output)
 
         with self._probing(device) as embeds:
             hook = head.register_forward_hook(replace_output)
@@ -271,13 +256,14 @@ class Backbone:
                 logits, hidden = self.run(embeds, None, torch.arange(3, device=device))
             finally:
                 hook.remove()
-        (head_input,), self._head_gives_dtype = inputs, logits.dtype == wide
+        (head_input,) = inputs
         of_input, of_hidden = ((x.dtype, x.shape) for x in (head_input, hidden))
         like_hidden = of_input == of_hidden and head.weight.device == hidden.device
+        assert logits is not None
         return like_hidden and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))
 
-    def loss_without_logits(self, hidden, targets):
-        """Summed cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.
+    def loss_without_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum the cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.
 
         PyTorch makes the gradients with the loss, so that a piece's logits are enough. One gradient of the head's
         weight is kept for each call: call it once for a whole text. It is computed in float32 at least, since in
@@ -303,12 +289,20 @@ class Backbone:
             options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
         )
 
-    def embed(self, ids):
-        """Token embeddings as the backbone's first layer receives them, (B, T) -> (B, T, d)."""
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embed tokens as the backbone's first layer receives them, (B, T) -> (B, T, d)."""
         return self.model.get_input_embeddings()(ids)
 
-    def run(self, embeds, mask, keep, kv_cache=None, skip_padding=False, visible=None):
-        """One pass.
+    def run(
+        self,
+        embeds: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None,
+        kv_cache: Cache | None = None,
+        skip_padding: bool = False,
+        visible: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the backbone once.
 
         Args:
             embeds: (B, T, d).
@@ -344,7 +338,7 @@ class Backbone:
         # get_ident.
         thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
-        def keep_output(module, args, output):
+        def keep_output(module: nn.Module, args: tuple, output: tuple) -> None:
             if torch.compiler.is_compiling() or thread in (None, threading.get_ident()):
                 base_outputs.append(output)
 
@@ -366,14 +360,14 @@ class Backbone:
             )
         return logits, hidden
 
-    def versions(self):
-        """Parameter name to the number of changes in place, such as optimizer steps; inference mode counts none."""
+    def versions(self) -> dict[str, int]:
+        """Count the changes in place of each parameter, such as optimizer steps; inference mode counts none."""
         parameters = self.model.named_parameters()
         return {name: 0 if value.is_inference() else value._version for name, value in parameters}
 
     @torch.no_grad()
-    def embedding_std(self):
-        """Standard deviation of what `embed` returns (a scaled embedding such as Gemma's included).
+    def embedding_std(self) -> float:
+        """Return the standard deviation of what `embed` returns (a scaled embedding such as Gemma's included).
 
         Taken over at most 4096 tokens spread evenly over the vocabulary.
         """
@@ -382,15 +376,15 @@ class Backbone:
         return self.embed(ids[None]).float().std().item()
 
 
-def alike(x, y):
-    """Whether x differs from y by rounding only."""
+def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
+    """Say whether x differs from y by rounding only."""
     # 3e-4: a mixture of experts groups the positions differently, and rounds differently
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
 
 
-def fork(kv_cache, rows=slice(None), length=None):
-    """A cache with the `rows` of another one, which stays as it is when this one grows.
+def fork(kv_cache: Cache, rows: slice | Tensor = slice(None), length: int | None = None) -> Cache:
+    """Make a cache with the `rows` of another one, which stays as it is when this one grows.
 
     Layers of attention put new tensors in place of the old ones, so they are shared. The states of convolutions are
     overwritten, so they are copied. With `length`, only so many positions; `can_cut` says whether that is possible.
@@ -399,33 +393,31 @@ def fork(kv_cache, rows=slice(None), length=None):
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
     for layer in forked.layers:
         for name, value in vars(layer).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 1:
+            if isinstance(value, Tensor) and value.dim() > 1:
                 setattr(layer, name, value[rows] if length is None else value[rows, :, :length])
             elif isinstance(value, dict):
-                states = {i: x[rows].clone() if isinstance(x, torch.Tensor) else x for i, x in value.items()}
+                states = {i: x[rows].clone() if isinstance(x, Tensor) else x for i, x in value.items()}
                 setattr(layer, name, states)
     return forked
 
 
-def split(kv_cache, parts):
-    """Forks of equal shares of the rows. Their gradients are joined; those of slices would be padded and added."""
+def split(kv_cache: Cache, parts: int) -> list[Cache]:
+    """Fork equal shares of the rows. Their gradients are joined; those of slices would be padded and added."""
     shares = [fork(kv_cache) for _ in range(parts)]
     for i, layer in enumerate(kv_cache.layers):
         for name, value in vars(layer).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 1:
+            if isinstance(value, Tensor) and value.dim() > 1:
                 for share, rows in zip(shares, value.chunk(parts)):
                     setattr(share.layers[i], name, rows)
             elif isinstance(value, dict):
                 for n, share in enumerate(shares):
-                    states = {
-                        i: x.chunk(parts)[n].clone() if isinstance(x, torch.Tensor) else x for i, x in value.items()
-                    }
+                    states = {i: x.chunk(parts)[n].clone() if isinstance(x, Tensor) else x for i, x in value.items()}
                     setattr(share.layers[i], name, states)
     return shares
 
 
-def can_cut(kv_cache):
-    """Whether all its layers hold keys and values of all positions, and nothing else."""
+def can_cut(kv_cache: Cache) -> bool:
+    """Say whether all layers hold keys and values of all positions, and nothing else."""
     return all(type(layer) is DynamicLayer for layer in kv_cache.layers)
 
 

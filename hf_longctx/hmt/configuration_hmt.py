@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
@@ -43,15 +44,16 @@ class HMTConfig(PreTrainedConfig):
             gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).
             A memory then
             knows its own segment alone: what takes a chain of recalls is out of reach. See `no_recurrence_hmt.py`.
-        recall_mask: whether the single-pass mode hides `initial` and the first `close` from the tokens behind its
-            recall. That takes an attention mask of four dimensions (`single_pass_hmt.py`). None: if the backbone can
-            follow it; the first call finds out and sets it, so that a checkpoint is read as it was trained.
-        recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary prompt as the first
+        recall_mask: whether the single-pass mode hides `initial` and the first summary token from the tokens behind
+            its recall. That takes an attention mask of four dimensions (`single_pass_hmt.py`). None: if the backbone
+            can follow one, which the wrapper finds out and writes here when it is built or loaded, so that a
+            checkpoint is read as it was trained.
+        recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary token as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
             evaluate with "last").
         bptt_segments: U. Backpropagation is truncated at every U-th segment border. None: not truncated.
-        summary_batch: how many summary passes, first halves or first parts (without recurrence, whole segments) go
+        summary_batch: how many summary passes, first halves or query passes (without recurrence, whole segments) go
             through the backbone together, counted as segments times rows. Fewer need less memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
         backbone_name_or_path, backbone_revision: where the backbone was loaded from.
@@ -64,7 +66,7 @@ class HMTConfig(PreTrainedConfig):
     """
 
     model_type = "hmt"
-    sub_configs = {"backbone_config": AutoConfig}
+    sub_configs = {"backbone_config": AutoConfig}  # pyright: ignore[reportAssignmentType] (as transformers' own do)
     keys_to_ignore_at_inference = [
         "state",
         "recall_scores",
@@ -99,7 +101,7 @@ class HMTConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs) -> None:
         if "model_type" not in kwargs:  # not from a saved configuration
             self._check_names(kwargs)
         if isinstance(self.backbone_config, dict):
@@ -108,8 +110,8 @@ class HMTConfig(PreTrainedConfig):
         self.check()
 
     @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """As in transformers; ValueError for the configuration of another kind of model."""
+    def from_dict(cls, config_dict: dict, **kwargs) -> Any:
+        """Build as in transformers; ValueError for the configuration of another kind of model."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
@@ -118,14 +120,14 @@ class HMTConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
-    def to_dict(self):
-        """As in transformers, without the folder from which the backbone was loaded, which is of one machine."""
+    def to_dict(self) -> dict:
+        """Return the fields as in transformers, without the folder of this machine that held the backbone."""
         values = super().to_dict()
         (values.get("backbone_config") or {}).pop("_name_or_path", None)
         return values
 
-    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
-        """As in transformers; the code of a backbone that transformers lacks is saved too, and used by name."""
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs) -> None:
+        """Save as in transformers, and also the code of a backbone that transformers lacks."""
         super().save_pretrained(save_directory)
         lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
         if classes := custom_classes(self.backbone_config):
@@ -140,17 +142,18 @@ class HMTConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
-    def _check_names(cls, names):
+    def _check_names(cls, names) -> None:
         for name in names:
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
                 closest = difflib.get_close_matches(name, cls.__annotations__)
                 hint = f"; close to it: {', '.join(closest)}" if closest else ""
-                raise ValueError(f"{name!r} is no field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
+                raise ValueError(f"{name!r} is not a field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
 
-    def check(self, positions=None):
+    def check(self, positions: int | None = None) -> None:
         """Raise ValueError for a value outside its range (also run when a model is built, after later assignments).
 
-        positions: of the backbone, where they are not its `max_position_embeddings`.
+        Args:
+            positions: of the backbone, where they are not its `max_position_embeddings`.
         """
         counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "bptt_segments")
         least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "summary_batch"), 1)}
@@ -158,37 +161,6 @@ class HMTConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise ValueError(f"{name} is {value}; it must be at least {smallest}.")
-        if self.segment_length <= self.sensory_tokens + self.memory_tokens:
-            raise ValueError(
-                f"segment_length is {self.segment_length}; it must be above sensory_tokens + memory_tokens = "
-                f"{self.sensory_tokens} + {self.memory_tokens}, because it counts *new* tokens, and a segment that "
-                "repeats more than it adds makes no progress. Raise segment_length or lower sensory_tokens."
-            )
-        if self.recall and self.memory_tokens != 1:
-            raise ValueError(
-                f"memory_tokens is {self.memory_tokens}; with recall it must be 1, because recall mixes one embedding "
-                "per segment. Use memory_tokens=1, or recall=False with recall_mode='three_pass'."
-            )
-        if self.recall_mode == "single_pass" and self.memory_tokens != 1:
-            raise ValueError(
-                f"memory_tokens is {self.memory_tokens}, and recall_mode='single_pass' makes one embedding per segment. Use "
-                "memory_tokens=1, or recall_mode='three_pass'."
-            )
-        if not self.recurrence and self.recall_mode != "single_pass":
-            raise ValueError(
-                f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single-pass mode can make memories "
-                "without their recall. Set recall_mode='single_pass'."
-            )
-        if not 0 < self.sum_fraction <= 1 or not self.summary_length:
-            raise ValueError(
-                f"sum_fraction is {self.sum_fraction} of {self.segment_length} tokens, and the query needs at least one "
-                "token and at most all. Set it above 0 and up to 1."
-            )
-        if self.recall_mode == "single_pass" and self.summary_length == self.segment_length:
-            raise ValueError(
-                f"sum_fraction is {self.sum_fraction}: the query would read all {self.segment_length} tokens, and with "
-                "recall_mode='single_pass' only the tokens behind it see a memory. Lower sum_fraction."
-            )
         choices = {
             "recall_mode": ("single_pass", "three_pass", "paper"),
             "recall_init": ("similarity", "random"),
@@ -197,14 +169,36 @@ class HMTConfig(PreTrainedConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
+        if self.segment_length <= self.sensory_tokens + self.memory_tokens:
+            raise ValueError(
+                f"segment_length is {self.segment_length}; it must be above sensory_tokens + memory_tokens = "
+                f"{self.sensory_tokens} + {self.memory_tokens}, because it counts *new* tokens, and a segment that "
+                "repeats more than it adds makes no progress. Raise segment_length or lower sensory_tokens."
+            )
+        if (self.recall or self.single_pass) and self.memory_tokens != 1:
+            raise ValueError(
+                f"memory_tokens is {self.memory_tokens}; with recall, and in the single-pass mode, a segment has one "
+                "memory embedding. Use memory_tokens=1, or recall=False with recall_mode='three_pass'."
+            )
+        if not self.recurrence and not self.single_pass:
+            raise ValueError(
+                f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single-pass mode can make "
+                "memories without their recall. Set recall_mode='single_pass'."
+            )
+        if not 0 < self.sum_fraction <= 1 or not 0 < self.summary_length <= self.segment_length - self.single_pass:
+            raise ValueError(
+                f"sum_fraction is {self.sum_fraction} of {self.segment_length} tokens. The query needs at least one "
+                "token and at most all; in the single-pass mode one is left, because only the tokens behind the query "
+                "see a memory. Set it above 0 and up to 1."
+            )
         if self.recalled_pages is not None and (self.memory_size is None or not self.recall):
             raise ValueError(
                 f"recalled_pages is {self.recalled_pages}, memory_size {self.memory_size}, recall {self.recall}; "
                 "pages hold what recall drops beyond memory_size. Set memory_size and recall=True, or leave "
                 "recalled_pages at None."
             )
-        text_config = self.backbone_config and self.backbone_config.get_text_config()
-        positions = positions or getattr(text_config, "max_position_embeddings", None)
+        if self.backbone_config is not None:
+            positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
             longest = self.segment_length - self.positions_per_segment + positions
             remedy = f"Set segment_length to at most {longest}."
@@ -216,6 +210,11 @@ class HMTConfig(PreTrainedConfig):
             )
 
     @property
+    def single_pass(self) -> bool:
+        """Whether `recall_mode` is "single_pass"."""
+        return self.recall_mode == "single_pass"
+
+    @property
     def summary_length(self) -> int:
         """j: tokens at the start of a segment that form its recall query."""
         return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 (numpy floats round to floats)
@@ -223,22 +222,31 @@ class HMTConfig(PreTrainedConfig):
     @property
     def positions_per_segment(self) -> int:
         """Positions the backbone sees for a full segment: prompts, sensory tokens, new tokens."""
-        if self.recall_mode == "single_pass":
+        if self.single_pass:
             return 4 + self.sensory_tokens + self.segment_length
         return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 
     @property
+    def text_config(self) -> PreTrainedConfig:
+        """The configuration of the backbone, or of the text model in it."""
+        if not isinstance(self.backbone_config, PreTrainedConfig):
+            raise AttributeError("HMTConfig has no backbone_config: HMTWrapper.from_backbone fills it in.")
+        return self.backbone_config.get_text_config()
+
+    @property
     def vocab_size(self) -> int:
-        return self.backbone_config.get_text_config().vocab_size
+        """Tokens of the backbone's vocabulary."""
+        return self.text_config.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        return self.backbone_config.get_text_config().hidden_size
+        """Width of the backbone's hidden states."""
+        return self.text_config.hidden_size
 
 
 def config_from_dict(values: dict) -> PreTrainedConfig:
-    """The backbone's configuration object from its json form; ValueError if its type is not registered."""
-    model_type = values.get("model_type")
+    """Build the backbone's configuration from its json form; ValueError if its type is not registered."""
+    model_type = values.get("model_type", "")
     if CONFIG_CLASS is not None and CONFIG_CLASS.model_type == model_type:
         return CONFIG_CLASS.from_dict(values)
     if model_type not in CONFIG_MAPPING:
@@ -249,9 +257,10 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
-def custom_classes(config: PreTrainedConfig | None) -> dict[str, type]:
-    """Classes of a backbone whose code is to be saved, by their names in `custom_backbone_hmt.py`; else {}."""
-    config_class, model_class = type(config), None
+def custom_classes(config: object) -> dict[str, type]:
+    """Find the classes of a backbone whose code is to be saved, by their names in `custom_backbone_hmt.py`."""
+    config_class: Any = type(config)
+    model_class: Any = None
     if config_class is CONFIG_CLASS:
         model_class = MODEL_CLASS
     elif getattr(config_class, "_auto_class", None) is not None:
@@ -259,8 +268,8 @@ def custom_classes(config: PreTrainedConfig | None) -> dict[str, type]:
     return {"CONFIG_CLASS": config_class, "MODEL_CLASS": model_class} if model_class else {}
 
 
-def custom_model_class(config: PreTrainedConfig | None) -> type | None:
-    """The causal LM of a backbone's configuration, if its code came with the checkpoint.
+def custom_model_class(config: object) -> Any:
+    """Return the causal LM of a backbone's configuration, if its code came with the checkpoint.
 
     This class is used and not registered with the Auto classes, where another checkpoint's would take its place.
     """

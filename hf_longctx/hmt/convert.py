@@ -1,6 +1,9 @@
 """Parameters of the official HMT code, to and from `HMTWrapper`."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor, nn
 
 from .configuration_hmt import HMTConfig
 from .modeling_hmt import HMTWrapper
@@ -17,17 +20,17 @@ _UNUSED = "memory_cell.mem_map."  # an experiment of the official code, which th
 
 
 def from_official(
-    backbone,
-    params,
+    backbone: nn.Module,
+    params: Mapping[str, Tensor],
     *,
-    segment_length,
-    sensory_tokens,
-    memory_size=None,
-    sum_fraction=0.5,
-    recall=True,
-    memory_tokens=1,
-    recall_mode="three_pass",
-):
+    segment_length: int,
+    sensory_tokens: int,
+    memory_size: int | None = None,
+    sum_fraction: float = 0.5,
+    recall: bool = True,
+    memory_tokens: int = 1,
+    recall_mode: str = "three_pass",
+) -> HMTWrapper:
     """Wrap a backbone with parameters in the official naming.
 
     Args:
@@ -75,8 +78,8 @@ def from_official(
     return model
 
 
-def official_parameters(model):
-    """The memory parameters of a wrapper under their official names: the parameters themselves, not copies."""
+def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
+    """Return the memory parameters of a wrapper under their official names: the parameters themselves, not copies."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
 

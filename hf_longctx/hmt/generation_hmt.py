@@ -1,29 +1,33 @@
-"""What `generate` of transformers asks of `HMTWrapper`: a state in place of a key/value cache."""
+"""How `generate` of transformers drives `HMTWrapper`: a state in place of a key/value cache."""
+
+from typing import Any
 
 import torch
-from transformers import GenerationMixin
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .checks_hmt import check_generation
+from .memory_hmt import HMTState
 
 
 class HMTGenerationMixin(GenerationMixin):
     """`GenerationMixin` whose cache is an `HMTState`."""
 
     def prepare_inputs_for_generation(
-        self, input_ids, state=None, attention_mask=None, is_first_iteration=False, **kwargs
-    ):
-        """The whole prompt first (it may continue a `state`), then one new token at a time."""
-        if is_first_iteration and attention_mask is not None:
-            if not attention_mask.any(1).all():
-                raise ValueError(
-                    "A row of attention_mask is all padding: there is nothing to continue. Remove the row."
-                )
-            if not attention_mask[:, -1].all():
-                raise ValueError(
-                    "The rows are padded on the right, and generation would continue the padding. Pad on the left: "
-                    "tokenizer.padding_side = 'left'."
-                )
+        self,
+        input_ids: Tensor,
+        state: HMTState | None = None,
+        attention_mask: Tensor | None = None,
+        is_first_iteration: bool = False,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """Give the whole prompt first (it may continue a `state`), then one new token at a time."""
+        if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
+            raise ValueError(
+                "A row of attention_mask ends with padding, and generation would continue it. Remove rows that are all "
+                "padding, and pad on the left: tokenizer.padding_side = 'left'."
+            )
         if state is not None and not kwargs.get("use_cache", True):
             raise ValueError(
                 "use_cache is False, and generation continues a state: only a state can hold the generated tokens. "
@@ -34,12 +38,12 @@ class HMTGenerationMixin(GenerationMixin):
         options = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
-    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args, **kwargs) -> None:
         check_generation(generation_config)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
-    def generate(self, *args, **kwargs):
-        """As in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
+    def generate(self, *args, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
         It has read everything but the last token of the sequences, with which the next call begins. Rows that end
         before others read padding until all have ended: generate such rows one by one to go on from their states. A
@@ -50,8 +54,10 @@ class HMTGenerationMixin(GenerationMixin):
             output["state"] = output.past_key_values
         return output
 
-    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
-        """As in transformers, and also repeat the rows of a `state`."""
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **model_kwargs
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Expand as in transformers, and also repeat the rows of a `state`."""
         state = model_kwargs.get("state")
         if expand_size > 1 and state is not None:
             index = torch.arange(len(state.bank)).repeat_interleave(expand_size)
@@ -59,7 +65,7 @@ class HMTGenerationMixin(GenerationMixin):
         return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
 
     @classmethod
-    def _supports_default_dynamic_cache(cls):
+    def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the cache is an HMTState
 
 

@@ -6,13 +6,15 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 
 import json
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from transformers import Cache
 
 from .packing_hmt import align
 from .pages_hmt import MemoryPages
@@ -25,7 +27,7 @@ SIMILARITY_GAIN = 1.5
 
 # Scale-free scores start as log(1 + c) times cosines over this temperature: cosines over 0.1, among ten memories.
 TEMPERATURE = 0.25
-# Of the squared norm of an embedding: what is left of it beside the mean is not blown up below this share.
+# Share of an embedding's squared norm; a rest beside the mean that is smaller is not blown up to length one.
 FLOOR = 1e-4
 
 
@@ -36,11 +38,11 @@ class HMTMemory(nn.Module):
         width: d.
         memory_tokens: m.
         recall_dim: h, or None for a memory without recall, which has no projections.
-        single_pass: whether it is that of the single-pass mode, whose summary prompt is there without recall too, and
+        single_pass: whether it is that of the single-pass mode, whose summary token is there without recall too, and
             whose scores are free of scale.
 
     Parameters: `initial` (m, d), the prompt of a first segment; `summary_token` (1, d), the paper's H^T, and what
-    closes both parts of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,), of scale-free
+    ends both passes of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,), of scale-free
     scores. All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
     """
 
@@ -56,8 +58,8 @@ class HMTMemory(nn.Module):
             if single_pass:
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
 
-    def scores(self, query, bank, origin, count):
-        """Scores of memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
+    def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
+        """Score memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
         Free of scale, in the single-pass mode: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is x
         less the `origin`, at length one.
@@ -78,7 +80,9 @@ class HMTMemory(nn.Module):
             # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
             return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
-    def recall(self, query, bank, valid, origin=None, count=None):
+    def recall(
+        self, query: Tensor, bank: Tensor, valid: Tensor, origin: Tensor | None = None, count: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
         Hidden states of a pretrained backbone have most of their length in common, and a length that differs from
@@ -97,15 +101,15 @@ class HMTMemory(nn.Module):
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
-            if origin is None:
+            if origin is None or count is None:
                 origin, count = mean_memory(bank_wide, valid)
             scores = self.scores(query, bank_wide, origin, count)
             scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
         return self.or_initial(prompt, valid), scores
 
-    def or_initial(self, prompt, valid):
-        """`prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else `initial`."""
+    def or_initial(self, prompt: Tensor, valid: Tensor) -> Tensor:
+        """Return `prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else `initial`."""
         return torch.where(valid.any(1)[:, None, None], prompt, self.initial.to(prompt))
 
 
@@ -130,25 +134,33 @@ class HMTState:
     compared: the memories of another model of the same architecture and settings are accepted, and are noise.
     """
 
-    bank: torch.Tensor
-    ends: torch.Tensor
-    sensory_ids: torch.Tensor
-    sensory_mask: torch.Tensor
-    open_ids: torch.Tensor
-    open_mask: torch.Tensor
-    lengths: tuple
-    query: torch.Tensor | None = None
-    opening_prompt: torch.Tensor | None = None
-    prompt: torch.Tensor | None = None
-    pages: tuple | None = field(default=None, repr=False)
+    bank: Tensor
+    ends: Tensor
+    sensory_ids: Tensor
+    sensory_mask: Tensor
+    open_ids: Tensor
+    open_mask: Tensor
+    lengths: tuple[int, ...]
+    query: Tensor | None = None
+    opening_prompt: Tensor | None = None
+    prompt: Tensor | None = None
+    pages: tuple[MemoryPages, ...] | None = field(default=None, repr=False)
     padded: bool = False
     signature: dict = field(default_factory=dict)
-    kv_cache: object = field(default=None, repr=False)
-    kv_mask: torch.Tensor | None = field(default=None, repr=False)
+    kv_cache: Cache | None = field(default=None, repr=False)
+    kv_mask: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def empty(cls, batch, width, dtype, device, signature, pages=None):
-        """The state before the first token; `HMTWrapper.new_state` calls this."""
+    def empty(
+        cls,
+        batch: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        signature: dict,
+        pages: tuple[MemoryPages, ...] | None = None,
+    ) -> "HMTState":
+        """Make the state before the first token; `HMTWrapper.new_state` calls this."""
         ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
         mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
         bank = torch.zeros(batch, 0, width, dtype=dtype, device=device)
@@ -156,19 +168,21 @@ class HMTState:
 
     @property
     def position(self) -> int:
+        """Tokens that the longest row has read."""
         return max(self.lengths)
 
     @property
     def segment(self) -> int:
+        """Full segments of the longest row."""
         return self.position // self.signature["segment_length"]
 
     @property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """False where a row has no such memory, (B, c)."""
         return self.ends > 0
 
-    def latest(self, count) -> tuple[torch.Tensor, torch.Tensor]:
-        """The newest memories of each row, (B, count, d), and False for a row that has none, (B, 1)."""
+    def latest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the newest memories of each row, (B, count, d), and False for a row that has none, (B, 1)."""
         if self.pages is None:
             return self.bank[:, -count:], self.valid.any(1, keepdim=True)
         rows = [bank[valid][-count:] for bank, valid in zip(self.bank, self.valid)]
@@ -176,14 +190,14 @@ class HMTState:
         valid = torch.tensor([[len(row) > 0] for row in rows], device=self.bank.device)
         return torch.stack([pad_front(row, count) for row in rows]), valid
 
-    def _taken(self) -> torch.Tensor:
-        """Columns of the bank that segments have taken, forgotten or not, (B, c); of a state with pages."""
+    def _taken(self) -> Tensor:
+        """Mark the columns of the bank that segments have taken, forgotten or not, (B, c); of a state with pages."""
         segments = torch.tensor(self.lengths, device=self.bank.device) // self.signature["segment_length"]
         newest_first = torch.arange(self.bank.shape[1], device=self.bank.device).flip(0)
         return newest_first < segments[:, None]
 
     def segments(self) -> list[list[range]]:
-        """For each row the tokens of the text that each memory was made of, oldest first, pages before the bank."""
+        """List for each row the tokens that each memory was made of, oldest first, pages before the bank."""
         length = self.signature["segment_length"]
         rows = []
         for i, row in enumerate(self.ends.tolist()):
@@ -193,7 +207,7 @@ class HMTState:
         return rows
 
     def forget(self, *numbers: int, row: int = 0) -> "HMTState":
-        """The state without some memories of a row, which no later recall finds.
+        """Return the state without some memories of a row, which no later recall finds.
 
         What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens. With a
         memory_size and no pages, the next memories take their places. A page file, and copies of pages, hold them
@@ -203,33 +217,25 @@ class HMTState:
             numbers: indices into `segments()[row]`.
 
         Raises:
-            TypeError: something else than a number.
-            IndexError: there is no such memory, or no such row.
+            IndexError: the row does not have such a memory.
         """
-        for name, x in (("numbers of memories, such as forget(0, 3)", numbers), ("the number of a row", (row,))):
-            if any(
-                str(getattr(i, "dtype", type(i).__name__)).endswith("bool") or not hasattr(i, "__index__") for i in x
-            ):
-                raise TypeError(f"forget takes {name}, and not {x}.")
-        if not 0 <= row < len(self.lengths):
-            raise IndexError(f"The state has {len(self.lengths)} rows, and there is no row {row}.")
         paged = self.pages[row].numbers if self.pages else []
         places = [*paged, *self.ends[row].nonzero().flatten().tolist()]
-        numbers = [*map(operator.index, numbers)]
-        for number in numbers:
+        indices = [operator.index(number) for number in numbers]
+        for number in indices:
             if not 0 <= number < len(places):
-                raise IndexError(f"Row {row} has {len(places)} memories, and there is no number {number}.")
-        columns = [places[i] for i in numbers if i >= len(paged)]
-        bank, ends, pages = self.bank.clone(), self.ends.clone(), self.pages and [*self.pages]
+                raise IndexError(f"Row {row} has {len(places)} memories; {number} is not one of their numbers.")
+        columns = [places[i] for i in indices if i >= len(paged)]
+        bank, ends, pages = self.bank.clone(), self.ends.clone(), list(self.pages or ())
         bank[row, columns] = ends[row, columns] = 0
         if pages:  # whose embeddings have the numbers of their segments: the columns stay in their places
-            pages[row] = pages[row].forget(places[i] for i in numbers if i < len(paged))
+            pages[row] = pages[row].forget([places[i] for i in indices if i < len(paged)])
         elif self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
             _, bank, ends = align(ends > 0, bank, ends, left=False)
-        return replace(self, bank=bank, ends=ends, pages=pages and (*pages,))
+        return replace(self, bank=bank, ends=ends, pages=tuple(pages) or None)
 
     def merge(self, other: "HMTState") -> "HMTState":
-        """The memories of this text, then those of `other`, placed as if its text had followed; goes on where it does.
+        """Join the memories of this text and those of `other`, as if its text had followed; goes on where it does.
 
         With `recurrence=False` they are those of one text, but for the first one of `other`, which was made without
         the sensory tokens of this text. With recurrence, the memories of `other` know nothing of this text. Tokens of
@@ -239,16 +245,15 @@ class HMTState:
         RAM or in its file, as do those in the pages of `other`, one by one.
 
         Raises:
-            ValueError: no state, or one of another model, of other settings, of another number of rows, or of another
-                dtype or device.
+            ValueError: a state of another model, of other settings, of another number of rows, or of another dtype or
+                device.
         """
-        if not hasattr(other, "signature"):
-            raise ValueError(f"other is a {type(other).__name__}; it must be the HMTState of another text.")
-        if self.signature != other.signature or len(self.lengths) != len(other.lengths):
-            raise ValueError("Only states of one model, one setting and the same number of rows can be merged.")
-        kinds = [f"{x.bank.dtype} on {x.bank.device}" for x in (self, other)]
-        if len(set(kinds)) > 1:
-            raise ValueError(f"This state is {kinds[0]}, and the other {kinds[1]}. Move one, or read its text again.")
+        kinds = [(x.signature, len(x.lengths), x.bank.dtype, x.bank.device) for x in (self, other)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                "Only states of one model and setting, with equally many rows, of one dtype and on one device, can be "
+                f"merged; these differ: {kinds[0]} and {kinds[1]}."
+            )
         length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
         read = [n - n % length for n in self.lengths]
         moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
@@ -259,7 +264,7 @@ class HMTState:
         if pages:
             beyond = [x[:, :-size] for x in (bank, ends > 0, kept)]
             pages = tuple(row.append(x[of_row], valid[of_row]) for row, x, valid, of_row in zip(pages, *beyond))
-            pages = tuple(row.append(x.embeddings, x.valid) for row, x in zip(pages, other.pages))
+            pages = tuple(row.append(x.embeddings, x.valid) for row, x in zip(pages, other.pages or ()))
         begin = [n < length for n in other.lengths]
         if any(begin):  # read again, with the sensory tokens
             other = other.without_kv_cache()
@@ -273,53 +278,53 @@ class HMTState:
             sensory_mask=where_rows(begin, self.sensory_mask, other.sensory_mask),
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name to tensor, for the tensors that are set; without the pages and what belongs to the key/value cache."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are set, by name, without the pages and what belongs to the key/value cache."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("kv_")}
-        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def without_kv_cache(self) -> "HMTState":
+        """Return a state whose open segment is read again."""
         return replace(self, kv_cache=None, kv_mask=None)
 
-    def map(self, function) -> "HMTState":
-        """A new state with `function` applied to each tensor, and without the key/value cache."""
+    def map(self, function: Callable[[Tensor], Tensor]) -> "HMTState":
+        """Return a state with `function` applied to each tensor, and without the key/value cache."""
         changed = {name: function(value) for name, value in self.tensors().items()}
         pages = self.pages and tuple(row.map(function) for row in self.pages)
         return replace(self, **changed, pages=pages).without_kv_cache()
 
     def detach(self) -> "HMTState":
-        """The same memory without its autograd graph: no gradient reaches earlier calls."""
-        return self.map(torch.Tensor.detach)
+        """Return the same memory without its autograd graph: no gradient reaches earlier calls."""
+        return self.map(Tensor.detach)
 
-    def to(self, device) -> "HMTState":
-        """The same memory on another device; pages stay in CPU memory."""
+    def to(self, device: torch.device | str) -> "HMTState":
+        """Return the same memory on another device; pages stay in CPU memory."""
         pages = self.pages and tuple(row.to(device) for row in self.pages)
         return replace(replace(self, pages=None).map(lambda x: x.to(device)), pages=pages)
 
-    def select_rows(self, index) -> "HMTState":
-        """A new state of the rows in `index` (rows,), ints, without the key/value cache."""
-        index = torch.as_tensor(index)
-        if index.numel() and (index.dtype == torch.bool or index.is_floating_point()):
-            raise TypeError(f"select_rows takes numbers of rows, such as [0, 2], and not {index.tolist()}.")
-        index = index.long()
-        state = replace(self, pages=None).map(lambda x: x.index_select(0, index.to(x.device)))
-        rows = index.tolist()
+    def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
+        """Return a state of the rows in `index` (rows,), ints, without the key/value cache."""
+        chosen = torch.as_tensor(index)
+        if chosen.dtype == torch.bool:
+            raise TypeError(f"select_rows takes numbers of rows, such as [0, 2], and not {chosen.tolist()}.")
+        state = replace(self, pages=None).map(lambda x: x.index_select(0, chosen.to(x.device)))
+        rows = chosen.tolist()
         pages = self.pages and tuple(self.pages[row] for row in rows)
         return replace(state, lengths=tuple(self.lengths[row] for row in rows), pages=pages)
 
-    def where_rows(self, rows, other) -> "HMTState":
-        """A new state with `rows` (B bools) of this one and the others of `other`, without the key/value cache."""
+    def where_rows(self, rows: list[bool], other: "HMTState") -> "HMTState":
+        """Return a state with `rows` (B bools) of this one and the others of `other`, without the key/value cache."""
         if all(rows):
             return self
         changed = {
             name: where_rows(rows, getattr(self, name), getattr(other, name))
             for name in self.tensors() | other.tensors()
         }
-        pages = self.pages and tuple(a if row else b for row, a, b in zip(rows, self.pages, other.pages))
+        pages = self.pages and tuple(a if row else b for row, a, b in zip(rows, self.pages, other.pages or ()))
         return replace(self, **changed, pages=pages).without_kv_cache()
 
-    def restart_rows(self, rows) -> "HMTState":
-        """A new state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
+    def restart_rows(self, rows: list[bool]) -> "HMTState":
+        """Return a state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
         if not any(rows):
             return self
         state = replace(self, pages=None).map(lambda x: where_rows(rows, torch.zeros_like(x), x))
@@ -327,8 +332,8 @@ class HMTState:
         pages = self.pages and tuple(x.emptied() if row else x for row, x in zip(rows, self.pages))
         return replace(state, lengths=lengths, pages=pages)
 
-    def reorder_cache(self, beam_idx):
-        """Select rows in place, as beam search does with a `Cache`. beam_idx: (rows,), long."""
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Select rows in place, as beam search does with a `Cache`. `beam_idx`: (rows,), long."""
         kv_cache, kv_mask = self.kv_cache, self.kv_mask
         self.__dict__.update(self.select_rows(beam_idx).__dict__)
         if kv_cache is not None:
@@ -336,7 +341,7 @@ class HMTState:
             kv_mask = None if kv_mask is None else kv_mask.index_select(0, beam_idx.to(kv_mask.device))
             self.kv_cache, self.kv_mask = kv_cache, kv_mask
 
-    def save(self, path):
+    def save(self, path: str | Path) -> None:
         """Write a safetensors file from which `load` restores the state in any process."""
         metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "padded": self.padded})}
         metadata["signature"] = json.dumps(self.signature)
@@ -350,20 +355,13 @@ class HMTState:
         save_file(copies, str(path), metadata=metadata)
 
     @classmethod
-    def load(cls, path, device="cpu") -> "HMTState":
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "HMTState":
         """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
 
         Raises:
-            ValueError: the file holds something else, or is damaged.
-            FileNotFoundError: there is no such file.
+            ValueError: the file holds something else.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} is no file; it must be one that HMTState.save has written.")
-        try:
-            opened = safe_open(str(path), "pt", device=str(device))
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read: {error}. It must be written by HMTState.save.") from error
-        with opened as file:
+        with safe_open(str(path), "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "hmt_state" not in metadata:
                 raise ValueError(f"{path} is not a saved HMTState; it must be written by HMTState.save.")
@@ -383,8 +381,10 @@ class HMTState:
         )
 
 
-def mean_memory(bank, valid, total=0, count=0):
-    """The mean of the memories of each row, (B, 1, d), and their number, (B,).
+def mean_memory(
+    bank: Tensor, valid: Tensor, total: Tensor | float = 0, count: Tensor | int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of the memories of each row, (B, 1, d), and their number, (B,).
 
     Args:
         bank, valid: as in `HMTMemory.recall`.
@@ -395,25 +395,30 @@ def mean_memory(bank, valid, total=0, count=0):
     return total / count.clamp(min=1)[:, None, None], count
 
 
-def normalize(x, origin):
-    """`x` less `origin`, at length one (less than one, where hardly anything is left of x)."""
+def normalize(x: Tensor, origin: Tensor) -> Tensor:
+    """Scale `x` less `origin` to length one, or less where hardly anything of x is left."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 
 
-def where_rows(rows, new, old):
-    """`new` (B, n, ...) in `rows` (B bools) and `old` elsewhere; zeros are put before the shorter. None is zeros."""
-    if all(rows):
+def where_rows(rows: list[bool], new: Tensor | None, old: Tensor | None) -> Tensor:
+    """Take `new` (B, n, ...) in `rows` (B bools) and `old` (B, m, ...) elsewhere.
+
+    The shorter is padded with zeros in front. None stands for zeros; at most one is None.
+    """
+    if all(rows) and new is not None:
         return new
-    new, old = (torch.zeros_like(y) if x is None else x for x, y in ((new, old), (old, new)))
+    like = old if new is None else new
+    assert like is not None
+    new, old = (torch.zeros_like(like) if x is None else x for x in (new, old))
     width = max(new.shape[1], old.shape[1])
     new, old = (pad_front(x.transpose(0, 1), width).transpose(0, 1) for x in (new, old))
     chosen = torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
     return torch.where(chosen, new, old)
 
 
-def pad_front(x, width):
-    """`x` (n, ...) behind zeros, (width, ...)."""
+def pad_front(x: Tensor, width: int) -> Tensor:
+    """Put zeros before `x` (n, ...), to (width, ...)."""
     return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 

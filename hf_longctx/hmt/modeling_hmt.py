@@ -16,18 +16,15 @@ Three ways to use the recall
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
 
-`recall_mode="three_pass"` uses each prompt only once its query is known. From token j on, a segment is read as
-above: these logits, and all memories, are exactly the paper's. The first j tokens get their logits from a shorter pass
+`recall_mode="three_pass"` uses each prompt only once its query is known. From token j on, a segment is read as above:
+these logits, and all memories, are exactly the paper's. The first j tokens get their logits from a shorter pass
 
     [opening prompt, k sensory tokens, tokens 0..j-1]
 
 whose opening prompt is recalled with the latest query that is complete when the segment begins, that of the previous
-segment; the memories by then include the previous segment's own. So no position sees a later token, and nothing is
-lost but what the beginning of a segment cannot know. The price is the extra pass. No memory comes out of the extra
-pass, so those of several segments go through the backbone together, and a call that returns no logits before token j
-(a prompt that is only read) runs none. Generation does the same step by step: after j tokens of a segment the recall
-is made, and the segment is read again under its recalled prompt. Segments 0 and 1 have at most one memory and nothing
-to choose from, so one pass serves all their tokens.
+segment. So no position sees a later token. The price is the extra pass. No memory comes out of it, so those of several
+segments go through the backbone together, and a call that returns no logits before token j runs none. Segments 0 and 1
+have at most one memory and nothing to choose from, so one pass serves all their tokens.
 
 `recall_mode="single_pass"` (default) reads every position once: the query is taken and the recall stands in the middle
 of one pass (`single_pass_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
@@ -39,12 +36,16 @@ shows padded sensory tokens, as the official code does.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -57,7 +58,7 @@ from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position, settle_mask
+from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -66,6 +67,7 @@ from .multi_pass_hmt import MultiPassSegments
 from .no_recurrence_hmt import NoRecurrenceSegments
 from .packing_hmt import PackedSegments
 from .pages_hmt import MemoryPages, PageFile
+from .segments_hmt import Segments
 from .single_pass_hmt import SinglePassSegments
 
 
@@ -85,24 +87,24 @@ class HMTOutput(ModelOutput):
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row without.
     """
 
-    loss: torch.FloatTensor | None = None
-    logits: torch.FloatTensor | None = None
+    loss: Tensor | None = None
+    logits: Tensor | None = None
     state: HMTState | None = None
     recall_scores: tuple | None = None
     recall_ends: tuple | None = None
     segment_length: int | None = None
-    recall_distance: torch.LongTensor | None = None
+    recall_distance: Tensor | None = None
     memories: tuple | None = None
 
-    def recalled(self, row=0, top=3):
-        """What each segment of the call recalled most: a list of (tokens of the text, weight), strongest first.
+    def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
+        """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
 
         The tokens are a range; the list is empty for a segment without a recall.
 
         Raises:
             ValueError: the call was made without `output_recall=True`.
         """
-        if self.recall_scores is None:
+        if self.recall_scores is None or self.recall_ends is None or self.segment_length is None:
             raise ValueError("The output holds no recall scores; call the model with output_recall=True.")
         listed = []
         for scores, ends in zip(self.recall_scores, self.recall_ends):
@@ -134,9 +136,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    def __init__(self, config: HMTConfig, backbone=None):
+    def __init__(self, config: HMTConfig, backbone: nn.Module | None = None):
         built_here = backbone is None
-        if built_here:
+        if backbone is None:
             if config.backbone_config is None:
                 raise ValueError(
                     "HMTConfig has no backbone_config. Use HMTWrapper.from_backbone(model_or_name, config)."
@@ -145,6 +147,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             custom = custom_model_class(config.backbone_config)
             build = custom._from_config if custom else AutoModelForCausalLM.from_config
             backbone = build(config.backbone_config)
+        assert backbone is not None
         lm = Backbone(backbone)
         config.backbone_config = lm.model.config
         config.check(lm.positions)
@@ -157,16 +160,22 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         self.backbone = backbone
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
-        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.recall_mode == "single_pass")
+        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass)
         self._versions = lm.versions()
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
-                module._is_hf_initialized = True
+                module._is_hf_initialized = True  # pyright: ignore[reportArgumentType] (transformers' flag)
         self.post_init()
+        self.decide_recall_mask()
+
+    def decide_recall_mask(self) -> None:
+        """Set `config.recall_mask` where it is None; on the meta device it stays open until weights are loaded."""
+        if self.config.recall_mask is None and self.config.single_pass and self.device.type != "meta":
+            self.config.recall_mask = self.lm.takes_masks(self.config.positions_per_segment)
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
         std = self.lm.embedding_std()  # prompts stand among token embeddings, so they start at the same scale
@@ -194,17 +203,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        labels=None,
-        state=None,
-        use_cache=None,
-        logits_to_keep=0,
-        score_from=None,
-        output_recall=False,
-        num_items_in_batch=None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        state: HMTState | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        score_from: int | None = None,
+        output_recall: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs,
-    ):
+    ) -> HMTOutput:
         """Read tokens, from the start of a text or from where `state` stopped.
 
         Args:
@@ -238,60 +247,54 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         use_cache = state is not None if use_cache is None else use_cache
         check_settings(self)
         check_loss_arguments(self.config, labels, logits_to_keep, score_from)
-        state, mask = check_inputs(self, input_ids, attention_mask, labels, state, use_cache)
+        input_ids, state, mask = check_inputs(self, input_ids, attention_mask, labels, state, use_cache)
         tokens, length = input_ids.shape[1], self.config.segment_length
-        first = first_position(logits_to_keep, tokens)
-        targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
-        rows = PackedSegments.of(state, input_ids, mask, targets, length)
-        chunks = rows.chunks(length, first)
+        first, targets, result = first_position(logits_to_keep, tokens), None, HMTOutput()
+        if labels is not None:
+            targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
+        rows = PackedSegments.pack(state, input_ids, mask, targets, length)
 
-        # the head makes all logits at once, and no piece of them is copied
-        defer_head = labels is None and self.lm.can_defer_head(self.memory.initial.device)
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            segments = self._layout()(self, output_recall, defer_head)
-            state, late, early = segments.read(state, chunks, use_cache)
-        readings = sorted([*early, *late], key=lambda reading: reading.n)  # a stable order: before token j comes first
-        with_logits = [x.logits for x in readings if x.logits]
+            layout = self._layout()(self, output_recall)
+            state, passes, segments = layout.read(state, rows.chunks(length, first), use_cache)
+        passes.sort(key=lambda output: output.order)
+        if labels is not None:
+            result.loss = mean_loss(self, passes, n_scored, n_labelled, num_items_in_batch)
         pieces = [
-            [piece for row_pieces in with_logits for piece in row_pieces[row] if len(piece)]
+            [piece for output in passes if output.logits for piece in output.logits[row] if len(piece)]
             for row in range(len(input_ids))
         ]
-        empty = self.memory.initial.new_zeros(0, self.config.vocab_size)
-        if defer_head:
-            empty = self.get_output_embeddings().weight.new_zeros(0, self.lm.width)
-        logits = rows.restore(pieces, first, tokens, empty)
-        if isinstance(logits_to_keep, torch.Tensor):
+        logits = rows.unpack(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
+        if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
-        if defer_head:
-            logits = self.get_output_embeddings()(logits)
-        result = HMTOutput(logits=logits)
-        if labels is not None:
-            result.loss = mean_loss(self, readings, n_scored, n_labelled, num_items_in_batch)
+        result.logits = logits
         if use_cache:
-            open_ids, open_mask = rows.open(length)
+            open_ids, open_mask = rows.open_segments(length)
             lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
             result.state = replace(state, open_ids=open_ids, open_mask=open_mask, lengths=lengths)
         if output_recall:
             no_recall = torch.zeros_like(input_ids[:, 0])
-            recalls, result.segment_length = [x.recall for x in late], length
+            recalls, result.segment_length = [x.recall for x in segments], length
             result.recall_scores = tuple(x and x.weights for x in recalls)
             result.recall_ends = tuple(x and x.ends for x in recalls)
             result.recall_distance = torch.stack([no_recall if x is None else x.distance for x in recalls])
-            result.memories = tuple(x.memory for x in late if x.memory is not None)
+            result.memories = tuple(x.memory for x in segments if x.memory is not None)
         return result
 
-    def _layout(self):
-        if self.config.recall_mode != "single_pass":
+    def _layout(self) -> type[Segments]:
+        if not self.config.single_pass:
             return MultiPassSegments
         return SinglePassSegments if self.config.recurrence else NoRecurrenceSegments
 
-    def new_state(self, batch_size=1, page_file=None, device=None):
-        """The state before the first token. Calls without a state make it themselves.
+    def new_state(
+        self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
+    ) -> HMTState:
+        """Make the state before the first token. Calls without a state make it themselves.
 
         Args:
             batch_size: B.
-            page_file: path of a file to keep the pages in, instead of CPU memory. It is overwritten.
+            page_file: a file to keep the pages in, in place of CPU memory. It is overwritten.
             device: default that of the model.
 
         Raises:
@@ -310,8 +313,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             pages = (MemoryPages.empty(*sizes[1:], config.page_size, config.recalled_pages, file),) * batch_size
         return HMTState.empty(*sizes, self._signature(), pages)
 
-    def _signature(self):
-        settle_mask(self)
+    def _signature(self) -> dict:
         config = self.config
         names = (
             "segment_length",
@@ -324,7 +326,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             "recall_mask",
         )
         return {
-            "backbone": config.backbone_config.model_type,
+            "backbone": self.lm.model.config.model_type,
             "vocab_size": config.vocab_size,
             "width": self.lm.width,
             "recall_mode": config.recall_mode,
@@ -334,38 +336,47 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     # ---------------------------------------------------------------------------------------- generation, training
 
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, every_n_layers=1):
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, every_n_layers: int = 1
+    ) -> None:
         """Checkpoint whole segments. For the layers within them too, enable it on `model.backbone`."""
         if every_n_layers != 1:
             raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
-        if enable and reentrant and self.config.recall_mode == "single_pass":
+        if enable and reentrant and self.config.single_pass:
             raise ValueError(
-                "use_reentrant=True loses the gradients of the keys and values between the parts of a segment; pass "
+                "use_reentrant=True loses the gradients of the keys and values between the passes of a segment; pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.lm.model.get_input_embeddings()
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.lm.model.set_input_embeddings(value)
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Linear:
         return self.lm.model.get_output_embeddings()
 
-    def set_output_embeddings(self, value):
+    def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm.model.set_output_embeddings(value)
 
-    def resize_token_embeddings(self, *args, **kwargs):
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
         return self.lm.model.resize_token_embeddings(*args, **kwargs)
 
     # --------------------------------------------------------------------------------------------- building, saving
 
     @classmethod
-    def from_backbone(cls, backbone, config=None, *, revision=None, **kwargs):
+    def from_backbone(
+        cls,
+        backbone: nn.Module | str | Path,
+        config: HMTConfig | None = None,
+        *,
+        revision: str | None = None,
+        **kwargs,
+    ) -> "HMTWrapper":
         """Wrap a causal LM; the memory parameters start untrained.
 
         Args:
@@ -377,7 +388,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: kwargs beside a model; a backbone or a configuration that does not fit.
         """
         config = HMTConfig() if config is None else deepcopy(config)
-        if isinstance(backbone, torch.nn.Module):
+        if isinstance(backbone, nn.Module):
             if kwargs or revision is not None:
                 raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")
         else:
@@ -388,7 +399,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         model.memory.to(model.get_input_embeddings().weight.device, model.lm.model.dtype)
         return model.train(backbone.training)
 
-    def save_pretrained(self, save_directory, *args, state_dict=None, **kwargs):
+    def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:
         """Save configuration and weights; with `config.backbone_in_checkpoint=False` the memory's weights only.
 
         Raises:
@@ -427,8 +438,13 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path, *args, config=None, backbone_trust_remote_code=False, **kwargs
-    ):
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *args,
+        config: PreTrainedConfig | str | Path | None = None,
+        backbone_trust_remote_code: bool = False,
+        **kwargs,
+    ) -> "HMTWrapper":
         """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers.
 
         With `output_loading_info=True`, the loading info of a pointer is that of the backbone, under the backbone's
@@ -439,11 +455,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Raises:
             ValueError: settings beside a configuration object; not an HMT checkpoint; a backbone with code of its own.
         """
-        path, hmt_config = pretrained_model_name_or_path, config
+        path = pretrained_model_name_or_path
+        hmt_config: Any = config  # remote code has an HMTConfig of its own
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {name: kwargs[name] for name in hub_names if name in kwargs}
         settings = {k: v for k, v in kwargs.items() if k in HMTConfig.__dataclass_fields__ and k != "dtype"}
-        if not isinstance(config, PreTrainedConfig):  # remote code has an HMTConfig of its own
+        if not isinstance(config, PreTrainedConfig):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
@@ -451,7 +468,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "they then change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
-            return super().from_pretrained(path, *args, config=config, **kwargs)
+            loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
+            (loaded[0] if isinstance(loaded, tuple) else loaded).decide_recall_mask()
+            return loaded
         # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
         hmt_names |= {"adapter_kwargs", "_commit_hash"}
@@ -471,11 +490,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         model = cls.from_backbone(backbone, hmt_config)
-        weights = load_file(cached_file(path, "model.safetensors", **hub))
+        weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
         model.memory.load_state_dict({name.removeprefix("memory."): value for name, value in weights.items()})
         with suppress(OSError):  # without a saved generation config the backbone's stays
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
-        return (model.eval(), *loading_info) if loading_info else model.eval()
+        loaded = (model.eval(), *loading_info)
+        return loaded if loading_info else loaded[0]
 
 
 __all__ = ["HMTOutput", "HMTWrapper"]

@@ -1,43 +1,45 @@
 """The segments of the paper: a summary pass, and one pass between two prompts; in the three-pass mode a third pass.
 
-    summary      summary prompt, x[:j], summary prompt       its last hidden state is the query
+    summary      summary token, x[:j], summary token         its last hidden state is the query
     first half   opening prompt, sensory tokens, x[:j]       three-pass mode only: logits before token j
     segment      prompt, sensory tokens, x, prompt           logits (from token j on in three passes), the memory
 
 `modeling_hmt.py` says why. Without recall there is the third line alone, and the prompt is the latest memory.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
-from .memory_hmt import where_rows
-from .packing_hmt import Span, align
-from .segments_hmt import Pass, Segments
+from .memory_hmt import HMTState, where_rows
+from .packing_hmt import Chunk, Span, align
+from .segments_hmt import Pass, PassOutput, SegmentOutput, Segments
 
 
 class MultiPassSegments(Segments):
     """`recall_mode` "paper" and "three_pass"; and any mode without recall."""
 
-    def read(self, state, chunks, use_cache):
-        """Read the segments of a call.
-
-        Returns:
-            the state after them; their `Reading`s; the `Reading`s of first halves, which were read apart.
-        """
-        late, early, first_halves = [], [], []
+    def read(
+        self, state: HMTState, chunks: list[Chunk], use_cache: bool
+    ) -> tuple[HMTState, list[PassOutput], list[SegmentOutput]]:
+        """See `Segments.read`."""
+        passes, segments, first_halves = [], [], []
         for chunk, query in zip(chunks, self.recall_queries(state, chunks)):
-            state, reading, first_half = self.read_segment(state, chunk, query, use_cache)
-            late.append(reading)
+            state, output, segment, first_half = self.read_segment(state, chunk, query, use_cache)
+            passes.append(output)
+            segments.append(segment)
             first_halves += first_half
-            if len(first_halves) == self.at_once(state) or chunk is chunks[-1]:
-                early += self.read_first_halves(first_halves)
+            if len(first_halves) == self.segments_per_batch(state) or chunk is chunks[-1]:
+                for _, alike in groupby(first_halves, key=lambda one: one.shape):
+                    passes += self.run_passes(list(alike))[0]
                 first_halves = []
-        return state, late, early
+        return state, passes, segments
 
-    def recall_queries(self, state, chunks):
+    def recall_queries(self, state: HMTState, chunks: list[Chunk]) -> Iterator[Tensor | None]:
         """Yield the recall query of each chunk, (B, 1, d), or None for a chunk in which no row recalls.
 
         Summary passes see no memory, so those of several segments go through the backbone together.
@@ -46,20 +48,20 @@ class MultiPassSegments(Segments):
         pending = [chunk.n for chunk in chunks if any(self.recalls(chunk))]
         for n in range(len(chunks)):
             if pending[:1] == [n]:
-                group = [i for i in pending[: self.at_once(state)] if i == n or chunks[i].ids.shape[1] >= j]
+                group = [i for i in pending[: self.segments_per_batch(state)] if i == n or chunks[i].ids.shape[1] >= j]
                 del pending[: len(group)]
                 ids = torch.cat([chunks[i].ids[:, :j] for i in group])
                 mask = torch.cat([chunks[i].mask[:, :j] for i in group]) if state.padded else None
                 queries.update(zip(group, self.summarize(ids, mask).chunk(len(group))))
             yield queries.pop(n, None)
 
-    def recalls(self, chunk):
-        """Which rows make the recall of their segment in this call."""
+    def recalls(self, chunk: Chunk) -> list[bool]:
+        """Say which rows make the recall of their segment in this call."""
         numbers = zip(chunk.segments, chunk.counts, chunk.read)
         return [self.has_recall(n, count) and not self.has_recall(n, read) for n, count, read in numbers]
 
-    def has_recall(self, segment, tokens):
-        """Whether `segment` of a text makes a recall when its first `tokens` tokens are known."""
+    def has_recall(self, segment: int, tokens: int) -> bool:
+        """Say whether `segment` of a text makes a recall when its first `tokens` tokens are known."""
         if not self.config.recall or segment == 0:
             return False
         if self.config.recall_mode == "paper":
@@ -67,8 +69,8 @@ class MultiPassSegments(Segments):
         # Logits before token j do not need the recall. Only a full segment leaves a memory, which does.
         return tokens > self.config.summary_length or tokens == self.config.segment_length
 
-    def summarize(self, ids, mask=None):
-        """H^sum (paper, sec. 3.2): the backbone on [H^T, E(ids), H^T], last position. (R, j) -> (R, 1, d)."""
+    def summarize(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute H^sum (paper, sec. 3.2): the backbone on [H^T, E(ids), H^T], last position. (R, j) -> (R, 1, d)."""
         tokens = self.lm.embed(ids)
         prompt = self.prompt(self.memory.summary_token, tokens)
         if mask is not None:
@@ -77,17 +79,18 @@ class MultiPassSegments(Segments):
         _, hidden, *_ = self.run(torch.cat([prompt, tokens, prompt], 1), mask)
         return hidden[:, -1:].clone()
 
-    def read_segment(self, state, chunk, query, use_cache):
+    def read_segment(
+        self, state: HMTState, chunk: Chunk, query: Tensor | None, use_cache: bool
+    ) -> tuple[HMTState, PassOutput, SegmentOutput, list[Pass]]:
         """Read one segment of each row, or its tokens so far: sections 3.2 and 3.3 of the paper.
 
         Args:
-            state: before this segment.
-            chunk: the segment's tokens so far.
-            query: (B, 1, d) or None.
-            use_cache: whether a later call continues a segment that stays open.
+            state, chunk, use_cache: as in `read`.
+            query: of the chunk, (B, 1, d), or None.
 
         Returns:
-            the state after it; the `Reading`; a list of the `Pass` that gives the logits before token j, or [].
+            the state after it; the outputs of its pass and of the chunk; the `Pass` that gives the logits before
+            token j, or [].
         """
         config, j = self.config, self.config.summary_length
         recall = None
@@ -109,30 +112,30 @@ class MultiPassSegments(Segments):
         if config.recall_mode == "three_pass":
             # segment 1 has one memory, so both prompts are equal: one pass is enough
             recalled = [n > 1 and self.has_recall(n, count) for n, count in zip(chunk.segments, chunk.counts)]
-            stop = [max(a, min(j, n)) if late else a for a, n, late in zip(first, chunk.counts, recalled)]
+            stop = [max(a, min(j, n)) if behind else a for a, n, behind in zip(first, chunk.counts, recalled)]
             if stop != first:
                 counts = [min(j, count) for count in chunk.counts]
-                embeds, _, starts = self.layout(state, state.opening_prompt, chunk, counts)
-                first_half.append(Pass(chunk, embeds, (Span(first, stop, starts),)))
+                embeds, _, offset = self.layout(state, state.opening_prompt, chunk, counts)
+                first_half.append(Pass(chunk, 0, embeds, (Span(first, stop, offset),)))
             first = stop
 
         full = [count == config.segment_length for count in chunk.counts]
         stays_open = use_cache and not any(full)
         if self.cached_positions(state, chunk):
             kv_cache = state.kv_cache
-            embeds, mask, starts = self.continue_layout(state, chunk, close=not stays_open)
+            embeds, mask, offset = self.continue_layout(state, chunk, ends=not stays_open)
         else:
             new_cache = self.lm.continues and stays_open and all(chunk.ongoing) and not torch.is_grad_enabled()
             kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
             layout = (state, state.prompt, chunk, chunk.counts)
-            embeds, mask, starts = self.layout(*layout, close=not stays_open, left=not new_cache)
-        one = Pass(chunk, embeds, (Span(first, chunk.counts, starts),))
-        (reading,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
+            embeds, mask, offset = self.layout(*layout, ends=not stays_open, left=not new_cache)
+        one = Pass(chunk, 1, embeds, (Span(first, chunk.counts, offset),))
+        (output,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
 
         memory = None
         if not stays_open:
             # indexing copies: a view would keep all hidden states alive
-            end = torch.tensor([start + count for start, count in zip(starts, chunk.counts)], device=embeds.device)
+            end = torch.tensor([column + count for column, count in zip(offset, chunk.counts)], device=embeds.device)
             place = end[:, None] + torch.arange(config.memory_tokens, device=embeds.device)
             memory = hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2]))
             memory = where_rows(full if use_cache else [count > 0 for count in chunk.counts], memory, None)
@@ -140,12 +143,20 @@ class MultiPassSegments(Segments):
             state = replace(state, kv_cache=kv_cache, kv_mask=mask)
         else:
             state = state.without_kv_cache()
-        if any(full):
-            state = self.close(state, chunk, memory, full)
-        return state, reading._replace(recall=recall, memory=memory), first_half
+        if memory is not None and any(full):
+            state = self.close_segment(state, chunk, memory, full)
+        return state, output, SegmentOutput(recall, memory), first_half
 
-    def layout(self, state, prompt, chunk, counts, close=False, left=True):
-        """[prompt, sensory tokens, tokens], and the prompt again with `close`.
+    def layout(
+        self,
+        state: HMTState,
+        prompt: Tensor | None,
+        chunk: Chunk,
+        counts: list[int],
+        ends: bool = False,
+        left: bool = True,
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Lay out [prompt, sensory tokens, tokens], and with `ends` the prompt again.
 
         Args:
             state, prompt, chunk: of a segment, before it is read.
@@ -157,39 +168,36 @@ class MultiPassSegments(Segments):
             embeddings (B, P, d); mask (B, P), or None if no position sees padding; the column of each row's token 0.
         """
         config, width = self.config, max(counts)
+        assert prompt is not None
         tokens, mask = self.lm.embed(chunk.ids[:, :width]), chunk.mask[:, :width]
         prompt, visible = prompt.to(tokens), mask.new_ones(len(tokens), config.memory_tokens)
-        parts = 4 if close else 3
+        parts = 4 if ends else 3
         embeds = torch.cat([prompt, self.lm.embed(state.sensory_ids), tokens, prompt][:parts], 1)
         mask = torch.cat([visible, state.sensory_mask, mask, visible][:parts], 1)
-        starts = [config.memory_tokens + config.sensory_tokens * (segment > 0) for segment in chunk.segments]
+        offset = [config.memory_tokens + config.sensory_tokens * (segment > 0) for segment in chunk.segments]
         if state.padded:
-            return embeds, mask, starts
-        if set(counts) == {width} and set(starts) == {config.memory_tokens + state.sensory_ids.shape[1]}:
-            return embeds, None, starts
+            return embeds, mask, offset
+        if set(counts) == {width} and set(offset) == {config.memory_tokens + state.sensory_ids.shape[1]}:
+            return embeds, None, offset
         mask, embeds = align(mask, embeds, left=left)
         if left:
-            return embeds, None, starts
+            return embeds, None, offset
         return embeds, mask, [embeds.shape[1] - count for count in counts]
 
-    def continue_layout(self, state, chunk, close):
-        """As `layout`, of the tokens behind those in the cache; the mask covers these too."""
+    def continue_layout(self, state: HMTState, chunk: Chunk, ends: bool) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Lay out the tokens behind those in the cache, as `layout` does; the mask covers the cache too."""
         embeds, mask = self.lm.embed(chunk.ids.gather(1, chunk.new)), None
         if state.kv_mask is not None:
             mask = torch.cat([state.kv_mask, chunk.mask.gather(1, chunk.new)], 1)
-        if close:
+        if ends:
+            assert state.prompt is not None
             prompt = state.prompt.to(embeds)
             embeds = torch.cat([embeds, prompt], 1)
             mask = None if mask is None else torch.cat([mask, mask.new_ones(prompt.shape[:2])], 1)
         return embeds, mask, [-n for n in chunk.read]
 
-    def read_first_halves(self, passes):
-        """Run neighbouring passes of one shape together, and yield their `Reading`s."""
-        for _, alike in groupby(passes, key=lambda one: one.shape):
-            yield from self.run_passes(list(alike))[0]
-
-    def cached_positions(self, state, chunk):
-        """Positions in the cache of the open segments; 0 where there is no usable cache, and they are read again.
+    def cached_positions(self, state: HMTState, chunk: Chunk) -> int:
+        """Count the positions in the cache of the open segments; 0 where these are read again.
 
         That is so after loading a state, with gradients, with backbones that cannot continue, after a recall or a
         border in any row, and where the rows get unequal numbers of new tokens.

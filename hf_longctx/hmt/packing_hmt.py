@@ -8,12 +8,17 @@ convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segmen
 
 from bisect import bisect
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 
-def align(mask, *tensors, left=True):
+if TYPE_CHECKING:
+    from .memory_hmt import HMTState
+
+
+def align(mask: Tensor, *tensors: Tensor, left: bool = True) -> tuple[Tensor, ...]:
     """Move what `mask` (B, n) marks to one side of each row, in order, and cut off the columns without any.
 
     Returns:
@@ -30,34 +35,34 @@ def align(mask, *tensors, left=True):
 
 
 class Span(NamedTuple):
-    """Tokens `first` to `stop` - 1 of the segment of each row, and the column of a pass where token 0 stands."""
+    """Tokens `first` to `stop` - 1 of the segment of each row. Token i stands in column `offset` + i of a pass."""
 
-    first: list
-    stop: list
-    starts: list
+    first: list[int]
+    stop: list[int]
+    offset: list[int]
 
-    def after(self, returned):
-        """Only the tokens from `returned` on."""
+    def after(self, returned: list[int]) -> "Span":
+        """Return the span of the tokens from `returned` on."""
         first = [max(a, min(b, stop)) for a, stop, b in zip(self.first, self.stop, returned)]
         return self._replace(first=first)
 
-    def columns(self):
-        """Columns of the pass that hold a token of any row."""
-        return sorted({start + i for first, stop, start in zip(*self) for i in range(first, stop)})
+    def columns(self) -> list[int]:
+        """Return the columns of the pass that hold a token of any row, in order."""
+        return sorted({offset + i for first, stop, offset in zip(*self) for i in range(first, stop)})
 
-    def gather(self, targets, columns):
-        """Of the targets of a segment, (B, l), those of `columns`, (B, n); -100 where a row has no token."""
-        like = {"device": targets.device}
-        first, stop, starts = (torch.tensor(numbers, **like)[:, None] for numbers in self)
-        token = torch.tensor(columns, **like) - starts
+    def gather(self, targets: Tensor, columns: list[int]) -> Tensor:
+        """Pick the targets of `columns`, (B, n), from those of a segment, (B, l); -100 where a row has no token."""
+        device = targets.device
+        first, stop, offset = (torch.tensor(numbers, device=device)[:, None] for numbers in self)
+        token = torch.tensor(columns, device=device) - offset
         outside = (token < first) | (token >= stop)
         return targets.gather(1, token.clamp(0, targets.shape[1] - 1)).masked_fill(outside, -100)
 
-    def rows(self, logits, columns):
-        """Logits of the tokens of each row, (n_b, V), out of those of `columns`, (B, n, V)."""
+    def rows(self, logits: Tensor, columns: list[int]) -> list[Tensor]:
+        """Cut the logits of `columns`, (B, n, V), into those of the tokens of each row, (n_b, V)."""
         pieces = []
-        for row, first, stop, start in zip(logits.unbind(0), *self):
-            place = bisect(columns, start + first - 1)
+        for row, first, stop, offset in zip(logits.unbind(0), *self):
+            place = bisect(columns, offset + first - 1)
             pieces.append(row[place : place + stop - first])
         return pieces
 
@@ -66,33 +71,33 @@ class Chunk(NamedTuple):
     """The n-th segment that each row reads in a call. Lists have an entry for each of the B rows.
 
     ids, mask, targets: (B, l); tokens stand at the left. targets is None without labels.
-    before: (B, L'), the segment before; (B, 0) for the first of a call.
     segments: index of the segment in the row's text.
     counts, read: its tokens so far; how many of them earlier calls read.
     returned: the first token whose logits the call returns.
     ongoing: False where the row has ended in an earlier chunk.
+    before: (B, L'), the segment before; (B, 0) for the first of a call.
     """
 
     n: int
-    ids: torch.Tensor
-    mask: torch.Tensor
-    targets: torch.Tensor | None
-    segments: list
-    counts: list
-    read: list
-    returned: list
-    ongoing: list
-    before: torch.Tensor
+    ids: Tensor
+    mask: Tensor
+    targets: Tensor | None
+    segments: list[int]
+    counts: list[int]
+    read: list[int]
+    returned: list[int]
+    ongoing: list[bool]
+    before: Tensor
 
     @property
-    def new(self):
-        """The places in `ids` of the tokens that no earlier call read, (B, n); of rows with equally many."""
+    def new(self) -> Tensor:
+        """The places in `ids` of the tokens that no earlier call read, (B, n), in rows with equally many."""
         tokens = torch.arange(self.counts[0] - self.read[0], device=self.ids.device)
         return torch.tensor(self.read, device=self.ids.device)[:, None] + tokens
 
     @property
-    def with_logits(self):
-        """The first token of each row whose logits are computed: those that are returned or scored."""
+    def with_logits(self) -> list[int]:
+        """The first token of each row whose logits are computed, because they are returned or scored."""
         return self.returned if self.targets is None else self.read
 
 
@@ -107,17 +112,19 @@ class PackedSegments:
     padding: columns of padding that stood before the new tokens.
     """
 
-    ids: torch.Tensor
-    mask: torch.Tensor
-    targets: torch.Tensor | None
-    begun: list
-    opened: list
-    lengths: list
-    padding: list
+    ids: Tensor
+    mask: Tensor
+    targets: Tensor | None
+    begun: list[int]
+    opened: list[int]
+    lengths: list[int]
+    padding: list[int]
 
     @classmethod
-    def of(cls, state, input_ids, mask, targets, segment_length):
-        """Of a call's tokens and their mask, (B, T), or None where all columns are tokens."""
+    def pack(
+        cls, state: "HMTState", input_ids: Tensor, mask: Tensor | None, targets: Tensor | None, segment_length: int
+    ) -> "PackedSegments":
+        """Pack a call's tokens, (B, T); their mask is None where all columns are tokens."""
         batch, tokens = input_ids.shape
         opened = [n % segment_length for n in state.lengths]
         begun = [n - m for n, m in zip(state.lengths, opened)]
@@ -135,8 +142,8 @@ class PackedSegments:
             mask = aligned
         return cls(ids, mask, targets, begun, opened, lengths, padding)
 
-    def chunks(self, segment_length, first):
-        """The `Chunk`s; `first` is the first position of the call whose logits are returned."""
+    def chunks(self, segment_length: int, first: int) -> list[Chunk]:
+        """Cut the rows at their borders; `first` is the first position of the call whose logits are returned."""
         starts = [m + max(0, first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks = []
         for n, a in enumerate(range(0, max(self.lengths), segment_length)):
@@ -158,8 +165,8 @@ class PackedSegments:
             )
         return chunks
 
-    def open(self, segment_length):
-        """The tokens of each row's open segment after the call, (B, l), and their mask."""
+    def open_segments(self, segment_length: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each row's open segment after the call, (B, l), and their mask."""
         counts = torch.tensor([length % segment_length for length in self.lengths], device=self.ids.device)[:, None]
         starts = torch.tensor([length - length % segment_length for length in self.lengths], device=self.ids.device)
         column = torch.arange(max(length % segment_length for length in self.lengths), device=self.ids.device)
@@ -167,12 +174,13 @@ class PackedSegments:
         inside = column < counts
         return self.ids.gather(1, place).masked_fill(~inside, 0), self.mask.gather(1, place) & inside
 
-    def restore(self, pieces, first, tokens, empty):
-        """Logits (B, T - first, V) at the places of the call, zero on padding.
+    def unpack(self, pieces: list[list[Tensor]], first: int, tokens: int, empty: Tensor) -> Tensor:
+        """Put logits at the places of the call, (B, T - first, V), with zeros on padding.
 
         Args:
             pieces: for each row a list of (n, V), in order.
-            empty: (0, V), of no row.
+            first, tokens: the first position of the call that gets logits, and T.
+            empty: logits of nothing, (0, V).
         """
         like = next((piece for row in pieces for piece in row), empty)
         parts = []

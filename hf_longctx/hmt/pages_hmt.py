@@ -17,12 +17,14 @@ the pages, for unrelated vectors and for the memories of a text.
 """
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 _STORING = Lock()  # branches of one state, read by several threads, share a file
@@ -35,14 +37,14 @@ class PageFile:
         path: the file; it is overwritten, and only the states that use it can read it.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path):
         self.path, self.used = Path(path), 0
         self.path.unlink(missing_ok=True)
         self._map(1)
         self.inode = self.path.stat().st_ino
 
-    def store(self, block):
-        """A copy of `block` that lives in the file. ValueError: a gradient would be lost, or the file was replaced."""
+    def store(self, block: Tensor) -> Tensor:
+        """Copy `block` into the file; ValueError if a gradient would be lost, or the file was replaced."""
         if block.requires_grad:
             raise ValueError(
                 f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
@@ -62,7 +64,7 @@ class PageFile:
             self.used += size
         return place.copy_(block)
 
-    def _map(self, size):
+    def _map(self, size: int) -> None:
         with self.path.open("ab") as file:
             file.truncate(size)  # `from_file` would do it too, and set the first byte of the file to 0
         self.mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
@@ -70,8 +72,9 @@ class PageFile:
 
 @dataclass
 class MemoryPages:
-    """Pages of the n memory embeddings that one row has dropped. Immutable: `append` returns a new object, so states
-    can branch, and rows can share pages.
+    """Pages of the n memory embeddings that one row has dropped.
+
+    They are immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
     page_size: embeddings that a page may hold at least.
     recalled: r, pages that a recall attends to.
@@ -83,93 +86,105 @@ class MemoryPages:
 
     page_size: int
     recalled: int
-    rest: torch.Tensor
-    sums: torch.Tensor
-    members: tuple = ()
-    blocks: tuple = ()
+    rest: Tensor
+    sums: Tensor
+    members: tuple[tuple[int, ...], ...] = ()
+    blocks: tuple[Tensor, ...] = ()
     file: PageFile | None = None
 
     @classmethod
-    def empty(cls, width, dtype, device, page_size, recalled, file=None):
-        """No pages yet. Tags live on `device`, embeddings in CPU memory."""
+    def empty(
+        cls,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        page_size: int,
+        recalled: int,
+        file: PageFile | None = None,
+    ) -> "MemoryPages":
+        """Start without any page. Tags live on `device`, embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
-    def __getstate__(self):
-        """Pickles and deep copies are in RAM: a second `PageFile` at the same path would write over the first."""
+    def __getstate__(self) -> dict:
+        """Put pickles and deep copies into RAM: a second `PageFile` at the same path would write over the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
-    def emptied(self):
-        """Pages like these without any embedding."""
+    def emptied(self) -> "MemoryPages":
+        """Return pages like these without any embedding."""
         return replace(self, rest=self.rest[:0], sums=self.sums[:0], members=(), blocks=())
 
-    def __len__(self):
-        """n, embeddings in all, with those that were forgotten."""
+    def __len__(self) -> int:
+        """Return n, the embeddings in all, with those that were forgotten."""
         return len(self.blocks) * self.page_size + len(self.rest)
 
     @property
     def count(self) -> int:
-        """How many embeddings a recall may find."""
+        """Embeddings that a recall may find."""
         return sum(map(len, self.members))
 
     @property
-    def numbers(self) -> list:
-        """Those of the embeddings that a recall may find, oldest first."""
+    def numbers(self) -> list[int]:
+        """Numbers of the embeddings that a recall may find, oldest first."""
         return sorted(itertools.chain(*self.members))
 
     @property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """False for what was forgotten, (n,)."""
         valid = torch.zeros(len(self), dtype=torch.bool)
         valid[self.numbers] = True
         return valid
 
     @property
-    def embeddings(self) -> torch.Tensor:
-        """All of them, (n, d), zeros for those that were forgotten."""
+    def embeddings(self) -> Tensor:
+        """All embeddings, (n, d), zeros for those that were forgotten."""
         return torch.cat([*self.blocks, self.rest]).masked_fill_(~self.valid[:, None], 0)
 
-    def append(self, embeddings, valid=None):
-        """New pages with `embeddings` (n, d) added, oldest first.
+    def append(self, embeddings: Tensor, valid: Tensor | None = None) -> "MemoryPages":
+        """Return pages with `embeddings` (n, d) added, oldest first.
 
         Args:
             valid: False for what was forgotten, (n,), bool; it takes a number, and no recall finds it.
         """
-        valid = [True] * len(embeddings) if valid is None else valid.tolist()
+        found = [True] * len(embeddings) if valid is None else valid.tolist()
         rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
         while len(rest) >= size:
             block, rest = rest[:size], rest[size:]
             blocks.append(block if self.file is None else self.file.store(block))
-        pages = replace(self, rest=rest, blocks=(*blocks,), members=[*self.members], sums=self.sums.clone())
+        pages = replace(self, rest=rest, blocks=(*blocks,), sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
             for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
-                if valid[number - len(self)]:
+                if found[number - len(self)]:
                     pages._put(number, embedding)
-        return replace(pages, members=(*pages.members,))
+        return pages
 
     @torch.no_grad()  # which page it is has no gradient
-    def _put(self, number, embedding):
+    def _put(self, number: int, embedding: Tensor) -> None:
         """Put an embedding (d,) into the page that it is most like; in place."""
         if not self.members:
-            self.members, self.sums = [(number,)], embedding[None].clone()
+            self.members, self.sums = ((number,),), embedding[None].clone()
             return
         mean = self._mean()
-        page = (F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax().item()
-        self.members[page] += (number,)
+        page = int((F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax())
+        self._replace(page, (*self.members[page], number))
         self.sums[page] += embedding
         if len(self.members[page]) > self._most(self.count - 1):
             self._split(page, mean)
 
-    def _mean(self):
-        """Of all embeddings, (d,)."""
+    def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
+        """Put pages of these members in the place of one, in place."""
+        self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
+
+    def _mean(self) -> Tensor:
+        """Return the mean of all embeddings, (d,)."""
         return self.sums.sum(0) / self.count
 
-    def _most(self, count):
-        """S, of `count` embeddings."""
+    def _most(self, count: int) -> int:
+        """Return S, the largest page among `count` embeddings."""
         return max(self.page_size, int((count / self.recalled) ** 0.5))
 
-    def _split(self, page, mean):
-        """Move half of a page to a new one, in place. mean: of all embeddings, (d,)."""
+    def _split(self, page: int, mean: Tensor) -> None:
+        """Move half of a page to a new one, in place. `mean`: of all embeddings, (d,)."""
         mean = mean.to(self.rest.device)
         numbers = torch.tensor(self.members[page])
         embeddings = self._rows(self.members[page]).to(mean)
@@ -178,25 +193,25 @@ class MemoryPages:
         products = (centred @ centred.mT).nan_to_num(0, 0, 0)  # a memory that is not finite fails where it is recalled
         places = torch.linalg.eigh(products).eigenvectors[:, -1]  # along their principal component
         halves = [half.sort().values for half in places.argsort().tensor_split(2)]
-        self.members[page : page + 1] = [tuple(numbers[half].tolist()) for half in halves]
+        self._replace(page, *(tuple(numbers[half].tolist()) for half in halves))
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
         self.sums = torch.cat([self.sums[:page], sums, self.sums[page + 1 :]])
 
     @torch.no_grad()
-    def forget(self, numbers):
-        """New pages in which no recall finds these embeddings. The others keep their numbers."""
-        gone, pages = set(numbers), []
+    def forget(self, numbers: Iterable[int]) -> "MemoryPages":
+        """Return pages in which no recall finds these embeddings. The others keep their numbers."""
+        gone, kept_pages = set(numbers), []
         if not gone:
             return self
         for page, total in zip(self.members, self.sums):
             if kept := tuple(number for number in page if number not in gone):
-                pages.append((kept, total if kept == page else self._rows(kept).to(total).sum(0)))
-        pages.sort(key=lambda page: -len(page[0]))
-        count = sum(len(kept) for kept, _ in pages)
+                kept_pages.append((kept, total if kept == page else self._rows(kept).to(total).sum(0)))
+        kept_pages.sort(key=lambda page: -len(page[0]))
+        count = sum(len(kept) for kept, _ in kept_pages)
         most = int(2 * (self.recalled * count) ** 0.5)  # leaves room for as many splits
-        pages, dissolved = pages[:most], pages[most:]
-        sums = torch.cat([self.sums[:0], *(total[None] for _, total in pages)])
-        pages = replace(self, members=[kept for kept, _ in pages], sums=sums)
+        kept_pages, dissolved = kept_pages[:most], kept_pages[most:]
+        sums = torch.cat([self.sums[:0], *(total[None] for _, total in kept_pages)])
+        pages = replace(self, members=tuple(kept for kept, _ in kept_pages), sums=sums)
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
             for number in sorted(number for kept, _ in dissolved for number in kept):
                 pages._put(number, self._rows([number])[0].to(sums))
@@ -206,14 +221,14 @@ class MemoryPages:
                     pages._split(page, mean)
                 else:
                     page += 1
-        return replace(pages, members=(*pages.members,))
+        return pages
 
-    def tags(self):
-        """The mean of each page, (P, d)."""
+    def tags(self) -> Tensor:
+        """Return the mean of each page, (P, d)."""
         return self.sums / torch.tensor([*map(len, self.members)], device=self.sums.device)[:, None]
 
-    def look_up(self, score):
-        """The embeddings that a recall attends to, oldest first, on the device of the tags.
+    def look_up(self, score: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Find the embeddings that a recall attends to, oldest first, on the device of the tags.
 
         Args:
             score: a function that gives the recall scores (P,) of tags (P, d).
@@ -227,37 +242,37 @@ class MemoryPages:
         device = self.sums.device
         return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
 
-    def newest(self, count):
-        """The newest embeddings that a recall may find, on the device of the tags, (c, d), c <= count."""
+    def newest(self, count: int) -> Tensor:
+        """Return the newest embeddings that a recall may find, on the device of the tags, (c, d), c <= count."""
         return self._rows(self.numbers[-count:]).to(self.sums.device)
 
-    def _rows(self, numbers):
-        """Embeddings by their numbers, (c, d)."""
+    def _rows(self, numbers: Iterable[int]) -> Tensor:
+        """Return embeddings by their numbers, (c, d)."""
         full = len(self) - len(self.rest)
         rows = [
             self.blocks[i // self.page_size][i % self.page_size] if i < full else self.rest[i - full] for i in numbers
         ]
         return torch.stack(rows) if rows else self.rest[:0]
 
-    def to(self, device):
-        """The tags on another device; the embeddings stay where they are."""
+    def to(self, device: torch.device | str) -> "MemoryPages":
+        """Move the tags to another device; the embeddings stay where they are."""
         return replace(self, sums=self.sums.to(device))
 
-    def map(self, function):
-        """New pages with `function` applied to each tensor."""
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryPages":
+        """Return pages with `function` applied to each tensor."""
         blocks = (*map(function, self.blocks),)
         return replace(self, rest=function(self.rest), sums=function(self.sums), blocks=blocks)
 
-    def pack(self):
-        """Tensors and numbers for a file; `unpack` makes the same pages of them, in RAM."""
+    def pack(self) -> tuple[dict[str, Tensor], dict]:
+        """Return tensors and numbers for a file; `unpack` makes the same pages of them, in RAM."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
         tensors = {"embeddings": self.embeddings, "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
         return tensors, {"page_size": self.page_size, "recalled": self.recalled, "sizes": sizes}
 
     @classmethod
-    def unpack(cls, tensors, numbers):
-        """The pages of what `pack` returned."""
+    def unpack(cls, tensors: dict[str, Tensor], numbers: dict) -> "MemoryPages":
+        """Make the pages of what `pack` returned."""
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
         return cls(

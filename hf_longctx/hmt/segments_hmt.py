@@ -1,89 +1,131 @@
-"""Reading one segment: what every layout shares. The layouts are `multi_pass_hmt.py`, `single_pass_hmt.py` and
-`no_recurrence_hmt.py`.
+"""Reading one segment: what the layouts `single_pass_hmt.py`, `no_recurrence_hmt.py` and `multi_pass_hmt.py` share.
 
 A layout has a method `read`. It takes a state and the `Chunk`s of a call (`packing_hmt.py`), lays out embeddings as
-`Pass`es, runs them (`run_passes`), recalls prompts (`prompt_for`), puts memories into the state (`close`), and returns
-the new state with a `Reading` for each pass. `HMTWrapper.forward` puts logits and loss together from the readings.
+`Pass`es, runs them (`run_passes`), recalls prompts (`prompt_for`), puts memories into the state (`close_segment`), and
+returns the new state, a `PassOutput` for each pass and a `SegmentOutput` for each chunk. `HMTWrapper.forward` puts
+logits, loss and the report of recalls together from these.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
+from transformers import Cache
 
 from .backbone_hmt import fork
-from .memory_hmt import mean_memory, pad_front, where_rows
+from .memory_hmt import HMTState, mean_memory, pad_front, where_rows
 from .packing_hmt import Chunk, Span
 
 
+if TYPE_CHECKING:
+    from .modeling_hmt import HMTWrapper
+
+
 class Pass(NamedTuple):
-    """A pass of the backbone: embeddings (B, P, d), and the tokens of the chunk whose logits are computed."""
+    """One pass of the backbone over a chunk: embeddings (B, P, d), and the tokens whose logits are computed.
+
+    part: 0 for a pass over the beginning of a segment, whose logits stand before those of the pass of part 1.
+    """
 
     chunk: Chunk
-    embeds: torch.Tensor
+    part: int
+    embeds: Tensor
     spans: tuple[Span, ...]
 
     @property
-    def shape(self):
+    def shape(self) -> tuple:
         """What passes must have in common to run together."""
-        return self.embeds.shape[1], self.columns(self.spans)
+        return self.embeds.shape[1], columns_of(self.spans)
 
-    def columns(self, spans):
-        return sorted({column for span in spans for column in span.columns()})
-
-    def targets(self, columns):
-        """What the tokens in `columns` predict, (B, n); -100 where a row has no token."""
+    def targets(self, columns: list[int]) -> Tensor:
+        """Return what the tokens in `columns` predict, (B, n); -100 where a row has no token."""
+        assert self.chunk.targets is not None
         return torch.stack([span.gather(self.chunk.targets, columns) for span in self.spans]).amax(0)
 
 
+def columns_of(spans: Sequence[Span]) -> list[int]:
+    """Return the columns of a pass that hold a token of any span, in order."""
+    return sorted({column for span in spans for column in span.columns()})
+
+
+class PassOutput(NamedTuple):
+    """The logits and the loss of a pass.
+
+    order: number of its chunk and its part of the segment; the outputs of a call are sorted by it.
+    logits: for each row a list of the logits of neighbouring tokens, (n_b, V) each; [] if the call returns none.
+    loss: summed over the passes that ran together, in the first of them; or None.
+    scored: in place of `loss`, the last hidden states (n, d) and targets (n,) of which the loss will be made.
+    """
+
+    order: tuple[int, int]
+    logits: list
+    loss: Tensor | None = None
+    scored: tuple[Tensor, Tensor] | None = None
+
+
 class Recall(NamedTuple):
-    """What a segment recalled: the weights (B, c); `ends` (B, c) of the memories, as in `HMTState`; the distance (B,)
-    in segments to that with the largest weight, 0 in a row without a recall."""
+    """The memories that a segment recalled.
 
-    weights: torch.Tensor
-    ends: torch.Tensor
-    distance: torch.Tensor
+    weights: (B, c).
+    ends: of the memories, as in `HMTState`, (B, c).
+    distance: in segments, to the memory with the largest weight, (B,); 0 in a row without a recall.
+    """
 
-    def of_rows(self, rows):
+    weights: Tensor
+    ends: Tensor
+    distance: Tensor
+
+    def of_rows(self, rows: list[bool]) -> "Recall":
+        """Return this recall with zeros in the other rows."""
         return Recall(*(where_rows(rows, x[:, None], None)[:, 0] for x in self))
 
 
-class Reading(NamedTuple):
-    """What a pass over chunk n gives: for each row the logits of neighbouring tokens, (n, V) each, or [], or what they
-    will be made of, hidden states (n, d); the summed loss, or what it will be made of, hidden states (n, d) and
-    targets (n,); the recall; the memory."""
+class SegmentOutput(NamedTuple):
+    """The recall of a chunk, and the memory (B, m, d) that it leaves; None where there is none."""
 
-    n: int
-    logits: list
-    loss: torch.Tensor | None = None
-    scored: tuple | None = None
     recall: Recall | None = None
-    memory: torch.Tensor | None = None
+    memory: Tensor | None = None
 
 
 class Segments:
     """Reads segments with the backbone and the memory of a model.
 
     Args:
-        model: `HMTWrapper`.
-        output_recall: whether readings hold a `Recall`; those of n segments have up to n * n / 2 weights.
-        defer_head: whether readings hold last hidden states in place of logits.
+        model: the wrapper.
+        output_recall: whether to keep each `Recall`; those of n segments have up to n * n / 2 weights.
     """
 
-    def __init__(self, model, output_recall=False, defer_head=False):
+    def __init__(self, model: "HMTWrapper", output_recall: bool = False):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
-        self.output_recall, self.defer_head = output_recall, defer_head
+        self.output_recall = output_recall
 
-    def at_once(self, state):
-        """How many segments go through the backbone together, where they need no memory."""
+    def read(
+        self, state: HMTState, chunks: list[Chunk], use_cache: bool
+    ) -> tuple[HMTState, list[PassOutput], list[SegmentOutput]]:
+        """Read the segments of a call.
+
+        Args:
+            state: before the call.
+            chunks: its segments, in order.
+            use_cache: whether a later call continues a segment that stays open.
+
+        Returns:
+            the state after them; the outputs of all passes, in any order; the output of each chunk.
+        """
+        raise NotImplementedError
+
+    def segments_per_batch(self, state: HMTState) -> int:
+        """Return how many segments go through the backbone together, where they need no memory."""
         return max(1, self.config.summary_batch // len(state.bank))
 
-    def prompt_for(self, state, chunk, query):
-        """The prompt of a segment (B, m, d), and its `Recall` or None.
+    def prompt_for(self, state: HMTState, chunk: Chunk, query: Tensor | None) -> tuple[Tensor, Recall | None]:
+        """Return the prompt of a segment, (B, m, d), and its `Recall` or None.
 
-        Without memories it is `initial`, without a query the latest memory, and there is no recall. In a query (B, 1,
-        d), zeros are a row that has none.
+        Without memories the prompt is `initial`, without a query the latest memory, and there is no recall. In a
+        query (B, 1, d), zeros are a row that has none.
         """
         if state.bank.shape[1] == 0:
             # a copy: an optimizer step must not change a state
@@ -94,8 +136,8 @@ class Segments:
         prompt, recall = self.recall(state, chunk, query)
         return torch.where(query.any(2, keepdim=True), prompt, latest), recall
 
-    def recall(self, state, chunk, query):
-        """Recall from the bank and, if there are pages, from the best of them: prompt (B, 1, d); `Recall` or None."""
+    def recall(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
+        """Recall a prompt (B, 1, d) from the bank and, if there are pages, from the best of them."""
         bank, ends, of_all = state.bank, state.ends, ()
         length = self.config.segment_length
         begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
@@ -108,15 +150,20 @@ class Segments:
         distance = 1 + (begins - ends.gather(1, weights.argmax(1, keepdim=True))).squeeze(1) // length
         return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
 
-    def look_up(self, state, query):
-        """The embeddings of the best pages (B, c, d), the numbers of their segments (B, c), -1 where a row has fewer,
-        and the origin and the number of all memories, as `HMTMemory.recall` takes them."""
+    def look_up(self, state: HMTState, query: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Find the best pages of each row.
+
+        Returns:
+            their embeddings (B, c, d); the numbers of their segments (B, c), -1 where a row has fewer; the origin and
+            the number of all memories, as `HMTMemory.recall` takes them.
+        """
+        assert state.pages is not None
         pages, bank = state.pages, state.bank.to(state.pages[0].sums.dtype)
         sums = torch.stack([row.sums.sum(0, keepdim=True) for row in pages])
         counts = torch.tensor([row.count for row in pages], device=bank.device)
         origin, count = mean_memory(bank, state.valid, sums, counts)
 
-        def score(tags, i):
+        def score(tags: Tensor, i: int) -> Tensor:
             row = slice(i, i + 1)
             return self.memory.scores(query[row], tags[None], origin[row], count[row]).squeeze(0)
 
@@ -128,8 +175,8 @@ class Segments:
         total = sums + (embeddings - embeddings.detach()).to(sums).sum(1, keepdim=True)
         return embeddings, numbers, mean_memory(bank, state.valid, total, counts)
 
-    def close(self, state, chunk, memory, full):
-        """The state after the segment of the `full` rows: its memory is in the bank, its last tokens are sensory."""
+    def close_segment(self, state: HMTState, chunk: Chunk, memory: Tensor, full: list[bool]) -> HMTState:
+        """Return the state after the segment of the `full` rows, with its memory (B, m, d) and its sensory tokens."""
         config, pages = self.config, state.pages
         bank = torch.cat([state.bank, memory.to(state.bank)], 1)
         begins = torch.tensor(chunk.segments, device=bank.device)[:, None].expand(memory.shape[:2])
@@ -159,51 +206,68 @@ class Segments:
             state = state.detach().where_rows(cut, state)
         return state
 
-    def prompt(self, parameter, like):
-        """A learned prompt (m, d) as embeddings for each row of `like` (B, ., d)."""
+    def prompt(self, parameter: Tensor, like: Tensor) -> Tensor:
+        """Repeat a learned prompt (m, d) for each row of `like` (B, ., d)."""
         return parameter.to(like).expand(len(like), -1, -1)
 
-    def run_passes(self, passes, mask=None, kv_cache=None, visible=None):
-        """Run passes of one shape together: their `Reading`s, the last hidden states (R, P, d), and the cache."""
-        columns, targets = sorted({column for one in passes for column in one.columns(one.spans)}), None
+    def run_passes(
+        self,
+        passes: Sequence[Pass],
+        mask: Tensor | None = None,
+        kv_cache: Cache | None = None,
+        visible: Tensor | None = None,
+    ) -> tuple[list[PassOutput], Tensor, Cache | None]:
+        """Run passes of one shape together: their outputs, the last hidden states (R, P, d), and the cache."""
+        columns, targets = columns_of([span for one in passes for span in one.spans]), None
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
         returned = [[span.after(one.chunk.returned) for span in one.spans] for one in passes]
-        kept = sorted({column for one, spans in zip(passes, returned) for column in one.columns(spans)})
+        kept = columns_of([span for spans in returned for span in spans])
         embeds, scored = torch.cat([one.embeds for one in passes]), None
         if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, visible)
+            assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
-        elif self.defer_head:
-            _, hidden, loss, kv_cache = self.run(embeds, mask, (), None, kv_cache, visible)
-            logits = hidden[:, kept]
         else:
             logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, visible, bool(kept))
-        rows = [[]] * len(passes)
-        if kept:
+        rows = [[] for _ in passes]
+        if logits is not None and kept:
             several = zip(returned, logits.chunk(len(passes)))
             rows = [[*zip(*(span.rows(x, columns) for span in spans))] for spans, x in several]
-        readings = [Reading(one.chunk.n, x) for one, x in zip(passes, rows)]
-        return [readings[0]._replace(loss=loss, scored=scored), *readings[1:]], hidden, kv_cache
+        outputs = [PassOutput((one.chunk.n, one.part), x) for one, x in zip(passes, rows)]
+        return [outputs[0]._replace(loss=loss, scored=scored), *outputs[1:]], hidden, kv_cache
 
-    def run(self, *arguments):
-        """`_run_once`; with gradient checkpointing the backward pass computes it again."""
+    def run(self, *arguments) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
+        """Call `run_once`; with gradient checkpointing the backward pass computes it again."""
         if self.model.gradient_checkpointing and self.model.training and torch.is_grad_enabled():
             return self.model._gradient_checkpointing_func(self.run_once, *arguments)
         return self.run_once(*arguments)
 
-    def run_once(self, embeds, mask=None, columns=(), targets=None, kv_cache=None, visible=None, keep_logits=True):
-        """Logits of `columns` (R, n, V) or None, last hidden state (R, P, d), summed loss over `targets` or None, and
-        the continued cache or None; `kv_cache` itself stays as it is."""
+    def run_once(
+        self,
+        embeds: Tensor,
+        mask: Tensor | None = None,
+        columns: Sequence[int] = (),
+        targets: Tensor | None = None,
+        kv_cache: Cache | None = None,
+        visible: Tensor | None = None,
+        keep_logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
+        """Run the backbone once. Arguments as in `Backbone.run`, but for the `columns` that get logits.
+
+        Returns:
+            logits of `columns` (R, n, V) or None; last hidden state (R, P, d); summed loss over `targets` (R, n) or
+            None; the continued cache or None. `kv_cache` itself stays as it is.
+        """
         keep = torch.tensor(columns, device=embeds.device) if columns else None
         kv_cache = None if kv_cache is None else fork(kv_cache)
         skip_padding = self.config.recall_mode != "paper"
         logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, visible)
         loss = None
-        if columns and targets is not None:
+        if logits is not None and targets is not None:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
             loss = self.model.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
         return logits if keep_logits else None, hidden, loss, kv_cache
 
 
-__all__ = ["Pass", "Reading", "Recall", "Segments"]
+__all__ = ["Pass", "PassOutput", "Recall", "SegmentOutput", "Segments"]

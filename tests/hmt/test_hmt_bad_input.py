@@ -12,9 +12,7 @@ from mistakes import harmless, refused
 from tiny_hmt import tiny_llama
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    BertConfig,
     BertLMHeadModel,
-    BertModel,
     LlamaForCausalLM,
     LlamaModel,
     MistralConfig,
@@ -31,6 +29,15 @@ from transformers import (
 from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper, from_official, official_parameters
 
 
+COUNTS = (
+    "memory_tokens",
+    "memory_size",
+    "recalled_pages",
+    "page_size",
+    "recall_dim",
+    "bptt_segments",
+    "summary_batch",
+)
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
 XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 61}
@@ -89,56 +96,29 @@ CONFIG = [
     refused(name, lambda settings=settings: HMTConfig(**settings), says)
     for name, settings, says in [
         ("a segment no longer than what it repeats", {"segment_length": 33}, "must be above sensory_tokens . memory"),
-        ("a segment of 0", {"segment_length": 0}, "segment_length is 0"),
-        ("a segment of words", {"segment_length": "long"}, "segment_length"),
         ("half a token", {"segment_length": 64.5}, "segment_length"),
-        ("two memory tokens with recall", {"memory_tokens": 2}, "with recall it must be 1"),
-        ("four memory tokens with recall", {"memory_tokens": 4}, "with recall it must be 1"),
-        (
-            "two memory tokens in the single-pass mode",
-            {"memory_tokens": 2, "recall": False, "recall_mode": "single_pass"},
-            "makes one embedding per segment",
-        ),
+        ("two memory tokens with recall", {"memory_tokens": 2}, "memory_tokens is 2; with recall"),
+        ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens is 2"),
         (
             "three passes without recurrence",
             {"recall_mode": "three_pass", "recurrence": False},
-            "only the single-pass mode",
+            "only the single-pass",
         ),
-        ("no memory token", {"memory_tokens": 0}, "memory_tokens is 0; it must be at least 1"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
-        ("an empty query", {"sum_fraction": 0.0}, "sum_fraction is 0.0 of 512"),
-        ("a query of less than a token", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
+        ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction is 1.5 of 512"),
-        ("a query of no number", {"sum_fraction": float("nan")}, "sum_fraction is nan of 512"),
-        (
-            "no token behind the recall",
-            {"sum_fraction": 1.0, "recall_mode": "single_pass"},
-            "would read all 512 tokens.*Lower sum_fraction",
-        ),
-        ("an unknown recall_mode", {"recall_mode": "fast"}, "recall_mode is 'fast'"),
-        ("a misspelt recall_mode", {"recall_mode": "casual"}, "recall_mode is 'casual'"),
+        ("a token behind the recall is missing", {"sum_fraction": 1.0}, "sum_fraction is 1.0.*one is left"),
+        ("a misspelt recall_mode", {"recall_mode": "causal"}, "recall_mode is 'causal'"),
         ("an unknown recall_init", {"recall_init": "zero"}, "recall_init is 'zero'"),
         ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope is 'first'"),
-        ("no memory", {"memory_size": 0}, "memory_size is 0"),
-        ("no recalled page", {"recalled_pages": 0}, "recalled_pages is 0"),
-        ("empty pages", {"page_size": 0}, "page_size is 0"),
-        ("a recall of width 0", {"recall_dim": 0}, "recall_dim is 0"),
-        ("no summary at a time", {"summary_batch": 0}, "summary_batch is 0"),
+        *((f"{name} of 0", {name: 0}, f"{name} is 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),
         ("pages without recall", {"recalled_pages": 2, "recall": False}, "beyond memory_size"),
-        ("a cut before the first segment", {"bptt_segments": 0}, "bptt_segments is 0"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing', which this version of tr"),
-        (
-            "a misspelt name",
-            {"segment_len": 12},
-            "'segment_len' is no field of HMTConfig; close to it: segment_length",
-        ),
-        ("a name of another project", {"num_mem_tokens": 1}, "'num_mem_tokens' is no field of HMTConfig"),
-        ("recall as a word", {"recall": "yes"}, "recall"),
+        ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; .* segment_length"),
     ]
 ]
 CONFIG += [
-    refused("another model's configuration", lambda: HMTConfig.from_dict({"model_type": "llama"}), "not an HMT check"),
     harmless(
         "an unknown name in a saved configuration",
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
@@ -195,15 +175,11 @@ BUILD = [
     ),
     refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "takes no inputs_embeds"),
     refused("a model without a head", lambda it: build(LlamaModel(tiny_llama().config)), "LlamaModel has no head"),
-    refused("an encoder", lambda it: build(BertModel(BertConfig(**BERT))), "BertModel"),
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "is an encoder-decoder"),
     refused("no embeddings", lambda it: build(without_embeddings()), "LlamaForCausalLM has no input embeddings"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
     refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "no backbone_config"),
-    refused("a path to nothing", lambda it: HMTWrapper.from_backbone(it.folder / "no", config()), "no"),
-    refused("options beside a model", lambda it: HMTWrapper.from_backbone(tiny_llama(), dtype="auto"), "by name or p"),
     refused("a plain Llama's folder", lambda it: HMTWrapper.from_pretrained(it.folder / "llama"), "from_backbone"),
-    refused("an empty folder", lambda it: HMTWrapper.from_pretrained(it.folder), "no file named"),
     refused(
         "a setting beside a config",
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", config=it.model.config, memory_size=9),
@@ -233,76 +209,33 @@ BUILD = [
 ]
 
 
-def cut_state(it):
-    it.state.save(it.folder / "state")
-    (it.folder / "cut").write_bytes((it.folder / "state").read_bytes()[:-9])
-    HMTState.load(it.folder / "cut")
-
-
 READ = [
     refused(name, lambda it, arguments=arguments: it.model(**{"input_ids": it.tokens, **arguments(it)}), says)
     for name, arguments, says in [
         ("no tokens", lambda it: {"input_ids": None}, "at least one token"),
         ("one dimension", lambda it: {"input_ids": it.tokens[0]}, "at least one token"),
         ("a text of no token", lambda it: {"input_ids": it.tokens[:, :0]}, "at least one token"),
-        ("no row", lambda it: {"input_ids": it.tokens[:0]}, "at least one token"),
-        ("a list", lambda it: {"input_ids": it.tokens.tolist()}, "input_ids is a list"),
-        ("ids as floats", lambda it: {"input_ids": it.tokens.float()}, "torch.float32; token ids are integers"),
-        ("ids as booleans", lambda it: {"input_ids": it.tokens > 5}, "torch.bool; token ids are integers"),
         ("an id of a larger vocabulary", lambda it: {"input_ids": it.tokens + 58}, "lie between 0 and 60"),
-        ("labels as tokens", lambda it: {"input_ids": it.tokens.masked_fill(HOLE == 0, -100)}, "-100"),
         ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels has shape"),
-        ("labels of a larger vocabulary", lambda it: {"labels": it.tokens + 58}, "labels holds ids"),
-        ("labels as floats", lambda it: {"labels": it.tokens.float()}, "labels is torch.float32"),
-        ("a mask of 50 tokens", lambda it: {"attention_mask": torch.ones(2, 50)}, "attention_mask has shape"),
-        (
-            "a mask of four dimensions",
-            lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)},
-            "attention_mask has sh",
-        ),
-        ("a mask as a list", lambda it: {"attention_mask": LEFT.tolist()}, "attention_mask is a list"),
-        ("labels as a list", lambda it: {"labels": it.tokens.tolist()}, "labels is a list"),
-        ("a mask of NaN", lambda it: {"attention_mask": LEFT / 0.0 * 0}, "must be 1 .* and 0"),
+        ("a mask of four dimensions", lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)}, "mask has shape"),
         ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
         ("a row of padding", lambda it: {"attention_mask": EMPTY}, "all padding"),
         ("nothing but padding", lambda it: {"attention_mask": 0 * LEFT, "use_cache": True}, "all padding"),
         ("an additive mask", lambda it: {"attention_mask": (LEFT - 1) * 1e30}, "must be 1 .* and 0"),
-        ("a mask of infinities", lambda it: {"attention_mask": LEFT.float().log()}, "must be 1 .* and 0"),
-        ("position_ids", lambda it: {"position_ids": torch.arange(43)[None]}, "does not use position_ids"),
-        ("inputs_embeds", lambda it: {"inputs_embeds": torch.zeros(2, 43, 16)}, "does not use inputs_embeds"),
-        ("hidden states", lambda it: {"output_hidden_states": True}, "does not use output_hidden_states"),
-        ("attentions", lambda it: {"output_attentions": True}, "does not use output_attentions"),
-        ("a cache", lambda it: {"past_key_values": it.state}, "does not use past_key_values"),
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep is -1"),
-        ("no logits_to_keep", lambda it: {"logits_to_keep": None}, "logits_to_keep is None"),
-        ("logits_to_keep by truth", lambda it: {"logits_to_keep": True}, "logits_to_keep is True"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep is 1.5"),
-        ("a word for a state", lambda it: {"state": {}}, "state is a dict"),
         (
-            "logits of no position",
-            lambda it: {"logits_to_keep": torch.tensor([], dtype=torch.long)},
-            "list of positions",
+            "logits behind the end",
+            lambda it: {"logits_to_keep": torch.tensor([43])},
+            "of this call, integers from 0 to",
         ),
-        ("logits behind the end", lambda it: {"logits_to_keep": torch.tensor([43])}, "of this call, 0 to 42"),
-        ("logits before the start", lambda it: {"logits_to_keep": torch.tensor([-1])}, "of this call, 0 to 42"),
-        ("logits of a table", lambda it: {"logits_to_keep": torch.tensor([[0]])}, "of this call, 0 to 42"),
-        ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "must list positions as integers"),
-        ("logits by floats", lambda it: {"logits_to_keep": torch.ones(2)}, "must list positions as integers"),
+        ("logits before the start", lambda it: {"logits_to_keep": torch.tensor([-1])}, "of this call, integers"),
+        ("logits of a table", lambda it: {"logits_to_keep": torch.tensor([[0]])}, "of this call, integers"),
+        ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "of this call, integers"),
         ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
-        ("a negative score_from", lambda it: {"labels": it.tokens, "score_from": -1}, "within a segment, 0 to 7"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
-        (
-            "a state of two rows",
-            lambda it: {"input_ids": it.tokens[:1], "state": it.state},
-            "has 2 rows and input_ids 1",
-        ),
         ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
-        (
-            "a mask of the whole text with a state",
-            lambda it: {"state": it.state, "attention_mask": torch.ones(2, 86)},
-            "the tokens of this call only",
-        ),
     ]
 ]
 READ += [
@@ -316,7 +249,9 @@ READ += [
         "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
     ),
     refused("DataParallel", lambda it: it.model._replicate_for_data_parallel()(it.tokens), "torchrun"),
-    refused("recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "recall=True"),
+    refused(
+        "recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "config.recall is T"
+    ),
     refused(
         "a mask that a backbone cannot follow",
         lambda it: build(
@@ -325,24 +260,16 @@ READ += [
         "recall_mask is True.*wider than 15 positions",
     ),
     refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
-    refused("memory_tokens set to 3", lambda it: changed(it.model, memory_tokens=3)(it.tokens), "memory_tokens is 3"),
     refused(
         "memory_tokens set to 3 without recall",
         lambda it: changed(build(recall=False, recall_mode="three_pass"), memory_tokens=3)(it.tokens),
-        "was built with 1",
+        "built with another value",
     ),
-    refused("a cut state", cut_state, "cannot be read"),
-    refused("a folder as a state", lambda it: HMTState.load(it.folder), "is no file"),
-    refused("merging nothing", lambda it: it.state.merge(None), "other is a NoneType"),
-    refused("forgetting by truth", lambda it: it.state.forget(True), r"and not \(True,\)"),
-    refused("forgetting by name", lambda it: it.state.forget("0"), r"and not \('0',\)"),
-    refused("forgetting in a row by truth", lambda it: it.state.forget(0, row=True), "the number of a row"),
     refused(
         "merging states of two dtypes",
         lambda it: it.state.merge(replace(it.state, bank=it.state.bank.half())),
-        "torch.float16 on cpu. Move one",
+        "of one dtype and on one device",
     ),
-    refused("forgetting a list", lambda it: it.state.forget([0, 1]), "takes numbers of memories"),
     refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "takes numbers of rows"),
     harmless(
         "forgetting what topk finds",
@@ -351,10 +278,6 @@ READ += [
     harmless(
         "numpy's logits_to_keep",
         lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
-    ),
-    harmless(
-        "rows as a list",
-        lambda it: (it.state.select_rows([1]).bank, it.state.select_rows(torch.tensor([1])).bank),
     ),
     refused("what no call recalled", lambda it: it.model(it.tokens).recalled(), "output_recall=True"),
     refused(
@@ -385,11 +308,6 @@ READ += [
             it.model(it.tokens, labels=it.tokens, logits_to_keep=1).loss,
             it.model(it.tokens, labels=it.tokens).loss,
         ),
-    ),
-    harmless("a tuple", lambda it: (it.model(it.tokens, return_dict=False)[0], it.model(it.tokens).logits)),
-    harmless("a boolean mask", lambda it: (it.model(it.tokens, LEFT.bool()).logits, it.model(it.tokens, LEFT).logits)),
-    harmless(
-        "a mask of floats", lambda it: (it.model(it.tokens, LEFT.float()).logits, it.model(it.tokens, LEFT).logits)
     ),
     harmless(
         "strange ids in padding",
@@ -424,19 +342,12 @@ GENERATE = [
         ("attentions", lambda it: {"output_attentions": True}, "cannot use output_attentions=True"),
         ("guidance", lambda it: {"guidance_scale": 1.5}, "cannot use guidance_scale=1.5"),
         ("a static cache", lambda it: {"cache_implementation": "static"}, "cannot use cache_implementation='static'"),
-        ("a quantized cache", lambda it: {"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ("an offloaded cache", lambda it: {"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
-        ("prompt lookup", lambda it: {"tokens": it.tokens[:1], "prompt_lookup_num_tokens": 2}, "stateful"),
         (
             "a state without the cache",
             lambda it: {"state": it.state, "use_cache": False},
             "generation continues a state",
         ),
-        ("a row of padding", lambda it: {"tokens": it.tokens, "attention_mask": EMPTY}, "all padding"),
-        ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "padded on the right"),
-        ("a prompt longer than the result", lambda it: {"max_new_tokens": None, "max_length": 4}, "max_length"),
-        ("a misspelt argument", lambda it: {"max_new_token": 4}, "max_new_token"),
-        ("ids as floats", lambda it: {"tokens": it.tokens.float()}, "integers"),
+        ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "ends with padding"),
     ]
 ]
 GENERATE += [
@@ -444,18 +355,6 @@ GENERATE += [
         "the paper mode behind an open segment",
         lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
         "use recall_mode='three_pass'",
-    ),
-    harmless("no guidance", lambda it: (generate(it, guidance_scale=1.0), generate(it))),
-    harmless(
-        "a prompt of one token",
-        lambda it: (generate(it, it.tokens[:, :1])[:, 1], it.model(it.tokens[:, :1]).logits[:, -1].argmax(-1)),
-    ),
-    harmless(
-        "no prompt",
-        lambda it: (
-            it.model.generate(max_new_tokens=2, do_sample=False),
-            it.model.generate(torch.tensor([[1]]), max_new_tokens=2, do_sample=False),
-        ),
     ),
     harmless("a state used twice", lambda it: (generate(it, state=it.state), generate(it, state=it.state))),
 ]

@@ -248,7 +248,7 @@ def test_stage_two_of_the_single_mode_keeps_what_closes_its_parts(make_wrapper, 
     assert torch.equal(second.memory.wq, torch.eye(16).double())
     assert second.memory.log_temperature.exp().item() == pytest.approx(TEMPERATURE)
     second.config.recall_mode = "three_pass"
-    with pytest.raises(ValueError, match="was not built for it"):
+    with pytest.raises(ValueError, match="built with another value"):
         second(torch.ones(1, 3, dtype=torch.long))
 
 

@@ -194,7 +194,7 @@ def test_alignment():
 
 
 def test_a_span_finds_its_tokens():
-    span = Span(first=[0, 2], stop=[2, 3], starts=[5, 4])  # columns 5 and 6 of row 0, 6 of row 1
+    span = Span(first=[0, 2], stop=[2, 3], offset=[5, 4])  # columns 5 and 6 of row 0, 6 of row 1
     columns = span.columns()
     assert columns == [5, 6]
     targets = torch.tensor([[10, 11, 12], [20, 21, 22]])

@@ -1,4 +1,4 @@
-"""The pictures of recalls."""
+"""Plots of recalls."""
 
 import pytest
 import torch

@@ -122,7 +122,7 @@ def test_any_chunking_is_one_piece(make_single, tokens, chunks, gradients, setti
 
 def test_each_position_is_read_once(make_single, tokens):
     model, shapes = make_single(summary_batch=7), []  # two rows of three segments fit
-    assert model.lm.takes_masks(15) and model.lm.can_defer_head(tokens.device)  # probes, which are not counted
+    assert model.lm.takes_masks(15)  # probes, which are not counted
     model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         model(tokens[:, :40])

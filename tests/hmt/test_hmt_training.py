@@ -242,7 +242,7 @@ def test_offloaded_activations_give_the_same_gradients(make_wrapper, tokens):
 
 def test_summaries_go_through_together(make_wrapper, tokens):
     model, rows = make_wrapper(summary_batch=7, recall_mode="three_pass"), []  # two rows of three segments fit
-    assert model.lm.can_defer_head(tokens.device) and model.lm.continues  # probes, which are not counted
+    assert model.lm.continues  # probes, which are not counted
     model.backbone.model.register_forward_hook(lambda module, args, out: rows.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         together = model(tokens[:, :40]).logits
