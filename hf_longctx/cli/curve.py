@@ -60,9 +60,9 @@ def add_arguments(parser):
     )
     group.add_argument(
         "--protocol",
-        choices=("reference", "nested", "adaptive"),
+        choices=("reference", "adaptive"),
         default="reference",
-        help="reference: the paper's program, token for token (default); nested: faster, another estimate of the curve; "
+        help="reference: the paper's program, token for token (default); "
         "adaptive: measures only what its two lengths depend on",
     )
     group.add_argument("--confidence", type=float, metavar="P", help="of the adaptive protocol (default: 0.95)")

@@ -66,12 +66,16 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
 
 
 def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
-    """Token ids as an int64 array of shape (N,). The vocabulary may be `math.inf`, unknown.
+    """Return token ids as an int64 array of shape (N,).
+
+    Args:
+        ids: a flat sequence, an array, or a tensor on any device.
+        vocab_size: `math.inf` if unknown.
 
     Raises:
         ValueError: empty, not one-dimensional, not integers, or an id outside 0 .. vocab_size - 1.
     """
-    ids = np.asarray(ids)
+    ids = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if ids.size == 0:
         raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

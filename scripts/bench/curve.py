@@ -4,7 +4,7 @@
 
 The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache.
 Every run is a new process; extra MB is its peak memory above that of the loaded model. Without --model, a small Llama
-with random weights takes its place: fine for the cost of "reference" and "nested", but "adaptive" looks for the end of
+with random weights takes its place: fine for the cost of "reference", but "adaptive" looks for the end of
 a model's memory, so give it a model that has some. --scale below 1 shrinks lengths and repeats, for a trial. Ratios
 compare CPU seconds, which depend less on other processes than wall-clock ones.
 """
@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from hf_longctx.metrics import Run, forgetting_curve, linear_lengths
-from hf_longctx.metrics.curve.protocol import model_input, order_samples, scored_logits
+from hf_longctx.metrics.curve.protocol import model_inputs, order_samples, scored_logits
 from scripts.bench import common
 
 
@@ -32,10 +32,10 @@ SMALL = LLAMA | {"hidden_size": 192, "num_hidden_layers": 3, "intermediate_size"
 LARGE = LLAMA | {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 32000}
 # name: (description, Llama, longest length, lengths, repeats, protocols beside the plain one)
 SETUPS = {
-    "small": ("vocabulary 1024", SMALL, 512, 16, 10, ["reference", "nested"]),
-    "large": ("vocabulary 32000", LARGE, 768, 6, 5, ["reference", "nested"]),
+    "small": ("vocabulary 1024", SMALL, 512, 16, 10, ["reference"]),
+    "large": ("vocabulary 32000", LARGE, 768, 6, 5, ["reference"]),
     "long": ("vocabulary 32000, one length", LARGE, 2048, 1, 1, ["reference"]),
-    "adaptive": ("vocabulary 1024, the usual 32 points x 10", SMALL, 512, 32, 10, ["reference", "nested", "adaptive"]),
+    "adaptive": ("vocabulary 1024, the usual 32 points x 10", SMALL, 512, 32, 10, ["reference", "adaptive"]),
 }
 TABLE = """
 | setup | protocol | CPU s | faster | extra MB | less | other counts | 95 % of fine, coarse |
@@ -48,11 +48,10 @@ TABLE = """
 def plain_counts(model, tokens, lengths, repeats):
     """The reference protocol as its definition; (copy counts, LM counts) for each length."""
     points = []
-    for n, samples in zip(lengths, order_samples(tokens, lengths, repeats, seed=0)):
+    for n, samples in order_samples(tokens, lengths, repeats, seed=0).items():
         scored, counts = scored_logits(n), {"copy": [], "LM": []}
-        for sample in samples:
-            for kind, prefix in (("copy", sample.target), ("LM", sample.irrelevant)):
-                ids = torch.from_numpy(model_input(prefix, sample.target, BOS, EOS))
+        for kind in counts:
+            for ids in torch.from_numpy(model_inputs(kind, samples, BOS, EOS)):
                 predicted = model(ids[None]).logits.argmax(-1)[0, scored.start : scored.stop]
                 counts[kind].append(int((predicted == ids[scored.start + 1 : -1]).sum()))
         points.append((counts["copy"], counts["LM"]))

@@ -42,9 +42,9 @@ def test_a_command_writes_and_tells_what_it_measured(folder, tmp_path, capsys, c
 
 
 def test_options_of_the_curve(folder, tmp_path):
-    _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --protocol nested --train-length 64")
+    _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --protocol adaptive --train-length 64")
     assert [p.length for p in curve.points] == [8, 19, 30] and {p.repeats for p in curve.points} == {2}
-    assert (curve.settings["protocol"], curve.settings["train_length"]) == ("nested", 64)
+    assert (curve.settings["protocol"], curve.settings["train_length"]) == ("adaptive", 64)
     _, curve = measure(
         folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --log-lengths --bos-token-id 5 --eos-token-id 6"
     )
@@ -111,7 +111,7 @@ def test_numbers_are_told_where_the_disk_is_full_for_the_picture(folder, tmp_pat
 
 def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
     journal = tmp_path / "curve.jsonl"
-    options = f"{QUICK['curve']} --journal {journal} --protocol nested"
+    options = f"{QUICK['curve']} --journal {journal}"
     _, first = measure(folder, tmp_path / "curve", "curve", options)
     whole = journal.read_bytes()
     journal.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))

@@ -12,7 +12,7 @@ from torch import nn
 import hf_longctx  # noqa: F401 - registers FoX
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import Run, forgetting_curve, position_loss
-from hf_longctx.metrics.curve.protocol import model_input, order_samples, scored_logits
+from hf_longctx.metrics.curve.protocol import model_inputs, order_samples, scored_logits
 
 
 # PEFT 0.21 asks transformers for this under its old name
@@ -94,10 +94,10 @@ def test_curve(model):
     lengths, repeats = [1, 6, 25], 3
     curve = forgetting_curve(model, CORPUS, lengths=lengths, repeats=repeats, seed=2)
     counted, expected, close = [], [], 0
-    for point, samples in zip(curve.points, order_samples(CORPUS, lengths, repeats, 2)):
-        for kind, counts in (("target", point.copy_correct), ("irrelevant", point.lm_correct)):
-            for sample, count in zip(samples, counts):
-                ids, scored = model_input(getattr(sample, kind), sample.target, 1, 2), scored_logits(point.length)
+    for point, samples in zip(curve.points, order_samples(CORPUS, lengths, repeats, 2).values()):
+        scored = scored_logits(point.length)
+        for kind, counts in (("copy", point.copy_correct), ("LM", point.lm_correct)):
+            for ids, count in zip(model_inputs(kind, samples, 1, 2), counts):
                 logits = all_logits(model, ids)[scored.start : scored.stop]
                 best = logits.topk(2).values
                 if model.dtype is torch.bfloat16:  # whose rounding differs with the shape of a pass

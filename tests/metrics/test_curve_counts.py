@@ -13,7 +13,7 @@ from hf_longctx.metrics.curve import protocol as core
 
 
 slow = pytest.mark.slow
-PROTOCOLS = ["reference", "nested", "adaptive"]
+PROTOCOLS = ["reference", "adaptive"]
 DATA = [{"data_type": "order"}, {"data_type": "random", "id_range": (3, 7)}]
 
 
@@ -145,7 +145,7 @@ def test_a_killed_run_resumes(counting, tmp_path, protocol):
     [
         ({"seed": 1}, "seed"),
         ({"lengths": [8]}, "lengths"),
-        ({"protocol": "nested"}, "protocol"),
+        ({"protocol": "adaptive"}, "protocol"),
         ({"irrelevant_tokens": CORPUS[:50]}, "irrelevant_sha256"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -48,7 +48,7 @@ def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
     return ForgettingCurve(points, settings)
 
 
-@pytest.mark.parametrize("protocol", ["reference", "nested", "adaptive"])
+@pytest.mark.parametrize("protocol", ["reference", "adaptive"])
 @pytest.mark.parametrize(
     "fine, expected", [(0, "<100"), (100, "[100, 200)"), (400, "[400, 600)"), (800, ">=800")], ids=str
 )
@@ -91,24 +91,6 @@ def test_noise_widens_the_interval():
     points = list(step_curve(200).points)
     points[1] = CurvePoint(200, [100, 100, 95, 100, 98] * 2, [0] * 10)
     assert ForgettingCurve(points).interval("fine")[:2] == (100, 400)
-
-
-def test_targets_that_begin_alike_are_one_sample():
-    """Nested lengths repeat the luck of a target, so that more of them say no more."""
-    rng = np.random.default_rng(1)
-    luck = rng.normal(0.005, 0.01, 6)
-    values, scored = [luck] * 8, [500] * 8
-    one, eight = mean_margin(values[:1], scored[:1]), mean_margin(values, scored, nested=True)
-    assert eight.samples == one.samples == 6
-    assert eight.value == pytest.approx(one.value) and eight.error == pytest.approx(one.error, rel=0.05)
-    assert mean_margin(values, scored).error < 0.5 * one.error
-
-
-def test_an_interrupted_nested_curve_has_an_interval():
-    """Its longest lengths have fewer repeats."""
-    points = step_curve(400, protocol="nested").points
-    curve = ForgettingCurve([*points[:-1], points[-1].first(4)], {"protocol": "nested"})
-    assert curve.interval("fine")[:2] == (400, 600)
 
 
 def test_a_length_that_fails_ends_what_is_sure_below():

@@ -39,7 +39,9 @@ def test_begins_match_reference(reference, tokens):
             continue
         corpus = tokens[: run["n_corpus_tokens"]].astype(np.int64)
         lengths = [row["length"] for row in run["rows"]]
-        for row, samples in zip(run["rows"], core.order_samples(corpus, lengths, run["repeats"], run["seed"])):
+        for row, samples in zip(
+            run["rows"], core.order_samples(corpus, lengths, run["repeats"], run["seed"]).values()
+        ):
             assert [sample.begin for sample in samples] == row["begin_locs"]
             n = row["length"]
             for sample in samples:
@@ -53,45 +55,32 @@ def test_random_ids_match_reference(reference):
     runs = [run for run in reference.values() if run["data_type"] == "random"]
     assert len(runs) == 2
     for run in runs:
-        first = next(core.random_samples(run["id_range"], [8], run["repeats"], run["seed"]))[0]
+        first = core.random_samples(run["id_range"], [8], run["repeats"], run["seed"])[8][0]
         assert first.target.tolist() == run["first_copy_ids"]
         assert first.irrelevant.tolist() == run["first_irrelevant_ids"]
         assert first.begin is None
 
 
 def test_random_ids_avoid_special_ids():
-    (samples,) = core.random_samples((3, 6), [200], 1, seed=0, skip=frozenset({4, 9}))
+    samples = core.random_samples((3, 6), [200], 1, seed=0, skip=frozenset({4, 9}))[200]
     assert set(samples[0].target) == set(samples[0].irrelevant) == {3, 5, 6}
     with pytest.raises(ValueError, match="no choice"):
         core.random_samples((4, 5), [8], 1, seed=0, skip=frozenset({4, 5}))
 
 
 def test_samples_of_a_shorter_grid_are_the_same():
-    long = list(core.order_samples(CORPUS, [5, 6, 7], 3, seed=1))
-    short = list(core.order_samples(CORPUS, [5, 6], 3, seed=1))
-    assert [[s.begin for s in samples] for samples in long[:2]] == [[s.begin for s in samples] for samples in short]
-
-
-def test_nested_samples_begin_alike():
-    lengths = [3, 5, 9]
-    for draw, source in ((core.nested_order_samples, CORPUS), (core.nested_random_samples, (3, 31))):
-        *shorter, longest = draw(source, lengths, 4, seed=1)
-        for length, samples in zip(lengths, shorter):
-            for sample, whole in zip(samples, longest):
-                assert sample.begin == whole.begin
-                assert np.array_equal(sample.target, whole.target[:length])
-                assert np.array_equal(sample.irrelevant, whole.irrelevant[:length])
-    reference = next(core.order_samples(CORPUS, [9], 4, seed=1))
-    nested = next(core.nested_order_samples(CORPUS, [9], 4, seed=1))
-    assert [s.begin for s in nested] == [s.begin for s in reference]
+    long, short = (core.order_samples(CORPUS, lengths, 3, seed=1) for lengths in ([5, 6, 7], [5, 6]))
+    for length, samples in short.items():
+        assert [sample.begin for sample in samples] == [sample.begin for sample in long[length]]
 
 
 @pytest.mark.parametrize("n, scored", [(1, [200]), (2, [201]), (3, [201, 202]), (8, [204, 205, 206, 207])])
 def test_scored_positions(n, scored):
     """The logits one before each token of the target's second half, rounded up."""
     prefix, target = np.arange(100, 100 + n), np.arange(200, 200 + n)
-    ids = core.model_input(prefix, target, bos=1, eos=2)
-    assert ids.tolist() == [1, *prefix, 1, *target, 2]
+    samples = [core.Sample(target, prefix, None)] * 2
+    copy, ids = core.model_inputs("copy", samples, bos=1, eos=2)[0], core.model_inputs("LM", samples, bos=1, eos=2)[1]
+    assert copy.tolist() == [1, *target, 1, *target, 2] and ids.tolist() == [1, *prefix, 1, *target, 2]
     assert ids.dtype == np.int64
     assert core.input_tokens(n) == len(ids)
     assert core.scored_tokens(n) == len(scored)
@@ -109,7 +98,7 @@ def test_corpus_too_short():
     corpus = np.arange(29)
     with pytest.raises(ValueError, match=r"29 tokens; length 10 needs 30.*longest possible length is 9:"):
         core.order_samples(corpus, [5, 10], 1, 0)
-    (samples,) = core.order_samples(corpus, [9], 50, 0)
+    samples = core.order_samples(corpus, [9], 50, 0)[9]
     assert {sample.begin for sample in samples} == {0, 1, 2}
     with pytest.raises(ValueError, match=r"irrelevant_tokens has 5 ids.*longest possible length is 5:"):
         core.order_samples(np.arange(100), [6], 1, 0, irrelevant=np.arange(5))

@@ -11,7 +11,7 @@ from tiny_models import LLAMA, RemoteCode, build
 
 from hf_longctx.metrics import Run, position_loss
 from hf_longctx.metrics.run import engine as engine_module
-from hf_longctx.metrics.run.engine import Engine, evaluating
+from hf_longctx.metrics.run.engine import Engine
 
 
 CORPUS = np.random.default_rng(0).integers(3, 32, size=400)
@@ -45,7 +45,7 @@ def losses_of(model, bos, targets):
 def test_logits_in_parts_are_those_of_one_pass(model, monkeypatch, tokens_per_pass, rows, positions):
     monkeypatch.setattr(engine_module, "LOGITS_PER_PASS", rows * 32)
     ids = CORPUS[:40]
-    with evaluating(model):
+    with torch.inference_mode():
         output = model(torch.tensor(ids)[None])
         expected = (output[0] if isinstance(output, tuple) else output.logits)[0, positions.start : positions.stop]
         parts = list(Engine(model, ids, tokens_per_pass).logits(ids, positions))

@@ -13,8 +13,7 @@ from torch import nn
 
 from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
 from hf_longctx.metrics.retrieval.haystack import ANSWER
-from hf_longctx.metrics.run import parts as parts_module
-from hf_longctx.metrics.run.engine import evaluating
+from hf_longctx.metrics.run import distributed as distributed_module
 
 
 # -- an exact copier answers
@@ -121,7 +120,7 @@ def test_replies_of_a_real_model(bytes_tokenizer, prose):
     assert not answer.exact
     assert answer.log_prob == pytest.approx(-answer.tokens * np.log(384), rel=0.05)
     model.generation_config.repetition_penalty = 1.0
-    with evaluating(model):
+    with torch.inference_mode():
         same = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500], depths=[0.5], seed=3).cells[0]
     assert same.answers[0].reply == answer.reply
 
@@ -229,9 +228,9 @@ def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose
         shared.update(entries)
         return dict(shared), failure
 
-    monkeypatch.setattr(parts_module, "exchange", exchange)
+    monkeypatch.setattr(distributed_module, "exchange", exchange)
     for rank in (0, 1):
-        monkeypatch.setattr(parts_module, "process_place", lambda reader, rank=rank: (rank, 2))
+        monkeypatch.setattr(distributed_module, "process_place", lambda reader, rank=rank: (rank, 2))
         result = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
         assert len(shared) == 2 * (rank + 1)
     assert result == expected

@@ -1,4 +1,4 @@
-"""Parts: how processes share them, what an exception keeps, what the journal and the settings say."""
+"""Tasks: how processes share them, what an exception keeps, what the journal and the settings say."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,12 @@ from hf_longctx.metrics.run.reader import LocalReader
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
-def test_every_part_has_one_process_and_the_load_is_even(processes):
-    parts = [3, 1, 40, 7, 30, 12, 13, 25, 8]
-    shares = [Worker(None, None, rank, processes).tasks(parts, lambda part: part) for rank in range(processes)]
-    assert sorted(part for share in shares for part in share) == sorted(parts)
-    assert all(share == [part for part in parts if part in share] for share in shares)  # in order
-    assert max(map(sum, shares)) <= sum(parts) / processes + max(parts)
+def test_every_task_has_one_process_and_the_load_is_even(processes):
+    tasks = [3, 1, 40, 7, 30, 12, 13, 25, 8]
+    shares = [Worker(None, None, rank, processes).tasks({n: n for n in tasks}) for rank in range(processes)]
+    assert sorted(task for share in shares for task in share) == sorted(tasks)
+    assert all(share == [task for task in tasks if task in share] for share in shares)  # in order
+    assert max(map(sum, shares)) <= sum(tasks) / processes + max(tasks)
 
 
 def test_labels_are_those_that_are_known():
@@ -43,7 +43,7 @@ def test_an_exception_carries_what_was_measured(done, summary):
         run_distributed(
             LocalReader(tiny_llama()),
             "parts",
-            lambda worker: worker.measure(range(5), lambda part: 1, measure),
+            lambda worker: worker.measure(dict.fromkeys(range(5), 1), measure),
             lambda entries: PositionLoss([*entries.values()], len(entries)) if entries else None,
             depends_on={},
             trial=np.arange(3),

@@ -7,8 +7,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_longctx  # noqa: F401 - registers FoX
-from hf_longctx.metrics.run.engine import Engine, evaluating
-from hf_longctx.metrics.run.logits import argmax, argmax_tiled, predict_plainly
+from hf_longctx.metrics.run.engine import Engine, argmax_tiled
+from hf_longctx.metrics.run.logits import argmax, predict_plainly
 
 
 V = 89  # not the size of anything else
@@ -77,7 +77,7 @@ BUDGETS += [(name, budget) for name in ("llama", "scaled-logits", "sliding-windo
 def test_predictions_are_those_of_the_definition(name, tokens_per_pass):
     kind, config, plain_head, reuses = MODELS[name]
     model, inputs, positions = build(kind, **config), inputs_with_shared_prefixes(), range(27, 39)
-    with evaluating(model):
+    with torch.inference_mode():
         engine = Engine(model, inputs[0], tokens_per_pass)
         assert (engine.head is not None, engine.reuses_prefixes) == (plain_head, reuses)
         expected = np.stack([predict_plainly(model, row, positions) for row in inputs])
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
 def test_passes_are_bounded_and_shared_prefixes_read_once(name):
     kind, config, *_ = MODELS[name]
     model, inputs = build(kind, **config), inputs_with_shared_prefixes()
-    with evaluating(model):
+    with torch.inference_mode():
         engine = Engine(model, inputs[0], tokens_per_pass=8)
         engine.tile = (5, 1000)
         with Watch() as watch:
@@ -118,7 +118,7 @@ def test_passes_are_bounded_and_shared_prefixes_read_once(name):
 
 def test_short_inputs_share_a_pass():
     model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
-    with evaluating(model):
+    with torch.inference_mode():
         engine = Engine(model, inputs[0], tokens_per_pass=3 * 41)
         with Watch() as watch:
             engine.predict(inputs, 20, range(27, 39))
@@ -129,7 +129,7 @@ def test_hooks_are_not_bypassed():
     """Whoever watches or changes what the head gives does so in the engine too."""
     model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
     model.lm_head.register_forward_hook(lambda _, args, logits: logits.roll(1, -1))
-    with evaluating(model):
+    with torch.inference_mode():
         predictions = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
         assert np.array_equal(predictions[0], predict_plainly(model, inputs[0], range(27, 39)))
 
@@ -144,7 +144,7 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used():
         return forward(input_ids, past_key_values=past_key_values, **options)
 
     model.model.forward = forgetful
-    with evaluating(model):
+    with torch.inference_mode():
         assert not Engine(model, inputs[0]).reuses_prefixes
 
 
@@ -153,7 +153,7 @@ def test_frequencies_of_dynamic_rope_are_those_of_the_input():
     kind, config, *_ = MODELS["dynamic-rope"]
     model, (short, long) = build(kind, **config), np.random.default_rng(0).integers(3, V, size=(2, 60))
     short = short[:30]
-    with evaluating(model):
+    with torch.inference_mode():
         engine = Engine(model, short)
         expected, predictions = torch.cat([*engine.logits(short, range(20, 29))]), []
         for read in (lambda: engine.predict(long[None], 0, range(50, 59)), lambda: [*engine.logits(long, range(59))]):
@@ -166,6 +166,8 @@ def test_frequencies_of_dynamic_rope_are_those_of_the_input():
 
 class Shift(torch.nn.Module):
     """Predicts the id that stands `ahead` positions further on, 0 beyond the end."""
+
+    config = None
 
     def __init__(self, ahead, block=None):
         super().__init__()

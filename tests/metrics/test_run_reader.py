@@ -15,7 +15,7 @@ class RuleReader:
     """Reads by a rule, and is neither a module nor a server: after `k` equal ids comes what came after them before."""
 
     vocab_size, position_limit, claimed_context = 300, None, None
-    can_reply, is_distributed, reuses_prefixes, device = False, False, False, None
+    can_reply, is_distributed, device = False, False, None
 
     def settings(self):
         return {"model": "rule"}

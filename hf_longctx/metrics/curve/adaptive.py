@@ -53,7 +53,7 @@ class _Search:
     def __init__(self, lengths, measure, repeats, confidence):
         self.lengths, self.measure = lengths, measure
         self.stages = [n for n in STAGES if n < repeats] + [repeats]
-        self.level = (1 - confidence) / 2  # shared by all tests, as in length_interval
+        self.level = 0.5 * (1 - confidence)  # shared by all tests, as in length_interval
         self.budget = BUDGET * input_tokens(lengths[-1])
         self.points = {}
 

@@ -43,7 +43,7 @@ class Mean(NamedTuple):
         value: over all scored tokens, (...,) float64.
         error: its standard error, robust against unequal spread, and at least one token in all: three repeats of four
             tokens, all right, do not show an accuracy above 99 %.
-        samples: how many independent targets, or groups of targets that share their beginning.
+        samples: how many targets.
     """
 
     value: np.ndarray
@@ -51,21 +51,15 @@ class Mean(NamedTuple):
     samples: int
 
 
-def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int], nested: bool = False) -> Mean:
-    """
+def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int]) -> Mean:
+    """Return the mean margin of a window of lengths.
+
     Args:
         margins: for each length of the window, of its repeats, (..., R); R may differ between lengths.
         scored: scored tokens of a repeat, for each length.
-        nested: repeat i begins alike at all lengths, so that it is one sample.
     """
-    if nested:
-        repeats = min(m.shape[-1] for m in margins)  # after an interruption, some lengths have more
-        margins = [m[..., :repeats] for m in margins]
-    tokens = [np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)]
-    surplus = [m * n for m, n in zip(margins, scored)]
-    if nested:
-        surplus, tokens = [sum(surplus)], [sum(tokens)]
-    surplus, tokens = np.concatenate(surplus, axis=-1), np.concatenate(tokens)
+    tokens = np.concatenate([np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)])
+    surplus = np.concatenate([m * n for m, n in zip(margins, scored)], axis=-1)
     total, samples = tokens.sum(), len(tokens)
     value = surplus.sum(-1) / total
     residual = surplus - value[..., None] * tokens
@@ -95,7 +89,7 @@ def windows(lengths: int) -> list[int]:
     return [2**i for i in range(lengths.bit_length()) if 2**i <= lengths]
 
 
-def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, nested: bool = False) -> np.ndarray:
+def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int) -> np.ndarray:
     """For each length, the p value of the hypothesis that closed testing is to reject there.
 
     Args:
@@ -103,7 +97,6 @@ def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: in
         scored: scored tokens of a repeat, for each length.
         direction: 1 to show that memory reaches a length, by the lengths from there on; -1 to show that memory ends
             before it, by the lengths up to there.
-        nested: see `mean_margin`.
 
     Returns:
         (..., lengths) float64, corrected for the number of windows.
@@ -111,7 +104,7 @@ def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: in
     sizes, columns = windows(len(scored)), []
     for i in range(len(scored)):
         spans = [slice(i, i + size) if direction > 0 else slice(max(i + 1 - size, 0), i + 1) for size in sizes]
-        means = [mean_margin(margins[span], scored[span], nested) for span in spans]
+        means = [mean_margin(margins[span], scored[span]) for span in spans]
         p = [stdtr(m.samples - 1, -direction * m.value / m.error) for m in means if m.samples > 1]
         columns.append(len(sizes) * np.min(p, axis=0) if p else np.ones(margins[i].shape[:-1]))
     return np.stack(columns, axis=-1)
@@ -189,8 +182,8 @@ def length_interval(
     """
     if not (isinstance(confidence, Real) and 0 < confidence < 1):
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-    if protocol not in ("reference", "nested", "adaptive"):
-        raise ValueError(f"protocol must be 'reference', 'nested' or 'adaptive', got {protocol!r}.")
+    if protocol not in ("reference", "adaptive"):
+        raise ValueError(f"protocol must be 'reference' or 'adaptive', got {protocol!r}.")
     count = len(lengths)
     if not count == len(margins) == len(scored):
         raise ValueError(
@@ -198,19 +191,19 @@ def length_interval(
         )
     if not count:
         return LengthInterval(0, None)
-    level, nested = (1 - confidence) / 2, protocol == "nested"
+    level = (1 - confidence) / 2
     if protocol == "adaptive":
         tests = adaptive_tests(count, max(m.shape[-1] for m in margins))
         outcomes = [test_result(m, n, level / tests) for m, n in zip(margins, scored)]
         reached = max((i for i, v in enumerate(outcomes, start=1) if v > 0), default=0)
         end = min((i for i, v in enumerate(outcomes) if v < 0 and i >= reached), default=count)
     else:
-        reached = rejected(p_values(margins, scored, 1, nested), level)
-        ended = rejected(p_values(margins, scored, -1, nested)[..., ::-1], level)
+        reached = rejected(p_values(margins, scored, 1), level)
+        ended = rejected(p_values(margins, scored, -1)[..., ::-1], level)
         end = max(count - ended, reached)  # after a dip, both may be shown of one length
     needed = None
     if reached < count and end == count:
-        needed = repeats_needed(margins[reached:], scored[reached:], level / len(windows(count)), nested)
+        needed = repeats_needed(margins[reached:], scored[reached:], level / len(windows(count)))
     return LengthInterval(lengths[reached - 1] if reached else 0, lengths[end] if end < count else None, needed)
 
 
@@ -223,16 +216,14 @@ def adaptive_tests(lengths: int, repeats: int) -> int:
     return lengths * (len(STAGES) + (repeats > STAGES[-1]))
 
 
-def repeats_needed(
-    margins: Sequence[np.ndarray], scored: Sequence[int], level: float, nested: bool = False
-) -> int | None:
+def repeats_needed(margins: Sequence[np.ndarray], scored: Sequence[int], level: float) -> int | None:
     """About how many repeats would show on which side of the threshold the longest of these lengths are.
 
     The mean margin is taken to be 1 %, as that of guessing and of exact copying is; if the repeats at hand would show
     as much, then it is the margin that they have.
 
     Args:
-        margins, scored, nested: as for `p_values`.
+        margins, scored: as for `p_values`.
         level: of a one-sided test of one window.
 
     Returns:
@@ -241,7 +232,7 @@ def repeats_needed(
     reach = ndtri(1 - level) + ndtri(POWER)  # standard errors
     repeats, needed = max(m.shape[-1] for m in margins), math.inf
     for size in windows(len(scored)):
-        mean = mean_margin(margins[-size:], scored[-size:], nested)
+        mean = mean_margin(margins[-size:], scored[-size:])
         if mean.samples > 1:
             shown = reach * mean.error
             margin = RESOLUTION if shown > RESOLUTION else max(abs(mean.value), 1e-9)

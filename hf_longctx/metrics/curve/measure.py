@@ -1,6 +1,6 @@
-"""The forgetting curve of a model: checks the arguments, then measures, in one process or several.
+"""Measure the forgetting curve of a model, in one process or several.
 
-What is measured is in protocol.py, how a model predicts in run/reader.py; here they meet.
+protocol.py says what a model reads, run/reader.py how it predicts; this file counts the right predictions.
 """
 
 from __future__ import annotations
@@ -8,27 +8,26 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..checks import check_lengths, check_token_ids, positive_int
-from ..run.distributed import Run, exchange, labels, run_distributed
+from ..run.distributed import Run, Worker, exchange, labels, run_distributed
+from ..run.engine import Unreadable
 from ..run.journal import content_hash
-from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
+from ..run.reader import Reader, check_positions, reader_for, special_ids
+from ..run.scoring import OVERFLOW
 from .adaptive import BUDGET, locate
-from .counts import Measurement, sample_input, tally
-from .protocol import (
-    input_tokens,
-    longest_length,
-    nested_order_samples,
-    nested_random_samples,
-    order_samples,
-    random_samples,
-)
-from .result import ForgettingCurve
+from .protocol import Sample, input_tokens, longest_length, model_inputs, order_samples, random_samples, scored_logits
+from .result import CurvePoint, ForgettingCurve
 
 
 DATA_TYPES = ("order", "random")
+PROTOCOLS = ("reference", "adaptive")
 
 
 class PositionLimitError(ValueError):
@@ -42,6 +41,7 @@ class PositionLimitError(ValueError):
 
     def __init__(self, length: int, limit: int):
         self.limit, self.longest_length = limit, longest_length(limit)
+        self.result: ForgettingCurve | None = None
         super().__init__(
             f"length {length} needs an input of {input_tokens(length)} tokens, and the model's position table ends at "
             f"{limit}. The longest measurable length is {self.longest_length}; the curve up to there has been measured."
@@ -63,7 +63,7 @@ def forgetting_curve(
     id_range: tuple[int, int] | None = None,
     protocol: str = "reference",
     confidence: float = 0.95,
-    tokenizer=None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
     corpus_name: str | None = None,
     train_length: int | None = None,
     run: Run | None = None,
@@ -91,11 +91,9 @@ def forgetting_curve(
             ids are special tokens in many vocabularies. Never drawn are the BOS, the EOS and what `undrawn_ids` of the
             tokenizer names; without a tokenizer nothing else is known, so that chat markers and untrained rows may be
             drawn.
-        protocol: "reference": every length has its own targets, as the paper's program draws them. "nested": targets
-            of all lengths begin alike, and so do their irrelevant texts, so that less has to be read: another estimate
-            of the same curve, whose points are correlated. "adaptive": the inputs of "reference", but only at those of
-            the `lengths`, and with only so many of the `repeats`, that the fine and the coarse length depend on; give
-            a fine grid. See adaptive.py.
+        protocol: "reference": every length has its own targets, as the paper's program draws them. "adaptive": the
+            same inputs, but only at those of the `lengths`, and with only so many of the `repeats`, that the fine and
+            the coarse length depend on; give a fine grid. See adaptive.py.
         confidence: at which the adaptive protocol is satisfied, between 0 and 1.
         tokenizer: name it, or give it, to have its name in the settings. Random data take its special ids from it.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
@@ -113,11 +111,9 @@ def forgetting_curve(
             measured.
     """
     reader = reader_for(model)
-    lengths = check_lengths(lengths)
-    repeats, seed = positive_int("repeats", repeats), positive_int("seed", seed, -math.inf)
+    lengths, repeats, seed = check_lengths(lengths), positive_int("repeats", repeats), operator.index(seed)
     check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
-    draw_order, draw_random, measure = PROTOCOLS[protocol]
     settings = reader.settings() | {
         "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
         "protocol": protocol,
@@ -128,115 +124,157 @@ def forgetting_curve(
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
+    names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
     if protocol == "adaptive":
         settings["confidence"] = confidence
     if data_type == "order":
         corpus, irrelevant, data = check_corpus(reader, tokens, irrelevant_tokens, id_range)
-        samples = draw_order(corpus, lengths, repeats, seed, irrelevant)
+        samples = order_samples(corpus, lengths, repeats, seed, irrelevant)
+        names |= token_size(tokenizer, corpus)
     else:
         id_range, skip, data = check_id_range(reader, id_range, irrelevant_tokens, tokenizer)
-        samples = draw_random(id_range, lengths, repeats, seed, skip=skip | {bos, eos})
-    samples = dict(zip(lengths, samples))
+        samples = random_samples(id_range, lengths, repeats, seed, skip=skip | {bos, eos})
     settings |= data
     limit = reader.position_limit
     if limit is None:
         check_positions(reader, input_tokens(lengths[-1]), f"length {lengths[-1]}")
-    fitting = [length for length in lengths if limit is None or input_tokens(length) <= limit]
+    fitting = lengths if limit is None else [length for length in lengths if input_tokens(length) <= limit]
 
-    needed = set(fitting)
-
-    def work(worker):
-        measure(Measurement(reader, samples, bos, eos, worker), fitting, repeats, confidence)
-        if protocol == "adaptive":
-            needed.clear()  # what it left out, its two lengths do not depend on
-
-    def result(entries):
-        points, missing = tally(entries, samples)
-        missing |= {length: f"beyond the model's {limit} positions" for length in lengths if length not in fitting}
-        missing |= dict.fromkeys(needed - {p.length for p in points} - missing.keys(), "interrupted")
-        return ForgettingCurve(points, settings | names, dict(sorted(missing.items())))
-
-    names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
-    names |= token_size(tokenizer, corpus) if data_type == "order" else {}
-    trial = sample_input(samples[lengths[0]][0], "copy", bos, eos)
-    curve = run_distributed(reader, "forgetting curve", work, result, depends_on=settings, trial=trial, run=run)
-    if fitting != lengths:
+    measurement = Measurement(reader, samples, fitting, repeats, bos, eos, settings | names, confidence)
+    curve = run_distributed(
+        reader,
+        "forgetting curve",
+        measurement.run_adaptive if protocol == "adaptive" else measurement.run,
+        measurement.result,
+        depends_on=settings,
+        trial=model_inputs("copy", samples[lengths[0]][:1], bos, eos)[0],
+        run=run,
+    )
+    if limit is not None and fitting != lengths:
         error = PositionLimitError(lengths[len(fitting)], limit)
         error.result = curve
         raise error
     return curve
 
 
-# Protocols: each measures the share of one process ------------------------------------------------------------------
+@dataclass
+class Measurement:
+    """A curve while it is measured.
 
+    A task is `(length, first, stop)`: both kinds of input at one length, repeats first to stop - 1. Its result is
+    `{"copy": counts, "LM": counts}` of right predictions, one per repeat, or `{"not_measured": reason}`.
 
-def measure_reference(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
-    """Processes share the lengths."""
-    lengths = work.worker.tasks(lengths, work.cost)
-    work.expect(2 * repeats * sum(map(work.cost, lengths)))
-    for length in lengths:
-        work.measure(length, 0, repeats)
-
-
-def measure_nested(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
-    """Processes share the repeats."""
-    shared_repeats = range(work.worker.rank, repeats, work.worker.processes)
-    work.expect(2 * len(shared_repeats) * sum(map(work.cost, lengths)))
-    if shared_repeats and lengths:
-        work.measure_nested(lengths, shared_repeats)
-
-
-def measure_adaptively(work: Measurement, lengths: Sequence[int], repeats: int, confidence: float) -> None:
-    """Measure where `locate` needs it; each process measures some of the repeats of every point.
-
-    If memory is short for a length, nothing above it is measured.
+    Attributes:
+        samples: by length, one per repeat.
+        lengths: those that the model has positions for.
+        settings: of the result.
+        complete: whether the lengths without a point were left out on purpose.
     """
 
-    class TooLong(Exception):
-        pass
+    reader: Reader
+    samples: dict[int, list[Sample]]
+    lengths: list[int]
+    repeats: int
+    bos: int
+    eos: int
+    settings: dict[str, Any]
+    confidence: float
+    complete: bool = False
 
-    rank, processes = work.worker.rank, work.worker.processes
+    def run(self, worker: Worker) -> None:
+        """Measure all repeats of the lengths that this process shares with others."""
+        inputs = 2 * self.repeats
+        costs = {(n, 0, self.repeats): inputs * self.reader.cost(input_tokens(n)) for n in self.lengths}
+        worker.measure(costs, self.count, task_name)
 
-    def measure(length, first, stop):
-        begin, end = (first + (stop - first) * i // processes for i in (rank, rank + 1))
-        entries, failure = work.journal.done, None
-        try:
-            if begin < end:
-                work.measure(length, begin, end)
-        except Exception as error:
-            failure = error
-        if processes > 1:
-            entries, failure = exchange(entries, failure, processes)
-        if failure is not None:
-            raise failure
-        points, missing = tally({key: value for key, value in entries.items() if key[0] == length}, work.samples)
-        if missing:
-            raise TooLong(length)
-        (point,) = points
-        return point.first(stop)
+    def run_adaptive(self, worker: Worker) -> None:
+        """Measure where `locate` needs it; each process measures some of the repeats of every point.
 
-    work.expect(BUDGET * work.cost(lengths[-1]) if lengths else 0)
-    while lengths:
-        try:
-            locate(lengths, measure, repeats=repeats, confidence=confidence)
-            break
-        except TooLong as error:
-            lengths = [length for length in lengths if length < error.args[0]]
+        If memory is short for a length, nothing above it is measured.
+        """
+
+        def measure(length: int, first: int, stop: int) -> CurvePoint:
+            begin, end = (first + (stop - first) * (worker.rank + i) // worker.processes for i in (0, 1))
+            entries, failure = worker.journal.done, None
+            try:
+                if begin < end:
+                    cost = 2 * (end - begin) * self.reader.cost(input_tokens(length))
+                    worker.measure_task((length, begin, end), cost, self.count, task_name)
+            except Exception as error:
+                failure = error
+            if worker.processes > 1:
+                entries, failure = exchange(entries, failure, worker.processes)
+            if failure is not None:
+                raise failure
+            points, reasons = self.points({task: entry for task, entry in entries.items() if task[0] == length})
+            missing.update(reasons)
+            if missing:
+                raise Unreadable(missing[length])
+            return points[0].first(stop)
+
+        lengths, missing = self.lengths, {}
+        worker.bar.reset(BUDGET * self.reader.cost(input_tokens(lengths[-1])) if lengths else 0)
+        while lengths:
+            try:
+                locate(lengths, measure, repeats=self.repeats, confidence=self.confidence)
+                break
+            except Unreadable:
+                lengths = [length for length in lengths if length < min(missing)]
+                missing.clear()
+        self.complete = True  # the two lengths of the curve do not depend on the others
+
+    def count(self, task: tuple[int, int, int]) -> dict[str, Any]:
+        """Count the right predictions of a task.
+
+        Raises:
+            ValueError: a logit is NaN.
+        """
+        length, first, stop = task
+        samples, scored, counts = self.samples[length][first:stop], scored_logits(length), {}
+        for kind in ("copy", "LM"):
+            inputs = model_inputs(kind, samples, self.bos, self.eos)
+            try:
+                predictions = self.reader.predict(inputs, 1 + length, scored)
+            except Unreadable as error:
+                return {"not_measured": str(error)}
+            bad = np.argwhere(predictions == -1)
+            if len(bad):
+                raise ValueError(
+                    f"length {length}, repeat {first + bad[0][0]}, {kind} input: the logits at position "
+                    f"{scored[bad[0][1]]} of {inputs.shape[1]} are NaN, so there is no prediction to count. {OVERFLOW}"
+                )
+            counts[kind] = (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
+        return counts
+
+    def result(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> ForgettingCurve:
+        """Make the curve of the tasks that were measured, by one or several processes."""
+        points, missing = self.points(entries)
+        beyond = f"beyond the model's {self.reader.position_limit} positions"
+        missing |= dict.fromkeys(self.samples.keys() - set(self.lengths), beyond)
+        if not self.complete:
+            missing |= dict.fromkeys(self.samples.keys() - {p.length for p in points} - missing.keys(), "interrupted")
+        return ForgettingCurve(tuple(points), self.settings, dict(sorted(missing.items())))
+
+    def points(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> tuple[list[CurvePoint], dict[int, str]]:
+        """Join the tasks of each length to a point, and say why lengths have none."""
+        missing = {length: entry["not_measured"] for (length, *_), entry in entries.items() if "not_measured" in entry}
+        points = []
+        for length in sorted({length for length, *_ in entries} - missing.keys()):
+            tasks = sorted(task for task in entries if task[0] == length)
+            copy, lm = ([count for task in tasks for count in entries[task][kind]] for kind in ("copy", "LM"))
+            begins = [sample.begin for _, first, stop in tasks for sample in self.samples[length][first:stop]]
+            points.append(CurvePoint(length, copy, lm, None if None in begins else begins))
+        return points, missing
 
 
-# How samples are drawn from a corpus and from random ids, and how they are measured.
-PROTOCOLS = {
-    "reference": (order_samples, random_samples, measure_reference),
-    "nested": (nested_order_samples, nested_random_samples, measure_nested),
-    "adaptive": (order_samples, random_samples, measure_adaptively),
-}
-
-
-# Arguments ----------------------------------------------------------------------------------------------------------
+def task_name(task: tuple[int, int, int]) -> str:
+    """Name a task for the progress bar."""
+    return f"length {task[0]:,}, {input_tokens(task[0]):,} tokens"
 
 
 def check_choices(data_type: str, protocol: str, confidence: float) -> None:
-    for name, value, choices in (("data_type", data_type, DATA_TYPES), ("protocol", protocol, tuple(PROTOCOLS))):
+    """Raise ValueError for a misspelt choice, or a confidence that is not between 0 and 1."""
+    for name, value, choices in (("data_type", data_type, DATA_TYPES), ("protocol", protocol, PROTOCOLS)):
         if value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
     if not isinstance(confidence, float) or not 0 < confidence < 1:
@@ -244,24 +282,24 @@ def check_choices(data_type: str, protocol: str, confidence: float) -> None:
 
 
 def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
-    """Corpus and irrelevant text (or None) as arrays of ids, and what the settings say about them."""
+    """Return corpus and irrelevant text (or None) as arrays of ids, and their settings."""
     if id_range is not None:
         raise ValueError('id_range is for data_type="random"; data_type="order" takes its ids from tokens.')
     if tokens is None:
         raise ValueError(
             'tokens is None, and data_type="order" needs the ids of a text. For random ids: data_type="random".'
         )
-    corpus = check_token_ids(as_array(tokens), "tokens", reader.vocab_size)
+    corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     data = {"corpus_tokens": len(corpus), "corpus_sha256": content_hash(corpus)}
     if irrelevant_tokens is None:
         return corpus, None, data
-    irrelevant = check_token_ids(as_array(irrelevant_tokens), "irrelevant_tokens", reader.vocab_size)
+    irrelevant = check_token_ids(irrelevant_tokens, "irrelevant_tokens", reader.vocab_size)
     data |= {"irrelevant_tokens": len(irrelevant), "irrelevant_sha256": content_hash(irrelevant)}
     return corpus, irrelevant, data
 
 
 def token_size(tokenizer, corpus) -> dict[str, float]:
-    """For the settings: mean bytes of a token of the corpus, in UTF-8; nothing if the tokenizer is unknown."""
+    """Return the mean bytes of a token of the corpus in UTF-8, as settings; none if the tokenizer is unknown."""
     if not hasattr(tokenizer, "decode"):
         return {}
     sample = corpus[:10_000].tolist()
@@ -270,7 +308,7 @@ def token_size(tokenizer, corpus) -> dict[str, float]:
 
 
 def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
-    """Lowest and highest random id, those between that are never drawn, and what the settings say about them."""
+    """Return lowest and highest random id, the ids between that are never drawn, and their settings."""
     if irrelevant_tokens is not None:
         raise ValueError('data_type="random" draws irrelevant ids at random: drop irrelevant_tokens.')
     if id_range is None and reader.vocab_size == math.inf:
@@ -289,6 +327,6 @@ def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
-    """Ids from `low` to `high` that text does not have: special and added tokens, and rows without a token."""
+    """Return the ids from `low` to `high` that text does not have: special and added tokens, rows without a token."""
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

@@ -1,4 +1,4 @@
-"""What the forgetting curve asks of a model: lengths, samples and inputs.
+"""Lengths, samples and inputs of the forgetting curve: what a model is asked to read.
 
 A model reads a target S of n tokens twice, `[bos] S [bos] S [eos]`, or once after an unrelated text of the same
 length, `[bos] I [bos] S [eos]`. With teacher forcing, the share of tokens it predicts right in the second half of the
@@ -12,21 +12,18 @@ Models", section 3. This file knows no model.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-from ..checks import positive_int
 
 
 SHORTEST = 8  # first length of the two standard grids
 
 
 def linear_lengths(max_length: int, n: int) -> list[int]:
-    """About `n` evenly spaced lengths from 8 to `max_length` tokens, truncated to integers, without duplicates.
+    """Return about `n` evenly spaced lengths from 8 to `max_length` tokens, truncated to integers, without duplicates.
 
     >>> linear_lengths(128, 4)
     [8, 48, 88, 128]
@@ -35,7 +32,7 @@ def linear_lengths(max_length: int, n: int) -> list[int]:
 
 
 def log_lengths(max_length: int, n: int) -> list[int]:
-    """At most `n` geometrically spaced lengths from 8 to `max_length` tokens, truncated, without duplicates.
+    """Return at most `n` geometrically spaced lengths from 8 to `max_length` tokens, truncated, without duplicates.
 
     >>> log_lengths(700, 4)
     [8, 35, 157, 700]
@@ -44,7 +41,6 @@ def log_lengths(max_length: int, n: int) -> list[int]:
 
 
 def _grid(space, max_length, n):
-    n, max_length = positive_int("n", n, -math.inf), positive_int("max_length", max_length, -math.inf)
     if n < 2 or max_length <= SHORTEST:
         raise ValueError(
             f"a grid of {n} lengths up to {max_length} is too small: it starts at {SHORTEST} tokens and needs n >= 2 "
@@ -59,7 +55,7 @@ def default_lengths(
     n: int = 16,
     grid: Callable[[int, int], list[int]] = linear_lengths,
 ) -> list[int]:
-    """A grid of `n` lengths up to those whose input fills the claimed context, as far as the corpus reaches.
+    """Return a grid of `n` lengths up to those whose input fills the claimed context, as far as the corpus reaches.
 
     Args:
         claimed_context: in tokens; None if the model claims none.
@@ -91,42 +87,17 @@ class Sample(NamedTuple):
 
 def order_samples(
     corpus: np.ndarray, lengths: Sequence[int], repeats: int, seed: int, irrelevant: np.ndarray | None = None
-) -> Iterator[list[Sample]]:
-    """Per length, `repeats` stretches of `corpus`; the irrelevant text is the end of `irrelevant` or of the corpus.
+) -> dict[int, list[Sample]]:
+    """Draw `repeats` stretches of `corpus` per length. Irrelevant text is the end of `irrelevant`, or of `corpus`.
 
     Lengths are drawn in the order given, so a grid that is cut short keeps the samples of its beginning.
+
+    Args:
+        corpus: token ids, (N,) int64.
 
     Raises:
         ValueError: the corpus is shorter than three times the longest length, or `irrelevant` than the longest length.
     """
-    irrelevant = _check_corpus(corpus, lengths, irrelevant)
-
-    def draw():
-        rng = random.Random(seed)
-        for n in lengths:
-            begins = [rng.randint(0, len(corpus) - 3 * n) for _ in range(repeats)]
-            yield [Sample(corpus[b : b + n], irrelevant[-n:], b) for b in begins]
-
-    return draw()
-
-
-def nested_order_samples(
-    corpus: np.ndarray, lengths: Sequence[int], repeats: int, seed: int, irrelevant: np.ndarray | None = None
-) -> Iterator[list[Sample]]:
-    """As `order_samples`, but all lengths share their beginnings: each target is the start of the next longer one.
-
-    Repeat i starts at the same place at every length, drawn as for the longest. The irrelevant text, too, is the start
-    of one stretch: of the last tokens, as many as the longest length has.
-    """
-    irrelevant = _check_corpus(corpus, lengths, irrelevant)
-    longest, rng = max(lengths), random.Random(seed)
-    begins = [rng.randint(0, len(corpus) - 3 * longest) for _ in range(repeats)]
-    block = irrelevant[-longest:]
-    return ([Sample(corpus[b : b + n], block[:n], b) for b in begins] for n in lengths)
-
-
-def _check_corpus(corpus, lengths, irrelevant):
-    """The text that irrelevant tokens come from: `irrelevant`, or else the corpus."""
     longest = max(lengths)
     if len(corpus) < 3 * longest:
         raise ValueError(
@@ -134,20 +105,23 @@ def _check_corpus(corpus, lengths, irrelevant):
             f"target and irrelevant text keep apart. The longest possible length is {len(corpus) // 3}: drop the "
             "lengths above it or give more text."
         )
-    if irrelevant is None:
-        irrelevant = corpus
-    elif len(irrelevant) < longest:
+    irrelevant = corpus if irrelevant is None else irrelevant
+    if len(irrelevant) < longest:
         raise ValueError(
             f"irrelevant_tokens has {len(irrelevant)} ids, fewer than length {longest} needs. The longest possible "
             f"length is {len(irrelevant)}: drop the lengths above it or give more text."
         )
-    return irrelevant
+    rng, samples = random.Random(seed), {}
+    for n in lengths:
+        begins = [rng.randint(0, len(corpus) - 3 * n) for _ in range(repeats)]
+        samples[n] = [Sample(corpus[b : b + n], irrelevant[-n:], b) for b in begins]
+    return samples
 
 
 def random_samples(
     id_range: tuple[int, int], lengths: Sequence[int], repeats: int, seed: int, skip: frozenset[int] = frozenset()
-) -> Iterator[list[Sample]]:
-    """Per length, `repeats` pairs of independent uniform id sequences.
+) -> dict[int, list[Sample]]:
+    """Draw `repeats` pairs of independent uniform id sequences per length.
 
     Args:
         id_range: lowest and highest id, both included.
@@ -156,31 +130,16 @@ def random_samples(
     Raises:
         ValueError: the range holds no id that may be drawn.
     """
-    sequence = _random_ids(id_range, seed, skip)
-    return ([Sample(sequence(n), sequence(n), None) for _ in range(repeats)] for n in lengths)
-
-
-def nested_random_samples(
-    id_range: tuple[int, int], lengths: Sequence[int], repeats: int, seed: int, skip: frozenset[int] = frozenset()
-) -> Iterator[list[Sample]]:
-    """As `random_samples`, but each target is the start of the next longer one, and all share one irrelevant text."""
-    sequence, longest = _random_ids(id_range, seed, skip), max(lengths)
-    targets, block = [sequence(longest) for _ in range(repeats)], sequence(longest)
-    return ([Sample(target[:n], block[:n], None) for target in targets] for n in lengths)
-
-
-def _random_ids(id_range, seed, skip):
-    """A function that draws n ids, (n,) int64."""
     low, high = id_range
     skipped = sum(low <= i <= high for i in skip)
     if high - low < skipped:
         raise ValueError(
-            f"id_range=({low}, {high}) leaves no choice of random ids: {skipped} of them are special ids or no tokens. "
+            f"id_range=({low}, {high}) leaves no choice of random ids: {skipped} of them are special ids or not tokens. "
             "Give a wider range: id_range=(lowest, highest), both included."
         )
     rng = random.Random(seed)
 
-    def sequence(n):
+    def draw(n):
         ids = []
         while len(ids) < n:
             drawn = rng.randint(low, high)
@@ -188,30 +147,31 @@ def _random_ids(id_range, seed, skip):
                 ids.append(drawn)
         return np.array(ids, dtype=np.int64)
 
-    return sequence
+    return {n: [Sample(draw(n), draw(n), None) for _ in range(repeats)] for n in lengths}
 
 
-def model_input(prefix: np.ndarray, target: np.ndarray, bos: int, eos: int) -> np.ndarray:
-    """`[bos] prefix [bos] target [eos]`, (2n + 3,) int64: prefix is the target (copy) or the irrelevant text (LM)."""
-    return np.concatenate([[bos], prefix, [bos], target, [eos]])
+def model_inputs(kind: str, samples: Sequence[Sample], bos: int, eos: int) -> np.ndarray:
+    """Return the rows `[bos] S [bos] S [eos]` (kind "copy") or `[bos] I [bos] S [eos]` ("LM"), (R, 2n + 3) int64."""
+    prefixes = [sample.target if kind == "copy" else sample.irrelevant for sample in samples]
+    return np.stack([np.r_[bos, prefix, bos, sample.target, eos] for prefix, sample in zip(prefixes, samples)])
 
 
 def input_tokens(length: int) -> int:
-    """Tokens the model reads at this length: 2n + 3."""
+    """Return the tokens that the model reads at this length: 2n + 3."""
     return 2 * length + 3
 
 
 def longest_length(max_tokens: int) -> int:
-    """The longest length whose input fits into `max_tokens` (0 if none does)."""
+    """Return the longest length whose input fits into `max_tokens`, 0 if none does."""
     return max((max_tokens - 3) // 2, 0)
 
 
 def scored_tokens(length: int) -> int:
-    """Tokens that count: the second half of the target, rounded up. The first half shows that the task is to copy."""
+    """Count the scored tokens: the second half of the target, rounded up. The first half shows the task to copy."""
     return (length + 1) // 2
 
 
 def scored_logits(length: int) -> range:
-    """The input positions whose logits predict the scored tokens: one before each of them; never the last two."""
-    end = input_tokens(length) - 2
+    """Return the input positions whose logits predict the scored tokens, one before each; never the last two."""
+    end = 2 * length + 1  # of 2n + 3 tokens
     return range(end - scored_tokens(length), end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,16 +34,15 @@ class CurvePoint:
 
     def __post_init__(self):
         length = positive_int("length", self.length)
+        scored = scored_tokens(length)
         object.__setattr__(self, "length", length)
-        for name in ("copy_correct", "lm_correct"):
-            counts = integers(getattr(self, name), f"{name} at length {length}", 0, self.scored_tokens)
-            object.__setattr__(self, name, counts)
-        if self.begin_locs is not None:
-            begins = integers(self.begin_locs, f"begin_locs at length {length}", 0)
-            object.__setattr__(self, "begin_locs", begins)
-        if not self.repeats == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
+        for name, most in (("copy_correct", scored), ("lm_correct", scored), ("begin_locs", math.inf)):
+            values = getattr(self, name)
+            if values is not None or name != "begin_locs":
+                object.__setattr__(self, name, integers(values, f"{name} at length {length}", 0, most))
+        if not len(self.copy_correct) == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
             raise ValueError(
-                f"length {length} has {self.repeats} copy counts and {len(self.lm_correct)} LM counts, begin_locs "
+                f"length {length} has {len(self.copy_correct)} copy counts and {len(self.lm_correct)} LM counts, begin_locs "
                 f"{self.begin_locs}; give one of each for every repeat."
             )
 

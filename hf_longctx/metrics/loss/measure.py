@@ -10,7 +10,7 @@ from torch import nn
 from ..checks import check_token_ids, positive_int
 from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
-from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
+from ..run.reader import Reader, check_positions, reader_for, special_ids
 from ..run.scoring import token_losses
 from .result import PositionLoss, window_starts
 
@@ -51,7 +51,7 @@ def position_loss(
         RuntimeError: memory runs out even in the smallest passes.
     """
     reader = reader_for(model)
-    corpus = check_token_ids(as_array(tokens), "tokens", reader.vocab_size)
+    corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     context_length = positive_int("context_length", context_length)
     sequences = sequences if sequences is None else positive_int("sequences", sequences)
@@ -85,7 +85,7 @@ def position_loss(
     return run_distributed(
         reader,
         "position loss",
-        lambda worker: worker.measure(starts, lambda start: context_length, measure, name),
+        lambda worker: worker.measure(dict.fromkeys(starts, context_length), measure, name),
         result,
         depends_on={"metric": PositionLoss.kind, **settings},
         trial=sequence(starts[0])[0],

@@ -13,7 +13,7 @@ from torch import nn
 from ..checks import check_lengths, check_token_ids, positive_int
 from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
-from ..run.reader import Reader, as_array, check_positions, reader_for, special_ids
+from ..run.reader import Reader, check_positions, reader_for, special_ids
 from ..run.scoring import REPLY_MARGIN, score_answer
 from .answers import Answers, holds_number, holds_text
 from .haystack import (
@@ -80,7 +80,7 @@ def needle_in_a_haystack(
     if not depths or depths[0] < 0 or depths[-1] > 1:
         raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
     repeats, seed = check_questions(reader, repeats, seed, generate)
-    corpus = check_token_ids(as_array(tokens), "tokens", reader.vocab_size)
+    corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     pieces = needle_pieces(encoder(tokenizer), bos, mode)
     for name, ids in zip(pieces._fields, pieces):
@@ -131,7 +131,7 @@ def needle_in_a_haystack(
     return run_distributed(
         reader,
         "needle",
-        lambda worker: worker.measure(grid, lambda cell: cell[0], measure, name),
+        lambda worker: worker.measure({cell: cell[0] for cell in grid}, measure, name),
         result,
         depends_on={"metric": NeedleGrid.kind, **settings},
         trial=prompt_with_needle(lengths[0], 0, begins[lengths[0]][0])[0],
@@ -214,7 +214,7 @@ def line_retrieval(
     return run_distributed(
         reader,
         "line retrieval",
-        lambda worker: worker.measure(lines, lambda n: n, measure, lambda n: f"{n} lines"),
+        lambda worker: worker.measure({n: n for n in lines}, measure, lambda n: f"{n} lines"),
         result,
         depends_on={"metric": LineRetrieval.kind, **settings},
         trial=trial,

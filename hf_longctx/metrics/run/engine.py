@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,22 +24,21 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .logits import (
-    accepted,
+    accepted_options,
     argmax,
-    argmax_tiled,
+    check_returned,
     input_device,
     logits_plainly,
     output_logits,
     predict_plainly,
-    wrong_logits,
 )
 from .model import first_parameter, text_config
 
 
 # Tokens per pass, and (positions, vocabulary rows) per tile of logits: small where memory is what they cost and larger
 # ones are no faster, large where a device waits for work.
-ON_CPU = (512, (128, 4096))
-ON_ACCELERATOR = (4096, (1024, 16384))
+TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
+TILE = {"cpu": (128, 4096), "accelerator": (1024, 16384)}
 LOGITS_PER_PASS = 2**24  # of a model that must project by itself, over its whole vocabulary
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
@@ -57,7 +55,7 @@ class OutOfMemory(Unreadable):
 
 
 class Engine:
-    """Predicts with one model, in eval and inference mode (see `evaluating`).
+    """Predicts with one model, in eval and inference mode (see `LocalReader.reading`).
 
     Args:
         model: a causal language model.
@@ -77,21 +75,29 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
-        self.model = model
+        self.model, self.config = model, text_config(model)
         self.device = input_device(model)
-        default, self.tile = pass_and_tile(self.device)
-        self.tokens_per_pass = tokens_per_pass or default
-        trial = trial[None, :TRIAL_TOKENS]
+        kind = "cpu" if self.device.type == "cpu" else "accelerator"
+        self.tile, self.tokens_per_pass = TILE[kind], tokens_per_pass or TOKENS_PER_PASS[kind]
+        self._base = getattr(model, "base_model", model)
+        self._accepted = {module: accepted_options(module) for module in (model, self._base)}
+        rope_types = rope_types_of(model)
+        # a dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling
+        self._rescales = any("dynamic" in name for name in rope_types)
         self.head = None
+        trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
         logits, hidden = self._logits_and_hidden(trial)
         check_causal(model, trial, logits, lambda ids: self._logits_and_hidden(ids)[0])
         self.vocab_size = logits.shape[-1]
         self.head = plain_head(model, hidden, logits)
-        self.reuses_prefixes = can_continue(model) and self._continues_exactly(trial, logits)
+        # "dynamic" and "longrope" change all frequencies at some length, so that keys in a cache no longer fit
+        fixed = not self._rescales and "longrope" not in rope_types
+        continues = fixed and {"past_key_values", "use_cache"} <= self._accepted[model]
+        self.reuses_prefixes = continues and self._continues_exactly(trial, logits)
 
-    def with_less_memory(self, work: Callable[..., T], *args) -> T:
-        """`work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16.
+    def with_less_memory(self, work: Callable[..., T], *args: Any) -> T:
+        """Return `work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16.
 
         Raises:
             OutOfMemory: 16 tokens per pass are too many.
@@ -107,22 +113,23 @@ class Engine:
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
+        """Return greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
         self.forget_lengths()
         copies = equal_rows(inputs)
         rows = inputs[[group[0] for group in copies]]
         best = np.empty((len(rows), len(positions)), dtype=np.int64)
-        batch = max(1, self.tokens_per_pass // inputs.shape[1])
-        alone = []
+        batch, alone = max(1, self.tokens_per_pass // inputs.shape[1]), []
         for group in equal_rows(rows[:, :prefix]):
             if self.reuses_prefixes and len(group) > 1:
-                cache = self.new_cache()
+                cache = DynamicCache(config=self.config)
                 self.read(rows[group[:1], :prefix], cache)
-                for some in batches(group, batch):
+                for start in range(0, len(group), batch):
+                    some = group[start : start + batch]
                     best[some] = self.read_after(cache, rows[some, prefix : positions.stop], len(positions))
             else:
                 alone += group
-        for some in batches(alone, batch):
+        for start in range(0, len(alone), batch):
+            some = alone[start : start + batch]
             best[some] = self._predict_alone(rows[some], positions)
         predictions = np.empty((len(inputs), len(positions)), dtype=np.int64)
         for row, group in enumerate(copies):
@@ -130,13 +137,9 @@ class Engine:
         return predictions
 
     def forget_lengths(self) -> None:
-        """Dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling."""
-        if any("dynamic" in kind for kind in rope_types(self.model)):
+        """Undo the scaling of a dynamic RoPE for an earlier, longer input."""
+        if self._rescales:
             self._logits(self._first_id, None, 1)
-
-    def new_cache(self) -> DynamicCache:
-        """An empty cache of the layers that this model needs."""
-        return DynamicCache(config=text_config(self.model))
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int = 0) -> np.ndarray:
         """Read ids (B, t) on from a cache of B texts, which grows, in passes of at most `tokens_per_pass` tokens.
@@ -153,23 +156,29 @@ class Engine:
                 stop = min(stop, unscored)
             elif self.head is None:
                 stop = min(stop, start + max(1, LOGITS_PER_PASS // (len(ids) * self.vocab_size)))
-            best.append(self._pass(ids[:, start:stop], cache, max(0, stop - max(start, unscored))))
+            kept = max(0, stop - max(start, unscored))
+            if self.head is not None:
+                hidden = self._forward(self._base, ids[:, start:stop], cache)[0]
+                best.append(argmax_tiled(hidden[:, hidden.shape[1] - kept :], *self.head, self.tile))
+            else:
+                logits = self._logits(ids[:, start:stop], cache, max(kept, 1))
+                best.append(argmax(logits[:, logits.shape[1] - kept :]))
             start = stop
         return np.concatenate(best, axis=1)
 
-    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int, texts: int = 1) -> np.ndarray:
-        """As `read`, but the cache is restored afterwards. It holds `texts` texts: B, or 1 that all rows continue."""
-        if len(ids) == texts and all(type(layer) is DynamicLayer for layer in cache.layers):
+    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> np.ndarray:
+        """Read ids (B, t), each row on from the one text of a cache, as `read` does; the cache is restored."""
+        if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
             best = self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return best
         branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
-        if len(ids) != texts:
+        if len(ids) > 1:
             branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
         return self.read(ids, branch, scored)
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Logits at some positions (consecutive, ascending) of one input (T,), a part at a time.
+        """Yield the logits at some positions (consecutive, ascending) of one input (T,), a part at a time.
 
         Yields:
             (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A
@@ -181,13 +190,13 @@ class Engine:
             yield from logits_plainly(self.model, ids, positions).split(rows)
             return
         ids = ids[None, : positions.stop]
-        cache = self.new_cache() if self.reuses_prefixes else None
+        cache = DynamicCache(config=self.config) if self.reuses_prefixes else None
         step = self.tokens_per_pass if self.reuses_prefixes else positions.stop
         start = 0
         while start < positions.stop:
             stop = min(start + step, positions.stop)
             if self.head is not None:
-                hidden = self._hidden(ids[:, start:stop], cache)[0, max(0, positions.start - start) :]
+                hidden = self._forward(self._base, ids[:, start:stop], cache)[0][0, max(0, positions.start - start) :]
                 yield from (
                     F.linear(part, *self.head) for part in hidden.to(self.head[0].device).split(rows) if len(part)
                 )
@@ -200,60 +209,53 @@ class Engine:
             start = stop
 
     def _predict_alone(self, rows, positions):
-        """Predictions (B, P) for inputs (B, T) that share nothing."""
+        """Return predictions (B, P) for inputs (B, T) that share nothing."""
         if self.reuses_prefixes:
-            return self.read(rows[:, : positions.stop], self.new_cache(), len(positions))
+            return self.read(rows[:, : positions.stop], DynamicCache(config=self.config), len(positions))
         if self.head is None:
             return np.stack([predict_plainly(self.model, row, positions) for row in rows])
-        hidden = self._hidden(rows, None)[:, positions.start : positions.stop]
+        hidden = self._forward(self._base, rows, None)[0][:, positions.start : positions.stop]
         return argmax_tiled(hidden, *self.head, self.tile)
 
-    def _pass(self, ids, cache, keep):
-        """One forward pass; predictions (B, keep) at its last positions."""
-        if self.head is not None:
-            hidden = self._hidden(ids, cache)
-            return argmax_tiled(hidden[:, hidden.shape[1] - keep :], *self.head, self.tile)
-        logits = self._logits(ids, cache, max(keep, 1))
-        return argmax(logits[:, logits.shape[1] - keep :])
-
-    def _hidden(self, ids, cache):
-        """(B, t, D)"""
-        options = accepted(self.model.base_model, past_key_values=cache, use_cache=cache is not None)
-        return self.model.base_model(torch.from_numpy(ids).to(self.device), **options)[0]
+    def _forward(self, module, ids, cache, **options):
+        """Return the output for ids (B, t), read on from a cache or not, with those options that the module takes."""
+        options |= {"past_key_values": cache, "use_cache": cache is not None}
+        accepted = {name: value for name, value in options.items() if name in self._accepted[module]}
+        return module(torch.from_numpy(ids).to(self.device), **accepted)
 
     def _logits(self, ids, cache, keep):
-        """(B, keep, V), at the last positions."""
-        options = accepted(self.model, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep)
-        logits = output_logits(self.model(torch.from_numpy(ids).to(self.device), **options))
-        if logits.shape[1] < keep:
-            raise wrong_logits(self.model, logits.shape[1], keep, ids.shape[1])
+        """Return logits at the last positions, (B, keep, V)."""
+        if self.head is not None:
+            hidden = self._forward(self._base, ids, cache)[0]
+            return F.linear(hidden[:, hidden.shape[1] - keep :].to(self.head[0].device), *self.head)
+        logits = output_logits(self._forward(self.model, ids, cache, logits_to_keep=keep))
+        check_returned(self.model, logits.shape[1] >= keep, logits.shape[1], keep, ids.shape[1])
         return logits[:, logits.shape[1] - keep :]
 
     def _logits_and_hidden(self, ids):
-        """Logits of the whole model, (1, T, V), and the hidden states that its base model computed for them."""
+        """Return logits of the whole model, (1, T, V), and the hidden states that its base model computed for them."""
         seen = []
-        base = getattr(self.model, "base_model", None)
-        watch = isinstance(base, nn.Module) and base is not self.model
-        hook = base.register_forward_hook(lambda *args: seen.append(args[-1])) if watch else None
+        hook = self._base.register_forward_hook(lambda *args: seen.append(args[-1]))
         try:
-            options = accepted(self.model, use_cache=False)
-            logits = output_logits(self.model(torch.from_numpy(ids).to(self.device), **options))
+            logits = output_logits(self._forward(self.model, ids, None))
         finally:
-            if hook is not None:
-                hook.remove()
-        hidden = seen[0][0] if len(seen) == 1 else None
+            hook.remove()
+        hidden = seen[0][0] if len(seen) == 1 and self._base is not self.model else None
         return logits, hidden if isinstance(hidden, torch.Tensor) else None
 
     def _continues_exactly(self, ids, logits):
-        """Whether reading in parts, with the end read again, gives the logits of one pass but for rounding."""
+        """Check that reading in parts, with the end read again, gives the logits of one pass but for rounding."""
+        if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
+            return False
+        if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
+            return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
-        cache = self.new_cache()
-        project = self._logits if self.head is None else lambda *args: F.linear(self._hidden(*args[:2]), *self.head)
-        parts = [project(ids[:, :a], cache, a)]
+        cache = DynamicCache(config=self.config)
+        parts = [self._logits(ids[:, :a], cache, a)]
         if cache.get_seq_length() != a or not getattr(cache, "is_croppable", False):
             return False
         self.read_after(cache, ids[:, a:], 1)
-        parts += [project(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]
+        parts += [self._logits(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
         # Rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
@@ -263,7 +265,7 @@ class Engine:
 def check_causal(
     model: nn.Module, ids: np.ndarray, logits: torch.Tensor, read: Callable[[np.ndarray], torch.Tensor]
 ) -> None:
-    """One more pass, in which the second half of a trial has other ids: the logits of the first half must stay.
+    """Read a trial again with other ids in its second half: the logits of the first half must stay.
 
     The border has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
     NaN pass: whoever counts them says where they are.
@@ -311,57 +313,49 @@ def plain_head(
     return (head.weight, head.bias) if same else None
 
 
-def can_continue(model: nn.Module) -> bool:
-    """Whether the model says that it works with a growing cache, and does so as if it read all at once."""
-    if not {"past_key_values", "use_cache"} <= accepted(model, past_key_values=None, use_cache=None).keys():
-        return False
-    if not isinstance(text_config(model), PreTrainedConfig) or getattr(model, "_is_stateful", False):
-        return False
-    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
-        return False
-    # These change all frequencies at some length, so that keys in a cache no longer fit
-    return not any("dynamic" in kind or kind == "longrope" for kind in rope_types(model))
-
-
-def rope_types(model: nn.Module) -> set[str]:
-    """By what the frequencies of its rotary embeddings are scaled; "default" by nothing."""
+def rope_types_of(model: nn.Module) -> set[str]:
+    """Return how the frequencies of its rotary embeddings are scaled; "default" is not at all."""
     types = [getattr(module, "rope_type", None) for module in model.modules()]
     types = [name for kind in types for name in (kind.values() if isinstance(kind, dict) else [kind])]
     return {name for name in types if isinstance(name, str)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a device (torch.OutOfMemoryError) or not (what torch's CPU allocator says)."""
+    """Return whether memory ran out, on a device (torch.OutOfMemoryError) or not (torch's CPU allocator)."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
+def argmax_tiled(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: tuple[int, int]
+) -> np.ndarray:
+    """Return `argmax(hidden @ weight.T + bias)`, (B, P) int64, with at most the logits of a tile at a time.
+
+    Args:
+        hidden, weight, bias: (B, P, D), (V, D) and (V,).
+        tile: positions and vocabulary rows.
+    """
+    rows, columns = tile
+    indices = []
+    for part in hidden.reshape(-1, hidden.shape[-1]).to(weight.device).split(rows):
+        best, index = None, None
+        for start in range(0, len(weight), columns):
+            some = slice(start, start + columns)
+            tile_best = F.linear(part, weight[some], None if bias is None else bias[some]).max(-1)
+            if best is None:
+                best, index = tile_best
+                continue
+            better = (tile_best.values > best) | tile_best.values.isnan()  # not >=: the first of equal logits counts
+            best = torch.where(better, tile_best.values, best)
+            index = torch.where(better, tile_best.indices + start, index)
+        indices.append(index.masked_fill(best.isnan(), -1))
+    return torch.cat(indices).view(hidden.shape[:2]).cpu().numpy()
+
+
 def equal_rows(rows: np.ndarray) -> list[list[int]]:
-    """The indices of the rows, those of equal rows together."""
+    """Return the indices of the rows, those of equal rows together."""
     groups = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.tobytes(), []).append(index)
     return list(groups.values())
-
-
-def batches(items: list, size: int) -> Iterator[list]:
-    return (items[start : start + size] for start in range(0, len(items), size))
-
-
-@contextmanager
-def evaluating(model: nn.Module):
-    """Eval and inference mode; afterwards every module has its training flag again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def pass_and_tile(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Tokens per pass and tile of logits by default."""
-    return ON_CPU if device.type == "cpu" else ON_ACCELERATOR

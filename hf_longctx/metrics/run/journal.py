@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 FORMAT = 1
 
 
-class Journal:
+class Journal(AbstractContextManager):
     """Results by key, kept in a JSONL file. Close it, or use it in a `with` statement.
 
     Args:
@@ -65,7 +66,7 @@ class Journal:
         """Add a finished part; once this returns, it is on the disk.
 
         Args:
-            key: a string, a number, None, or a list or tuple of such, not in `done` yet.
+            key: a string, a number, None, or a list or tuple of these, not in `done` yet.
             result: JSON values. Numbers must be finite.
 
         Raises:
@@ -74,22 +75,20 @@ class Journal:
         """
         line = _line({"key": key, "result": result})
         entry = json.loads(line)
-        key = _frozen(entry["key"])
+        key = entry["key"]
+        key = tuple(key) if isinstance(key, list) else key
         if key in self.done:
             raise ValueError(f"key {key!r} is in the journal already.")
         self.done[key] = entry["result"]
         if self._file is not None:
             self._write(line)
 
-    def close(self) -> None:
+    def close(self, *_: Any) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
+    __exit__ = close
 
     def _write(self, line):
         try:
@@ -131,7 +130,8 @@ class Journal:
                 f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings; "
                 "to measure anew, give another path."
             )
-        return {_frozen(part["key"]): part["result"] for part in parts}
+        keys = [tuple(part["key"]) if isinstance(part["key"], list) else part["key"] for part in parts]
+        return {key: part["result"] for key, part in zip(keys, parts)}
 
 
 def content_hash(ids) -> str:
@@ -148,10 +148,3 @@ def _line(entry) -> bytes:
         return json.dumps(entry, allow_nan=False).encode() + b"\n"
     except TypeError as error:
         raise ValueError(f"a journal holds JSON values only: {error}.") from None
-
-
-def _frozen(key):
-    """A key that came from JSON as one that a dictionary takes."""
-    if isinstance(key, dict):
-        raise ValueError(f"a journal's key must be a string, a number, None or a list of such, got {key!r}.")
-    return tuple(map(_frozen, key)) if isinstance(key, list) else key

@@ -37,14 +37,12 @@ def weights_hash(model: nn.Module) -> str:
     Two models that differ in the base of RoPE, a window or a scale only have different hashes too. Values that are not
     there (on the meta device), or that a quantized type does not let one index, are left out.
     """
-
-    def lasting(value):
-        if isinstance(value, dict):
-            return {str(key): lasting(entry) for key, entry in value.items() if key not in VOLATILE}
-        return [lasting(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else vars(model.config)
-    digest = hashlib.sha256(json.dumps(lasting(config), sort_keys=True, default=str).encode())
+    config = json.loads(
+        json.dumps(config, default=str),
+        object_hook=lambda entries: {name: value for name, value in entries.items() if name not in VOLATILE},
+    )
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if parameter.device.type != "meta" and parameter.numel():
@@ -73,18 +71,16 @@ def position_limit(model: nn.Module) -> int | None:
     if getattr(model, "reads_in_segments", False):
         return None
 
-    def position_tables(items):
-        return (x for name, x in items if POSITION.search(name.rpartition(".")[2]) and not NOT_OF_TEXT.search(name))
-
     limits = []
-    for table in position_tables(model.named_modules()):
+    for name, table in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
+        if not POSITION.search(name.rpartition(".")[2]) or NOT_OF_TEXT.search(name):
+            continue
         if isinstance(table, nn.Embedding):
             # OPT and BART keep their first rows free, as .offset says; RoBERTa starts after its padding row
             start = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
             limits.append(table.num_embeddings - start)
-    for table in position_tables((*model.named_parameters(), *model.named_buffers())):
-        if table.is_floating_point() and table.ndim > 1:  # (..., positions, width), as in GPT-J and CTRL
-            limits.append(table.shape[-2])
+        elif isinstance(table, torch.Tensor) and table.is_floating_point() and table.ndim > 1:
+            limits.append(table.shape[-2])  # (..., positions, width), as in GPT-J and CTRL
     return min(limits, default=None)
 
 

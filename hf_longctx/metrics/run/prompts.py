@@ -60,7 +60,6 @@ class PromptReader:
 
     can_reply, device = True, None
     is_distributed = False
-    reuses_prefixes = False  # whoever runs the model does, by itself
 
     def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
         """Scores of prompts of one length, (R, T) int64."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .engine import Engine, evaluating
+from .engine import Engine
 from .logits import input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
@@ -32,7 +32,6 @@ class Reader(Protocol):
         device: where it runs, such as "cuda:0"; None if unknown.
         can_reply: whether `reply` works.
         is_distributed: whether processes hold one model together, so that they cannot share work.
-        reuses_prefixes: whether an `engine` reads on from a cache; see `counts.Measurement.measure_nested`.
     """
 
     vocab_size: int | float
@@ -41,7 +40,6 @@ class Reader(Protocol):
     device: str | None
     can_reply: bool
     is_distributed: bool
-    reuses_prefixes: bool
 
     def settings(self) -> dict[str, Any]:
         """What the settings of a result say about the model; "model" is its name."""
@@ -159,35 +157,31 @@ class LocalReader:
         return None
 
     def cost(self, tokens: int) -> float:
-        width, matrices = self._sizes
-        return tokens * (1 + tokens * width / matrices)
-
-    @cached_property
-    def _sizes(self):
         """Attention to n earlier tokens costs n * width / matrices as much as all matrix products of a token."""
-        modules = self.model.modules()
-        embedding = sum(p.numel() for m in modules if isinstance(m, nn.Embedding) for p in m.parameters())
+        embedding = sum(p.numel() for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
         matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
         attends = getattr(self.config, "num_attention_heads", None) is not None
-        return (self.config.num_hidden_layers * self.config.hidden_size if attends else 0), matrices
+        width = self.config.num_hidden_layers * self.config.hidden_size if attends else 0
+        return tokens * (1 + tokens * width / matrices)
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:
+        """Set eval and inference mode; afterwards every module has its training flag again."""
         self._engine_arguments = np.resize(trial, max(len(trial), 3)), tokens_per_pass
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
         try:
-            with evaluating(self.model):
+            with torch.inference_mode():
                 yield
         finally:
+            for module in training:
+                module.training = True
             self.__dict__.pop("engine", None)
 
     @cached_property
     def engine(self) -> Engine:
-        """Made when it is first needed, because it runs the model."""
+        """Make the engine when it is first needed, because it runs the model."""
         return Engine(self.model, *self._engine_arguments)
-
-    @property
-    def reuses_prefixes(self) -> bool:
-        return self.engine.reuses_prefixes
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         return self.engine.with_less_memory(self.engine.predict, inputs, prefix, positions)
@@ -238,18 +232,6 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
         if not isinstance(value, Integral) or not 0 <= value < reader.vocab_size:
             raise ValueError(f"{name} is {value!r}, but the model's vocabulary has {reader.vocab_size} ids.")
     return int(bos), int(eos)
-
-
-def as_array(ids) -> np.ndarray:
-    """Token ids of any kind (a sequence, an array, a tensor on any device) as a numpy array.
-
-    Raises:
-        ValueError: they are lists of different lengths.
-    """
-    try:
-        return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
-    except ValueError:
-        raise ValueError("token ids must be a flat sequence, got lists of different lengths: join them.") from None
 
 
 def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:
