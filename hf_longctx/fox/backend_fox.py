@@ -31,8 +31,8 @@ from .attention_fox import (
     running_sum,
     unfold_decay,
 )
-from .kernels_fox import triton
 from .call_fox import Call
+from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
 from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache, CachedLayer

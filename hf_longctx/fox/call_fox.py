@@ -1,4 +1,4 @@
-"""What the layers know of one call of the model: which tokens are real, which sequences share a row, who sees whom."""
+"""The `Call` that every layer takes: which tokens are real, which sequences share a row, and who sees whom."""
 
 from typing import Any, NamedTuple, Protocol
 
