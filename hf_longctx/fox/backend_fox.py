@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,7 @@ def forgetting_triton_mask(
     kv_offset=0,
     mask_function=causal_mask_function,
     attention_mask=None,
-    config=None,
+    config: Any = None,
     use_vmap=False,
     device=None,
     **kwargs,
@@ -311,8 +311,9 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         (B, T, H, D) or wider, and attention weights or None.
     """
     if (shard := call.shard) is not None:
-        heads = [None if x is None else shard.to_heads(x) for x in (*autocast_inputs(q, k, v), log_f)]
-        o, _ = attend(module, *heads, call._replace(shard=None), past, **kwargs)
+        q, k, v = (shard.to_heads(x) for x in autocast_inputs(q, k, v))
+        log_f = None if log_f is None else shard.to_heads(log_f)
+        o, _ = attend(module, q, k, v, log_f, call._replace(shard=None), past, **kwargs)
         return shard.to_parts(o), None
     name = module.config._attn_implementation
     if log_f is not None:
@@ -324,7 +325,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         if call.token_mask is not None:  # padding does not fade
             log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
         if call.visible is not None:
-            return attend_along_paths(module, q, k, v, log_f, call, past)
+            return attend_along_paths(module, q, k, v, log_f, call.visible, call, past)
         if name not in GATED or past is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
     if past is not None:
@@ -336,7 +337,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
     return run_backend(name, module, q, k, v, call.mask, None if past is None else past.cache, **kwargs)
 
 
-def attend_along_paths(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
+def attend_along_paths(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
     """Return `attend` under a mask of four dimensions, in plain PyTorch for every implementation; see masks_fox.py."""
     if past is not None:
         _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
@@ -344,7 +345,7 @@ def attend_along_paths(module, q, k, v, log_f, call: Call, past: CachedLayer | N
         c = unfold_decay(k, module.head_dim, module.gates_per_key, module.scaling)
         log_f = c.diff(dim=-1, prepend=c[..., :1])  # no key fades by the gate of the first
         k, v = (x[..., : module.head_dim] for x in (k, v))
-    bias = decay_along_paths(log_f, call.visible)
+    bias = decay_along_paths(log_f, visible)
     bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], dim=1)
     dropout = module.config.attention_dropout if module.training else 0.0
     return eager_attention_forward(module, q, k, v, bias, module.scaling, dropout)

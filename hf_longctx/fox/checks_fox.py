@@ -5,6 +5,7 @@ lie on the CPU, since reading a value from a GPU would stall every step. While c
 """
 
 import difflib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,7 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         raise ValueError(
             f"this {kind} is for {len(layers)} layers and the model has {config.num_hidden_layers}. {make_one}"
         )
-    layer = layers[0] if layers else None
+    layer: Any = layers[0] if layers else None
     gated, sizes, keys = config.forget_gate != "none", config.sizes, getattr(layer, "keys", None)
     if gated and hasattr(layer, "_quantize"):
         raise NotImplementedError(NO_QUANTIZED_CACHE)

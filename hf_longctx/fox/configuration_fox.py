@@ -158,7 +158,7 @@ class FoxConfig(PreTrainedConfig):
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
-        self.base_model_tp_plan = self._tp_plan()
+        self.base_model_tp_plan = self._tp_plan()  # pyright: ignore[reportAttributeAccessIssue] transformers reads it so
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
         if without_rope:
@@ -212,7 +212,7 @@ class FoxConfig(PreTrainedConfig):
             "g_proj": self.output_gate is not None,
         }
         plan = {}
-        for rule, style in type(self).base_model_tp_plan.items():
+        for rule, style in (type(self).base_model_tp_plan or {}).items():
             name = rule.rpartition("self_attn.")[2]
             module = name.partition(".")[0]
             if self.qk_norm_shared and module in ("q_norm", "k_norm"):
@@ -314,19 +314,19 @@ class FoxConfig(PreTrainedConfig):
             )
         if self.qk_norm_shared and not self.qk_norm:
             raise ValueError("qk_norm_shared=True shares the weights of qk_norm, which is off. Give qk_norm=True too.")
-        times = (self.decay_time_min, self.decay_time_max)
-        if times == (None, None):
+        shortest, longest = self.decay_time_min, self.decay_time_max
+        if shortest is None and longest is None:
             if self.forget_gate == "fixed":
                 raise ValueError(
                     'forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).'
                 )
             return
-        both = f"decay_time_min={times[0]} and decay_time_max={times[1]}"
+        both = f"decay_time_min={shortest} and decay_time_max={longest}"
         if self.forget_gate == "none":
             raise ValueError(
                 f'{both} set the initial bias of forget gates, but forget_gate is "none". Leave them out.'
             )
-        if None in times or not 0 < times[0] <= times[1] < math.inf:
+        if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
             raise ValueError(f"{both} must be tokens with 0 < min <= max < inf.")
 
     @classmethod

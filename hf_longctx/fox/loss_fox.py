@@ -13,7 +13,7 @@ LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 def can_skip_logits(head: nn.Module) -> bool:
-    """Whether `loss_without_logits` can replace a head: it must be a plain linear layer, whose weight is all here.
+    """Return whether `loss_without_logits` can replace a head: a plain linear layer, whose weight is all here.
 
     An adapter or a quantized head computes something else, tensor parallelism divides the weight, and PyTorch before
     2.13 lacks the function.
@@ -30,7 +30,7 @@ def loss_without_logits(
     ignore_index: int = -100,
     **kwargs,
 ) -> torch.Tensor:
-    """transformers' `ForCausalLMLoss` of `head(hidden_states)`; a scalar, fp32.
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)`; a scalar, fp32.
 
     Logits and sums are those of float32 at least, since PyTorch returns the sum over all tokens in the dtype of the
     weights: in bfloat16 it has 8 bits. A copy of the weight and its gradient in float32 is the price.
@@ -44,6 +44,7 @@ def loss_without_logits(
         ignore_index: the label that is not scored.
     """
     if shift_labels is None:
+        assert labels is not None
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     shift_labels = shift_labels.to(hidden_states.device).flatten()
     rows = max(1, LOGITS_AT_ONCE // head.out_features)

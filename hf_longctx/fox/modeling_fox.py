@@ -7,6 +7,7 @@ backend, cache and generation method of transformers works unchanged.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import AutoModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
@@ -118,6 +118,11 @@ class FoxShiftWeight(nn.Module):
         return F.linear(x, self.weight).float().sigmoid()
 
 
+def rotary_embedding(config: Any) -> LlamaRotaryEmbedding | None:
+    """Return the module that makes cos and sin of positions, as in a Llama; None without RoPE."""
+    return LlamaRotaryEmbedding(config) if config.rope_parameters else None
+
+
 class FoxAttention(nn.Module):
     """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
 
@@ -130,8 +135,9 @@ class FoxAttention(nn.Module):
         self.gates_per_key = config.sizes.gates_per_key
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
+        rotary_emb = rotary_embedding(config)
         # the factor by which YaRN and LongRoPE lengthen q.k
-        self.rotary_gain = LlamaRotaryEmbedding(config).attention_scaling ** 2 if config.rope_parameters else 1.0
+        self.rotary_gain = 1.0 if rotary_emb is None else rotary_emb.attention_scaling**2
         self.is_causal = True
 
         hidden_size = config.hidden_size
@@ -151,7 +157,7 @@ class FoxAttention(nn.Module):
             self.q_norm, self.k_norm = (FoxHeadRMSNorm(size, config.qk_norm_eps) for size in (q_size, kv_size))
         self.o_norm = FoxHeadRMSNorm(q_size, config.rms_norm_eps) if config.output_norm else nn.Identity()
         self.g_proj = nn.Linear(hidden_size, q_size, bias=False) if config.output_gate else None
-        self.g_act = ACT2FN[config.output_gate] if config.output_gate else None
+        self.g_act = ACT2FN[config.output_gate] if config.output_gate else nn.Identity()
 
     def forward(
         self,
@@ -159,7 +165,7 @@ class FoxAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         call: Call = PLAIN_CALL,
         past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
         past = None if past_key_values is None else CachedLayer(self, past_key_values, x.device)
@@ -210,7 +216,7 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -294,11 +300,11 @@ class FoxPreTrainedModel(PreTrainedModel):
         if isinstance(module, FoxForgetGate):
             if module.kind == "full":
                 init.normal_(module.weight, std=self.config.initializer_range)
-            times = (self.config.decay_time_min, self.config.decay_time_max)
-            if times == (None, None):
+            shortest, longest = self.config.decay_time_min, self.config.decay_time_max
+            if shortest is None or longest is None:
                 init.zeros_(module.bias)
             else:
-                init.copy_(module.bias, decay_time_bias(len(module.bias), *times))
+                init.copy_(module.bias, decay_time_bias(len(module.bias), shortest, longest))
 
 
 class FoxModel(FoxPreTrainedModel):
@@ -309,7 +315,7 @@ class FoxModel(FoxPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config) if config.rope_parameters else None
+        self.rotary_emb = rotary_embedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -324,7 +330,7 @@ class FoxModel(FoxPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         shard: Shard | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the final hidden states of all tokens.
 
@@ -345,7 +351,7 @@ class FoxModel(FoxPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
-        if inputs_embeds is None:
+        if input_ids is not None:
             try:
                 inputs_embeds = self.embed_tokens(input_ids)
             except IndexError:
@@ -354,6 +360,7 @@ class FoxModel(FoxPreTrainedModel):
                     f"{self.config.vocab_size - 1}, as vocab_size is {self.config.vocab_size}. Is the tokenizer that of "
                     "this model?"
                 ) from None
+        assert inputs_embeds is not None
         if "cache" in kwargs:  # continuous batching, for which transformers has prepared everything
             hidden_states = paged_hidden_states(self, inputs_embeds, attention_mask, position_ids, **kwargs)
             return BaseModelOutputWithPast(last_hidden_state=hidden_states)
@@ -366,7 +373,9 @@ class FoxModel(FoxPreTrainedModel):
         if use_cache and past_key_values is None and can_be_cached(call):
             past_key_values = DynamicCache(config=self.config)
         hidden_states = inputs_embeds
-        positions = call.position_ids if shard is None else shard.part(call.position_ids)
+        positions = call.position_ids
+        if shard is not None and positions is not None:
+            positions = shard.part(positions)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
         for layer in self.layers[: self.config.num_hidden_layers]:  # an early exit lowers the number
             hidden_states = layer(
@@ -410,7 +419,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # pyright: ignore[reportAssignmentType] as in LlamaForCausalLM
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FoxConfig):
@@ -421,7 +430,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
     def _get_static_cache_init_shape(self):
         """Return key heads and width, with the decay, of a static cache, made by `generate` before the first token."""
-        shape = super()._get_static_cache_init_shape()
+        shape = super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue] of a protocol
         if shape is None or self.config.forget_gate == "none":
             return shape
         return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
@@ -429,7 +438,8 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
         if generation_config.cache_implementation == "quantized" and self.config.forget_gate != "none":
             raise NotImplementedError(NO_QUANTIZED_CACHE)
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue] of a protocol
+        return prepare(generation_config, *args, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -443,7 +453,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits of the next token, and with labels the loss.
 
@@ -460,7 +470,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         Raises:
             ValueError: the arguments do not fit together, or ids are beyond the vocabulary.
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -469,6 +479,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        assert outputs.last_hidden_state is not None
         hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
         if labels is not None and labels.shape != hidden_states.shape[:-1]:
             raise ValueError(

@@ -7,9 +7,11 @@ tokens is computed after the pages have been read.
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.generation import GenerationMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
@@ -87,8 +89,11 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     return q, fold_keys(k, c, attention.scaling), F.pad(v, (0, width - attention.head_dim))
 
 
-class ContinuousBatching:
+class ContinuousBatching(GenerationMixin):
     """Continuous batching for a causal language model; a base class that comes before `GenerationMixin`."""
+
+    model: Any
+    device: Any
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
@@ -100,7 +105,7 @@ class ContinuousBatching:
         """
         # imported here because it takes as long as importing all of FoX
         from transformers.generation import ContinuousBatchingConfig
-        from transformers.generation.continuous_batching import PagedAttentionCache
+        from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
         config = self.config
         shifted = config.k_shift or config.v_shift
@@ -114,7 +119,8 @@ class ContinuousBatching:
                 f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write "
                 "the pages themselves: model.set_attn_implementation('sdpa')."
             )
-        if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+        update = PagedAttentionCache.update  # pyright: ignore[reportAttributeAccessIssue] of a decorated class
+        if "kwargs" not in inspect.signature(update).parameters:
             raise NotImplementedError(
                 "continuous batching of FoX needs transformers>=5.23: pip install -U transformers"
             )

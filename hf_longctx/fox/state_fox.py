@@ -5,6 +5,8 @@ is part of the last cached key, into which it was folded (attention_fox.py). The
 shift are the state of a convolution that reaches back one token.
 """
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -30,7 +32,8 @@ class CachedLayer:
     """
 
     def __init__(self, attention, cache: Cache, device: torch.device):
-        self.attention, self.cache, self.layer = attention, cache, None
+        self.attention, self.cache = attention, cache
+        self.layer: Any = None  # until the first token, a cache may lack it
         if attention.layer_idx < len(cache.layers):
             self.layer = cache.layers[attention.layer_idx]
             if cache.offloading:
