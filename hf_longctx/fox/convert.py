@@ -226,12 +226,12 @@ def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
     Raises:
         ValueError: the model has features that the authors' implementation has not (all are listed).
     """
-    return take_apart("official", model)
+    return export_state_dict("official", model)
 
 
 def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
     """The inverse of `from_fla`: (state_dict, config_dict) for flash-linear-attention; as `to_official`."""
-    return take_apart("fla", model)
+    return export_state_dict("fla", model)
 
 
 def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
@@ -247,7 +247,7 @@ def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[st
     return model
 
 
-def take_apart(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
+def export_state_dict(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
     """(state_dict, config_dict) of `model` in the layout `kind`."""
     config_dict = write_config(kind, model.config)
     conversion = Conversion.from_fox(model.config, LAYOUTS[kind][0].modules)

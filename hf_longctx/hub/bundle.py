@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_imports
 
 from .. import __version__, fox, hmt
-from ..fox.convert_folder import COMPANIONS, Checkpoint, leads_outside, read_json
+from ..fox.checkpoint_files import TOKENIZER_FILES, Checkpoint, leads_outside, open_safetensors, read_json
 from ..fox.modeling_fox import AUTO_MAP
 from ..metrics import read_result
 from ..metrics.result import commit
@@ -23,7 +23,7 @@ CONTENTS = "hf_longctx.json"  # versions and hashes
 ADAPTER = "adapter_model.safetensors"
 BASE = "base.json"  # beside an adapter of `hf-longctx finetune`: which weights it was trained on
 TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, and what metrics.jsonl says
-KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", *TRAINING, *COMPANIONS)
+KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 PICKLED = (b"\x80", b"PK\x03\x04")  # how pickles and PyTorch's archives begin
 # Patterns of names that are refused, and why.
 REFUSED = {
@@ -229,7 +229,7 @@ def model_weights(folder):
 def check_safetensors(path):
     if not path.is_file():
         raise ValueError(f"{path.parent} lacks {path.name}; save the adapter with save_pretrained.")
-    with Checkpoint.open(path):
+    with open_safetensors(path):
         pass
 
 

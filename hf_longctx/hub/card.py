@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard
 
-from ..fox.convert_folder import Checkpoint
+from ..fox.checkpoint_files import open_safetensors
 from ..metrics import ForgettingCurve, RopeReport, read_result
 from ..metrics.report.card import eval_results, plain
 from ..metrics.result import Result, rounded
@@ -189,7 +189,7 @@ class Card:
         """Numbers in each tensor of the weights, by its name."""
         sizes = {}
         for path in (path for name, path in self.bundle.files.items() if name.endswith(".safetensors")):
-            with Checkpoint.open(path) as tensors:
+            with open_safetensors(path) as tensors:
                 names = list(tensors.keys())
                 sizes |= {name: math.prod(tensors.get_slice(name).get_shape()) for name in names}
         return sizes

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..fox.convert_folder import leads_outside, read_json
+from ..fox.checkpoint_files import leads_outside, read_json
 from ..metrics import read_result
 from .bundle import Bundle, check_safetensors, with_contents
 
