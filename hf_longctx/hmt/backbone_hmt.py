@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.utils import GenerationMixin
 
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
@@ -81,7 +80,7 @@ class Backbone:
         if self.base is model:
             raise ValueError(f"{name} has no head beside its base model; pass a causal LM such as LlamaForCausalLM.")
         self.width = embedding.weight.shape[-1]
-        tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+        tables: list[Any] = [getattr(module, "position_embeddings", None) for module in model.modules()]
         # None, or how many tokens have a position, where the first positions are kept for padding, as in RoBERTa
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
@@ -91,8 +90,7 @@ class Backbone:
         self._has_dynamic_cache = (
             "past_key_values" in self.forward_arguments
             and not self.stateful
-            and isinstance(model, GenerationMixin)
-            and model._supports_default_dynamic_cache()
+            and getattr(model, "_supports_default_dynamic_cache", bool)()  # of models that generate
             and layers <= _CONTINUED_LAYERS
         )
         self._continues = {}  # by what decides it

@@ -40,7 +40,8 @@ class HMTGenerationMixin(GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args, **kwargs) -> None:
         check_generation(generation_config)
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        mixin: Any = super()
+        return mixin._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def generate(self, *args, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
@@ -49,7 +50,8 @@ class HMTGenerationMixin(GenerationMixin):
         before others read padding until all have ended: generate such rows one by one to go on from their states. A
         beam search has no `state`: its rows are beams, not the sequences.
         """
-        output = super().generate(*args, **kwargs)
+        mixin: Any = super()  # transformers hides the type of its mixin
+        output = mixin.generate(*args, **kwargs)
         if isinstance(output, GenerateDecoderOnlyOutput):
             output["state"] = output.past_key_values
         return output
@@ -62,7 +64,8 @@ class HMTGenerationMixin(GenerationMixin):
         if expand_size > 1 and state is not None:
             index = torch.arange(len(state.bank)).repeat_interleave(expand_size)
             model_kwargs["state"] = state.select_rows(index)
-        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
+        mixin: Any = super()
+        return mixin._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -494,8 +494,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         model.memory.load_state_dict({name.removeprefix("memory."): value for name, value in weights.items()})
         with suppress(OSError):  # without a saved generation config the backbone's stays
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
-        loaded = (model.eval(), *loading_info)
-        return loaded if loading_info else loaded[0]
+        model = model.eval()
+        return (model, *loading_info) if loading_info else model  # pyright: ignore[reportReturnType] (on request)
 
 
 __all__ = ["HMTOutput", "HMTWrapper"]
