@@ -33,8 +33,9 @@ def convert_folder(
     """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
 
     Weights keep their dtype. One file of the result is in memory at a time (twice while it is written), and none is
-    larger than the largest of the source, but for new gates. The result appears at `destination` when it is complete, and not before. A FoX folder holds all that
-    `save_pretrained` writes, the code included. Tokenizer and generation settings are taken along.
+    larger than the largest of the source, but for new gates. The result appears at `destination` when it is complete,
+    and not before. A FoX folder holds all that `save_pretrained` writes, the code included. Tokenizer and generation
+    settings are taken along.
 
     Args:
         source: folder with config.json and safetensors files, sharded or not.

@@ -1,7 +1,7 @@
 """FoX for vLLM, as a plugin that vLLM finds by its entry point `vllm.general_plugins`; see README.md."""
 
 
-def register():
+def register() -> None:
     """Make FoX known to vLLM, which calls this in each of its processes, perhaps more than once.
 
     The model itself is imported only where a FoX is served.
@@ -11,7 +11,7 @@ def register():
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
     from ..fox.configuration_fox import FoxConfig
-    from .checks import BY_TRANSFORMERS, FoxChecks, NotByTransformers, longest_input
+    from .checks import BY_TRANSFORMERS, FoxChecks, NotByTransformers
     from .widths import FoxSizes
 
     if "FoxForCausalLM" in ModelRegistry.get_supported_archs():
@@ -21,4 +21,3 @@ def register():
     for architecture in BY_TRANSFORMERS:
         MODELS_CONFIG_MAP.setdefault(architecture, NotByTransformers)
     MODEL_ARCH_CONFIG_CONVERTORS[FoxConfig.model_type] = FoxSizes
-    FoxConfig.model_max_length = property(longest_input)

@@ -21,7 +21,7 @@ from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShi
 from .checks import check_cache_dtype
 from .shards import sharded
 from .state import FoxState
-from .widths import folded_width, gates_per_key
+from .widths import gates_per_key, vllm_head_size
 
 
 class FoxAttention(nn.Module):
@@ -40,7 +40,7 @@ class FoxAttention(nn.Module):
         quant_config=None,
         cache_config=None,
         prefix: str = "",
-        **kwargs,  # what else a Llama has
+        **kwargs,  # other arguments of a Llama
     ):
         super().__init__()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -82,7 +82,7 @@ class FoxAttention(nn.Module):
             limit = config.max_position_embeddings
             self.rotary_emb = get_rope(self.head_dim, max_position=limit, rope_parameters=config.rope_parameters)
 
-        self.gates_per_key, self.width = gates_per_key(local), folded_width(config)
+        self.gates_per_key, self.width = gates_per_key(local), vllm_head_size(config)
         self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
         gates = local.num_key_value_heads * self.gates_per_key
         shifted = 2 * self.kv_size if config.k_shift or config.v_shift else 0
@@ -103,7 +103,7 @@ class FoxAttention(nn.Module):
         check_cache_dtype(self.attn.kv_cache_dtype)  # that of the checkpoint, if it has one
 
     def columns_of_queries(self):
-        """What is appended to each query, (Hq, D' - D): it multiplies the parts of its own gate, and zeros."""
+        """Return the columns for each query, (Hq, D' - D), which multiply the parts of its own gate, and zeros."""
         columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
         if self.gates_per_key:
             parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
@@ -127,7 +127,7 @@ class FoxAttention(nn.Module):
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):
-        """The running sum of log f, None without gates, and keys and values after the token shift (eq. 14)."""
+        """Return the running sum of log f, None without gates, and keys and values after the token shift (eq. 14)."""
         c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:
@@ -144,7 +144,7 @@ class FoxAttention(nn.Module):
         return c, k, v
 
     def fold_keys(self, k, c):
-        """(N, Hkv, D) -> (N, Hkv, D'); c as above."""
+        """Append the decay to the keys, (N, Hkv, D) -> (N, Hkv, D'); c as above."""
         if self.gates_per_key:
             x = (c / (-GATE_QUERY * self.scaling)).view(len(k), -1, self.gates_per_key)
             parts = torch.stack(gate_parts(x), dim=-1).flatten(2).to(k.dtype)  # (N, Hkv, G * parts)

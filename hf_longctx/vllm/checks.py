@@ -1,4 +1,4 @@
-"""What vLLM cannot do with a FoX, refused in the main process: errors of its workers reach no user."""
+"""Refusals of FoX options in the main process, because errors of vLLM's workers do not reach the user."""
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
@@ -8,15 +8,6 @@ from .sums import TOKENS_PER_STATE
 EXACT = ("auto", "bfloat16", "float16", "float32")  # dtypes of a cache that hold the parts of the running sum
 # The classes in which vLLM runs a model of transformers.
 BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersEmbeddingModel", "TransformersForSequenceClassification")
-ANY_LENGTH = 2**31
-
-
-def longest_input(config):
-    """Tokens up to which vLLM takes a --max-model-len beyond `max_position_embeddings`; None: it takes none.
-
-    Without RoPE, nothing in a FoX depends on positions.
-    """
-    return ANY_LENGTH if config.rope_parameters is None else None
 
 
 def check_cache_dtype(dtype: str) -> None:
@@ -30,9 +21,11 @@ def check_cache_dtype(dtype: str) -> None:
 
 
 class FoxChecks(VerifyAndUpdateConfig):
+    """The checks of a FoX that vLLM runs before it starts workers."""
+
     @staticmethod
     def verify_and_update_config(vllm_config):
-        """Raise ValueError for what vLLM has and this plugin has not."""
+        """Raise ValueError for options of vLLM that this plugin lacks."""
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
         cache = vllm_config.cache_config
         check_cache_dtype(cache.cache_dtype)
@@ -60,6 +53,8 @@ class FoxChecks(VerifyAndUpdateConfig):
 
 
 class NotByTransformers(VerifyAndUpdateConfig):
+    """The refusal of a FoX in the classes that run models of transformers."""
+
     @staticmethod
     def verify_and_update_model_config(model_config):
         """Raise ValueError where vLLM would run the FoX of transformers, whose gate its attention leaves out."""

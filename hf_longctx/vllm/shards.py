@@ -1,4 +1,4 @@
-"""Which rows of a weight belong to a rank, for weights with a row, or some, for every head.
+"""The rows of a weight that belong to a rank, for weights with a row, or some, for every head.
 
 The linear layers of vLLM share out the large matrices. Gates and token shifts are none of them, so that no
 quantization method touches them: errors of a gate add up over the whole context.
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
-    """The `local` of `total` rows that a rank holds; ranks that share a key head hold the same.
+    """Return the `local` of `total` rows that a rank holds; ranks that share a key head hold the same.
 
     >>> [rank_rows(8, 4, rank, 2) for rank in range(2)]
     [slice(0, 4, None), slice(4, 8, None)]
@@ -23,7 +23,7 @@ def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
 
 
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """A `weight_loader` of vLLM: copies this rank's rows of a weight in the checkpoint.
+    """Copy this rank's rows of a weight in the checkpoint, as a `weight_loader` of vLLM.
 
     Raises:
         ValueError: the checkpoint has another number of heads, or another width, than its configuration.
@@ -38,7 +38,7 @@ def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """The module, whose parameters hold a rank's rows, with the loader for them."""
+    """Give the parameters of a module, which hold a rank's rows, the loader for them."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         parameter.weight_loader = partial(load_rows, rank=rank, ranks=ranks)

@@ -54,7 +54,7 @@ class FoxState(nn.Module, AttentionLayerBase):
             compilation.splitting_ops.append(CARRY)
 
     def forward(self, log_f: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """c of every token and `tokens` of the token before it; see `sums.carry`."""
+        """Return c of every token and `tokens` of the token before it; see `sums.carry`."""
         c, before = torch.empty_like(log_f), torch.empty_like(tokens)
         torch.ops.vllm.fox_carry(log_f, tokens, c, before, _encode_layer_name(self.prefix))
         return c, before

@@ -23,7 +23,7 @@ TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefix
 
 @dataclass
 class Step:
-    """Which token goes on from which, the same for all layers. Indices are int64.
+    """The token that each token goes on from, the same for all layers. Indices are int64.
 
     Attributes:
         request: of each token, (N,).
@@ -48,7 +48,7 @@ class Step:
 
 
 def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens_per_state: int) -> Step:
-    """The `Step` of a batch; without waiting for a GPU, and with shapes that depend on R and N only.
+    """Describe a batch as a `Step`, without waiting for a GPU, and with shapes that depend on R and N only.
 
     Args:
         query_start: index of each request's first token, and the number of all, (R + 1,), rising.
@@ -90,7 +90,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 
 
 def ancestors(up, has_one):
-    """(R, R) float64 with a 1 for each request and all its ancestors; `up` (R,) is the next one, if it `has_one`.
+    """Return (R, R) float64 with a 1 for each request and all its ancestors; `up` (R,) is its parent, if it `has_one`.
 
     Each round doubles how far up a row reaches.
     """
@@ -135,15 +135,15 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """float32 numbers of a row: the sums, in float64, and an even number of values for the token shift."""
+    """Count the float32 numbers of a row: the sums, in float64, and an even number of values for the token shift."""
     return 2 * gates + shifted * dtype.itemsize // 4
 
 
 def as_bytes(x):
-    """The bytes of (N, S) values as float32."""
+    """View the bytes of (N, S) values as float32."""
     return x.contiguous().view(torch.float32)
 
 
 def of_bytes(rows, like):
-    """Inverse of `as_bytes`: (R, width) float32 to (R, S) in the dtype of `like`."""
+    """Invert `as_bytes`: (R, width) float32 to (R, S) in the dtype of `like`."""
     return rows.flatten().view(like.dtype).view(len(rows), like.shape[1])

@@ -1,4 +1,4 @@
-"""How wide the heads of a FoX are in vLLM, where the decay lies beside each key."""
+"""The width of a FoX's heads in vLLM, where the decay lies beside each key."""
 
 from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
@@ -8,17 +8,17 @@ from ..fox.configuration_fox import FoxConfig
 
 
 def gates_per_key(config: FoxConfig) -> int:
-    """Forget gates of a key head."""
+    """Return the number of forget gates of a key head."""
     if config.forget_gate == "none":
         return 0
     return 1 if config.forget_gate_per_kv_head else config.num_attention_heads // config.num_key_value_heads
 
 
-def folded_width(config: FoxConfig) -> int:
-    """The smallest head size that vLLM has attention kernels for and that holds a key and the decay of its gates.
+def vllm_head_size(config: FoxConfig) -> int:
+    """Return the smallest head size of vLLM's attention kernels that holds a key and the decay of its gates.
 
     Raises:
-        ValueError: there is none.
+        ValueError: none is large enough.
     """
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -35,5 +35,5 @@ def folded_width(config: FoxConfig) -> int:
 class FoxSizes(ModelArchConfigConvertorBase):
     """Sizes by which vLLM prepares: backends such as Triton's make buffers for heads before they see one."""
 
-    def get_head_size(self):
-        return folded_width(self.hf_config)
+    def get_head_size(self) -> int:
+        return vllm_head_size(self.hf_config)

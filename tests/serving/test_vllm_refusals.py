@@ -66,11 +66,11 @@ def test_another_activation_is_refused(tmp_path):
         configured(tmp_path)
 
 
-def test_without_rope_any_length_can_be_served(folder, tmp_path):
+def test_without_rope_any_length_can_be_served(folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        configured(folder, max_model_len=8192)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the command of the README
     assert configured(folder, max_model_len=8192).model_config.max_model_len == 8192
-    save_fox("no gate", tmp_path)
-    with pytest.raises(ValueError, match="max_model_len"):
-        configured(tmp_path, max_model_len=8192)
 
 
 def test_registering_twice_imports_no_model():
