@@ -218,7 +218,7 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
 
 
 def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """The inverse of `from_official`.
+    """Convert a FoX to the authors' layout, the inverse of `from_official`.
 
     Returns:
         (state_dict, config_dict) for the authors' implementation. Tensors share memory with the model where possible.
@@ -230,12 +230,12 @@ def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """The inverse of `from_fla`: (state_dict, config_dict) for flash-linear-attention; as `to_official`."""
+    """Convert a FoX to (state_dict, config_dict) of flash-linear-attention; as `to_official`."""
     return export_state_dict("fla", model)
 
 
 def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
-    """A FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
+    """Build a FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
     conversion = Conversion.to_fox(config, modules)
     conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, row_reader(state_dict))
     dtype = widest(state_dict[name].dtype for name in conversion.inputs)
@@ -248,7 +248,7 @@ def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[st
 
 
 def export_state_dict(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """(state_dict, config_dict) of `model` in the layout `kind`."""
+    """Return (state_dict, config_dict) of `model` in the layout `kind`."""
     config_dict = write_config(kind, model.config)
     conversion = Conversion.from_fox(model.config, LAYOUTS[kind][0].modules)
     read = row_reader(model.state_dict())
@@ -262,18 +262,18 @@ ReadRows = Callable[[str, int, int], torch.Tensor]
 
 
 def row_reader(tensors: dict[str, torch.Tensor]) -> ReadRows:
-    """A function (name, start, stop) -> rows of that tensor."""
+    """Return a function (name, start, stop) -> rows of that tensor."""
     return lambda name, start, stop: tensors[name][start:stop]
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of them without loss."""
+    """Return the dtype that holds all of them without loss."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Which rows of which input tensors make up each output tensor.
+    """The rows of input tensors that make up each output tensor.
 
     Attributes:
         config: of the FoX at one end.
@@ -287,20 +287,20 @@ class Conversion:
     outputs: dict[str, tuple[tuple[int, ...], list[tuple[str, int, int]]]]
 
     @classmethod
-    def to_fox(cls, config, modules):
+    def to_fox(cls, config: FoxConfig, modules: dict) -> "Conversion":
         ours, theirs, pieces = correspondence(config, modules)
         stacks = {name: [piece] if piece else [] for name, piece in pieces.items()}
         return cls(config, theirs, {name: (shape, stacks[name]) for name, shape in ours.items()})
 
     @classmethod
-    def from_fox(cls, config, modules):
+    def from_fox(cls, config: FoxConfig, modules: dict) -> "Conversion":
         ours, theirs, pieces = correspondence(config, modules)
         stacks = {name: [] for name in theirs}
         for name, (their_name, _, _) in pieces.items():
             stacks[their_name].append((name, 0, ours[name][0]))
         return cls(config, ours, {name: (shape, stacks[name]) for name, shape in theirs.items()})
 
-    def check(self, shapes: dict[str, tuple[int, ...]], read: ReadRows):
+    def check(self, shapes: dict[str, tuple[int, ...]], read: ReadRows) -> None:
         """Raise ValueError with all tensors that are missing, unknown or of another shape than the configuration says.
 
         Args:
@@ -328,7 +328,7 @@ class Conversion:
             raise ValueError("the tensors do not fit the configuration:\n  " + "\n  ".join(sorted(problems)))
 
     def make(self, name: str, read: ReadRows) -> torch.Tensor:
-        """The output `name`, from the inputs that `read` reads."""
+        """Make the output `name` from the inputs that `read` reads."""
         shape, pieces = self.outputs[name]
         if not pieces and name.endswith(".weight"):
             return torch.zeros(shape)
@@ -339,7 +339,7 @@ class Conversion:
 
 
 def correspondence(config, modules):
-    """Shapes of our and of their tensors, and where ours are in theirs: (their name, first row, end row) or None."""
+    """Return the shapes of our and of their tensors, and for each of ours (their name, first row, end row) or None."""
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
@@ -363,7 +363,7 @@ def correspondence(config, modules):
 
 
 def read_config(kind: str, config_dict: dict) -> FoxConfig:
-    """The FoxConfig that computes what the implementation `kind` ("official" or "fla") computes with `config_dict`."""
+    """Return the FoxConfig that equals `config_dict` of the implementation `kind` ("official", "fla")."""
     layouts = {layout.model_type: layout for layout in LAYOUTS[kind]}
     model_type = config_dict.get("model_type", LAYOUTS[kind][0].model_type)
     if model_type not in layouts:
@@ -394,7 +394,7 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
 
 
 def write_config(kind: str, config: FoxConfig) -> dict:
-    """The inverse of `read_config`; ValueError with every field that would not survive the way there and back."""
+    """Invert `read_config`; raise ValueError with every field that would not survive the way there and back."""
     layout = LAYOUTS[kind][0]
     rope = config.rope_parameters or {}
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()} | {
@@ -417,7 +417,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     config_dict = {name: values.get(name, default) for name, default in layout.defaults.items()}
 
     back = read_config(kind, config_dict)
-    # What an initial value or a default follows from, but no logit depends on.
+    # Fields from which an initial value or a default follows, but on which no logit depends.
     free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "format_version"}
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
@@ -432,10 +432,10 @@ def write_config(kind: str, config: FoxConfig) -> dict:
 
 
 def read_llama_config(config_dict: dict, decay_time: float | None = None) -> FoxConfig:
-    """The FoxConfig that computes what a model of the Llama family with `config_dict` computes, its gates open."""
+    """Return the FoxConfig that equals `config_dict` of a model of the Llama family, with open gates."""
     model_type = config_dict.get("model_type")
     if model_type not in LLAMA_FAMILY:
-        raise ValueError(f"model_type is {model_type!r}; what can become a FoX is one of {LLAMA_FAMILY}.")
+        raise ValueError(f"model_type is {model_type!r}; these can become a FoX: {LLAMA_FAMILY}.")
     if config_dict.get("quantization_config"):
         raise ValueError("the model is quantized; convert the original weights and quantize the FoX.")
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config_dict))

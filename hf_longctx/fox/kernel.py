@@ -23,10 +23,10 @@ supports_flash_attn = True  # transformers registers `flash_attn_forward` of a k
 
 
 def flash_attn_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """Causal attention without gates, as an attention function of transformers.
+    """Compute causal attention without gates, as an attention function of transformers.
 
     Args:
-        module: the attention layer, which is not asked for more than `is_causal`.
+        module: the attention layer, from which only `is_causal` is read.
         query: (B, Hq, Tq, D). The Tq queries are the last of the Tk positions, or of a static cache's filled slots.
         key, value: (B, Hkv, Tk, D).
         attention_mask: the mask for SDPA, (B, 1, Tq, Tk) bool, True for what a query sees; or None.
@@ -69,7 +69,7 @@ def flash_attn_forward(module, query, key, value, attention_mask, scaling=None, 
 
 
 def visible_keys(mask) -> VisibleKeys:
-    """The same mask, (B, 1, Tq, Tk) bool, as one number per query: each query sees its own key and a span before it.
+    """Read a mask, (B, 1, Tq, Tk) bool, as one number per query, which sees its own key and a span before it.
 
     A query that does not see its own key is padding, whose output nobody reads, and sees nothing here.
 

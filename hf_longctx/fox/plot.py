@@ -1,13 +1,15 @@
-"""What the heads of a FoX forget and where they look: the matrices F and A of Figure 3 of the paper, and pictures.
+"""Pictures of the heads of a FoX: the matrices F (forgetting) and A (attention) of Figure 3 of the paper.
 
 `F_ij = exp(c_i - c_j)` is what is left of key j at query i, and `A = softmax(scale * q.k + log F)` the attention.
 Matplotlib is needed for pictures only.
 """
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from .attention_fox import unfold_decay
 from .state_fox import AttendingCache
@@ -43,7 +45,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Mean or largest visible entry of each block of (R, T): (ceil(R / block), ceil(T / block)), NaN where none is."""
+    """Return the mean or largest visible entry of each block of (R, T): (ceil(R / block), ceil(T / block)), NaN where none is."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -93,13 +95,19 @@ class _MapRecorder(AttendingCache, DynamicCache):
 
 
 @torch.no_grad()
-def head_maps(model, input_ids, layers=None, heads=None, resolution=384) -> list[HeadMap]:
-    """F and A of some heads over one text; memory grows with its length, not the square.
+def head_maps(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | list[int],
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    resolution: int = 384,
+) -> list[HeadMap]:
+    """Compute F and A of some heads over one text; memory grows with its length, not the square.
 
     Args:
         model: a FoX, with or without a head.
         input_ids: (T,) or (1, T), at least 2 tokens.
-        layers, heads: which layers, and which query heads of each; None for all.
+        layers, heads: indices of layers, and of query heads of each; None for all.
         resolution: longest side of a map; longer texts are reduced block by block, see `HeadMap`.
 
     Raises:
@@ -132,7 +140,16 @@ def _check_indices(name, indices, count):
     return indices
 
 
-def plot_forget_gates(model, input_ids, path, *, layers=None, heads=None, resolution=384, title=None) -> list[HeadMap]:
+def plot_forget_gates(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | list[int],
+    path: str | os.PathLike,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    resolution: int = 384,
+    title: str | None = None,
+) -> list[HeadMap]:
     """Draw the forget gate matrix F and the attention map A of some heads, F above A.
 
     Args:
@@ -204,13 +221,14 @@ LABELS = {
 
 
 def spread(maps, count):
-    """`count` of the maps, evenly spaced from the one that forgets fastest to the slowest."""
+    """Choose `count` of the maps, evenly spaced from the one that forgets fastest to the slowest."""
     ordered = sorted(maps, key=lambda head_map: head_map.decay_time)
     last = min(count, len(ordered)) - 1
     return [ordered[round(i * (len(ordered) - 1) / max(last, 1))] for i in range(last + 1)]
 
 
 def heading(head_map):
+    """Return the title of a panel."""
     time = head_map.decay_time
     digits = 0 if time >= 10 else 1
     kept = "forgets nothing" if time == float("inf") else f"decay time {time:,.{digits}f} tokens"

@@ -53,7 +53,7 @@ HEADROOM = 1.25
 
 @torch.no_grad()
 def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
-    """U of each query head, (Hq,) fp32: no input makes `|scale * q.k|` larger (see above).
+    """Bound U of each query head, (Hq,) fp32: no input makes `|scale * q.k|` larger (see above).
 
     Raises:
         ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), so its weights are
@@ -96,7 +96,7 @@ class HeadGroup:
 
     @classmethod
     def empty(cls, heads, like, capacity, queries_per_key):
-        """Room for `capacity` tokens of a list of heads; `like` (B, H, T, D') gives the other sizes."""
+        """Make room for `capacity` tokens of a list of heads; `like` (B, H, T, D') gives the other sizes."""
         keys, values = (like.new_empty(like.shape[0], len(heads), capacity, like.shape[3]) for _ in range(2))
         return cls(torch.tensor(heads, device=like.device), keys, values, 0, queries_per_key)
 
@@ -157,7 +157,7 @@ class PrunedLayer(DynamicLayer):
         self.largest_query = self.largest_key = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append tokens, (B, Hkv, T, D'). Returns only these tokens: `attend` reads the others from `groups`."""
+        """Append tokens, (B, Hkv, T, D'), and return only these tokens: `attend` reads the others from `groups`."""
         width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
         if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
             raise ValueError(
@@ -182,7 +182,7 @@ class PrunedLayer(DynamicLayer):
         return key_states, value_states
 
     def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
-        """What the attention function would return with all tokens in the cache, up to the tolerance.
+        """Return the attention function's output with all tokens in the cache, up to the tolerance.
 
         Dropped tokens have weight 0 where the function returns weights.
         """
@@ -229,16 +229,16 @@ class PrunedLayer(DynamicLayer):
             setattr(self, name, norm if before is None else torch.maximum(before, norm))
 
     def _decay(self, keys, heads):
-        """c of folded keys (B, h, n, D'), since the last pruning: (B, h, G, n) fp64."""
+        """Return c of folded keys (B, h, n, D'), since the last pruning: (B, h, G, n) fp64."""
         c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling)
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
     def _fold(self, keys, c):
-        """Folded keys (B, h, n, D') with another c, (B, h, G, n)."""
+        """Fold keys (B, h, n, D') anew with another c, (B, h, G, n)."""
         return fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
 
     def logit_bound(self):
-        """U of each gate, (Hkv, G): of the weights, or of the queries and keys seen so far."""
+        """Return U of each gate, (Hkv, G), from the weights or from the queries and keys seen so far."""
         bound = self.weight_bound
         if bound is None:
             bound = self.scaling * self.largest_query * self.largest_key.repeat_interleave(self.queries_per_key)
@@ -288,13 +288,13 @@ class PrunedLayer(DynamicLayer):
             )
 
     def log_lost_weight(self):
-        """Log of a bound of the attention weight that any query so far has lost."""
+        """Return the log of a bound of the attention weight that any query so far has lost."""
         if self.log_lost is None:
             return self.worst
         return max(self.worst, (self.log_lost[..., 0] + 2 * self.logit_bound().to(self.device)).max().item())
 
     def dropped(self):
-        """Tokens dropped per key head, (Hkv,)."""
+        """Return the tokens dropped per key head, (Hkv,)."""
         dropped = torch.zeros(self.kv_heads, dtype=torch.long)
         for group in self.groups:
             dropped[group.heads.cpu()] = self.length - group.length
@@ -407,7 +407,7 @@ class PrunedCache(AttendingCache):
         super().__init__(layers=[layer_class(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
     def wrap_attention(self, attention_function):
-        """The attention function of a model, called once per group of heads."""
+        """Return the attention function of a model, called once per group of heads."""
 
         def attend(module, *args, **kwargs):
             return self.layers[module.layer_idx].attend(attention_function, module, *args, **kwargs)

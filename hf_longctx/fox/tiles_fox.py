@@ -71,23 +71,23 @@ for rows in TILES.values():
 
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
-    """The key of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
+    """Return the key of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
     return max(key for key in TILES if key[1] == itemsize and key[0] <= (86 if capability >= 120 else capability))
 
 
 def capability_of(device: torch.device) -> int:
-    """90 for compute capability 9.0; the CPU is the interpreter, 0."""
+    """Return 90 for compute capability 9.0; the CPU is the interpreter, 0."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
 
 def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The tile sizes of a launch."""
+    """Return the tile sizes of a launch."""
     return TILES[nearest_key(capability_of(device), dtype.itemsize)][padded(head_dim)]
 
 
 def prune_blocks(tiles: Tiles) -> tuple[int, int]:
-    """Queries and keys that are pruned together, outside of decoding.
+    """Return the number of queries and keys that are pruned together, outside of decoding.
 
     They are whole blocks of every kernel, none of which then has to mask where pruning begins.
     """
@@ -95,5 +95,5 @@ def prune_blocks(tiles: Tiles) -> tuple[int, int]:
 
 
 def padded(head_dim: int) -> int:
-    """The power of two that holds a head; dot products need 16."""
+    """Return the power of two that holds a head; dot products need 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -314,7 +314,7 @@ if triton is not None:
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
-    """The exception to raise for heads of this size, dtype and device; None if the kernels can run."""
+    """Return the exception to raise for heads of this size, dtype and device; None if the kernels can run."""
     if triton is None:
         return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -343,7 +343,7 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
 
 
 def is_decoding(*tensors: torch.Tensor) -> bool:
-    """Whether the split-KV kernel computes a call: up to 16 queries (the first tensor), and no gradients."""
+    """Return True if the split-KV kernel computes a call: up to 16 queries (the first tensor), without gradients."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad
 
@@ -361,7 +361,7 @@ def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
 def triton_attention(
     q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
 ) -> torch.Tensor:
-    """Causal forgetting attention (arXiv 2503.02130, eq. 11) of checked inputs.
+    """Compute causal forgetting attention (arXiv 2503.02130, eq. 11) of checked inputs.
 
     Args:
         q, k, v, log_f, scale, log_pruning_tolerance: as in `forgetting_attention`.
@@ -389,7 +389,7 @@ def triton_attention(
 
 
 def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
-    """`triton_attention` from the float64 running sum c of log f, (B, Hq, Tk), and the keys that queries see.
+    """Compute `triton_attention` from the float64 running sum c of log f, (B, Hq, Tk), and the keys that queries see.
 
     Args:
         key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or None twice.
@@ -417,7 +417,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
 def triton_decode(
     q, k, v, gates, gate_scale, key_start, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
 ) -> torch.Tensor:
-    """`triton_attention` of up to 16 queries without gradients, whose keys may be the folded keys of a cache.
+    """Compute `triton_attention` of up to 16 queries without gradients, whose keys may be the folded keys of a cache.
 
     Args:
         q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.

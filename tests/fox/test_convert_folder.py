@@ -256,7 +256,7 @@ def test_an_interrupted_conversion_leaves_nothing(sources, tmp_path, monkeypatch
 
 
 REFUSED = {
-    "the wrong format": (("llama",), r"model_type is 'forgetting_transformer-project_fox'; what can become a FoX"),
+    "the wrong format": (("llama",), r"model_type is 'forgetting_transformer-project_fox'; these can become a FoX"),
     "not a FoX": (("fox", "fla"), r"not 'fox'; name the source's format"),
     "no conversion": (("official", "fla"), r"cannot convert from 'official' to 'fla'"),
     "back to a Llama": (("fox", "llama"), r"cannot convert from 'fox' to 'llama'"),
