@@ -98,7 +98,14 @@ def files(tmp_path_factory):
     (path / "a.jsonl").write_text('{"content": "x"}\n')
     point = {"length": 8, "copy_correct": [4], "lm_correct": [0], "begin_locs": None}
     (path / "curve.json").write_text(json.dumps({"format": 1, "settings": {}, "points": [point]}))
-    loss = {"metric": "position_loss", "format": 1, "settings": {}, "sequences": 1, "loss": [2.0, 1.0]}
+    loss = {
+        "metric": "position_loss",
+        "format": 1,
+        "settings": {},
+        "sequences": 1,
+        "loss": [2.0, 1.0],
+        "smoothed_error": None,
+    }
     (path / "loss.json").write_text(json.dumps(loss))
     return path
 

@@ -54,13 +54,6 @@ def test_the_error_is_that_of_the_smoothed_mean():
     assert PositionLoss.of_sequences(losses[:1], {}).error is None
 
 
-def test_files_without_an_error_are_read():
-    result = PositionLoss.of_sequences([[3.0, 2.0], [2.0, 1.0]], {})
-    document = json.loads(result.to_json())
-    del document["smoothed_error"]
-    assert PositionLoss.from_json(json.dumps(document)).error is None
-
-
 def test_perplexity_of_equal_losses():
     assert np.allclose(perplexity(np.full(9, np.log(7))), 7)
 

@@ -11,7 +11,7 @@ WINDOW = 101  # tokens in the moving average of the paper's figures
 
 
 def smoothing_window(context_length: int) -> int:
-    """Tokens in the moving average: the paper's 101, but at most a tenth of the context, lest all of it looks level.
+    """Return the tokens in the moving average: the paper's 101, but at most a tenth of the context.
 
     >>> [smoothing_window(tokens) for tokens in (8, 64, 400, 16384)]
     [1, 5, 39, 101]
@@ -20,7 +20,7 @@ def smoothing_window(context_length: int) -> int:
 
 
 def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """Mean over a window centred on each value, cut off at both ends; float64, as long as `values`.
+    """Average over a window centred on each value, cut off at both ends; float64, as long as `values`.
 
     Raises:
         ValueError: the window is not odd and positive.
@@ -28,7 +28,7 @@ def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
     [1.5, 3.0, 3.0, 3.0]
     """
-    if not isinstance(window, int) or window < 1 or window % 2 == 0:
+    if window < 1 or window % 2 == 0:
         raise ValueError(
             f"window is {window}; it must be odd and positive, to have a centre. The paper takes {WINDOW}."
         )
@@ -39,7 +39,7 @@ def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
 
 
 def standard_error(losses: np.ndarray, window: int) -> np.ndarray | None:
-    """Standard error over sequences of the mean loss after `moving_average`.
+    """Compute the standard error over sequences of the mean loss after `moving_average`.
 
     Args:
         losses: of M sequences, (M, T), in nats.
@@ -57,10 +57,9 @@ def standard_error(losses: np.ndarray, window: int) -> np.ndarray | None:
 
 
 def perplexity(loss: Sequence[float]) -> np.ndarray:
-    """P(l) for l = 1, 2, ...: exp of the mean of the first l losses (nats); float64, as long as `loss`.
+    """Compute P(l) for l = 1, 2, ...: exp of the mean of the first l losses (nats); float64, as long as `loss`.
 
     >>> perplexity(np.log([8.0, 2.0])).round(6).tolist()
     [8.0, 4.0]
     """
-    loss = np.asarray(loss, dtype=np.float64)
-    return np.exp(np.cumsum(loss) / np.arange(1, len(loss) + 1))
+    return np.exp(np.cumsum(loss, dtype=np.float64) / np.arange(1, len(loss) + 1))

@@ -1,8 +1,9 @@
-"""Runs a model over the per-token loss."""
+"""Run a model over the per-token loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -23,7 +24,7 @@ def position_loss(
     sequences: int | None = None,
     starts: Sequence[int] | None = None,
     bos_token_id: int | None = None,
-    tokenizer=None,
+    tokenizer: Any = None,
     corpus_name: str | None = None,
     train_length: int | None = None,
     run: Run | None = None,
@@ -66,23 +67,23 @@ def position_loss(
         "corpus_sha256": content_hash(corpus),
     }
 
-    def sequence(start):
+    def sequence(start: int) -> tuple[np.ndarray, np.ndarray]:
         targets = corpus[start : start + context_length]
         return np.concatenate([[bos], targets[:-1]]), targets
 
-    def measure(start):
+    def measure(start: int) -> list[float]:
         return token_losses(reader, *sequence(start), f"sequence from {start}").tolist()
 
-    def name(start):
+    def name(start: int) -> str:
         return f"{context_length:,} tokens from {start:,}"
 
-    def result(entries):
+    def result(entries: dict[int, list[float]]) -> PositionLoss | None:
         if not entries:
             return None
         losses = [entries[start] for start in starts if start in entries]
         return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length))
 
-    return run_distributed(
+    measured = run_distributed(
         reader,
         "position loss",
         lambda worker: worker.measure(dict.fromkeys(starts, context_length), measure, name),
@@ -91,12 +92,14 @@ def position_loss(
         trial=sequence(starts[0])[0],
         run=run,
     )
+    assert isinstance(measured, PositionLoss)
+    return measured
 
 
 def check_starts(
     starts: Sequence[int] | None, sequences: int | None, corpus_tokens: int, context_length: int
 ) -> list[int]:
-    """Where the sequences start, ascending.
+    """Return where the sequences start, ascending.
 
     Raises:
         ValueError: both starts and sequences came, or a sequence does not fit into the corpus.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from os import PathLike
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +16,8 @@ LEAST_SPAN = 0.5  # nats from the bottom to the top of a picture: less would mak
 
 
 def plot_losses(
-    results: Sequence,
-    path,
+    results: Sequence[Any],
+    path: str | PathLike,
     *,
     train_length: int | None = None,
     title: str | None = None,
@@ -25,11 +27,11 @@ def plot_losses(
 
     Args:
         results: one or more `PositionLoss`. The rest is as for `Result.plot`.
-        differences: in what the measurements differ, to be named in the picture.
+        differences: settings in which the measurements differ, named in the picture.
     """
     style.check_train_length(train_length)
     figure = style.figure(style.WIDTH, 7)
-    figure.get_layout_engine().set(h_pad=0.12)  # inches, so that the two axes are told apart
+    figure.set_layout_engine("constrained", h_pad=0.12)  # inches, so that the two axes are told apart
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):
@@ -61,12 +63,13 @@ def plot_losses(
     figure.savefig(path)
 
 
-def sequences(result) -> str:
+def sequences(result: Any) -> str:
+    """Return the number of sequences in words."""
     return f"{result.sequences} sequence{'s' if result.sequences > 1 else ''}"
 
 
 def least_span(low: float, high: float) -> tuple[float, float]:
-    """The ends of an axis, moved apart if they are nearer than half a nat.
+    """Return the ends of an axis, moved apart if they are nearer than half a nat.
 
     >>> least_span(6.25, 6.75), least_span(6.5, 6.5)
     ((6.25, 6.75), (6.25, 6.75))

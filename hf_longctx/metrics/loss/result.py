@@ -10,7 +10,9 @@ model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from .averages import moving_average, perplexity, smoothing_window, standard_err
 
 
 def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
-    """Where `sequences` evenly spaced windows start; by default as many as fit side by side, but at most 32.
+    """Return where `sequences` evenly spaced windows start; by default as many as fit side by side, but at most 32.
 
     Raises:
         ValueError: the corpus is shorter than one window, or `sequences` is below 1.
@@ -42,15 +44,9 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     return np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()
 
 
-def numbers_by_position(values, name: str) -> tuple[float, ...]:
-    """
-    Raises:
-        ValueError: the values are not one or more finite numbers.
-    """
-    try:
-        numbers = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        numbers = np.empty(0)
+def numbers_by_position(values: Sequence[float] | np.ndarray, name: str) -> tuple[float, ...]:
+    """Return the values as floats; raise ValueError if they are not one or more finite numbers."""
+    numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all():
         raise ValueError(f"{name} must be one finite number for each of one or more positions, got {values!r:.200}.")
     return tuple(numbers.tolist())
@@ -69,10 +65,10 @@ class PositionLoss(Result):
     kind = "position_loss"
     title = "Per-token loss"
 
-    loss: tuple[float, ...]
+    loss: Sequence[float] | np.ndarray
     sequences: int
     settings: dict[str, Any] = field(default_factory=dict)
-    error: tuple[float, ...] | None = None
+    error: Sequence[float] | np.ndarray | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
@@ -85,14 +81,14 @@ class PositionLoss(Result):
             raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")
 
     @classmethod
-    def of_sequences(cls, losses, settings: dict[str, Any]) -> PositionLoss:
-        """The mean over sequences and its error.
+    def of_sequences(cls, losses: Any, settings: dict[str, Any]) -> PositionLoss:
+        """Return the mean over sequences and its error.
 
         Args:
             losses: of M sequences of T tokens, (M, T), in nats.
 
         Raises:
-            ValueError: there is no sequence, or they are not of one length.
+            ValueError: the sequences are missing, or not of one length.
         """
         lengths = sorted({np.size(row) for row in losses})
         if len(lengths) != 1 or np.ndim(losses[0]) != 1:
@@ -116,11 +112,11 @@ class PositionLoss(Result):
         return smoothing_window(self.context_length)
 
     def smoothed(self) -> np.ndarray:
-        """L(i) with a centred moving average; see `moving_average` and `smoothing_window`."""
+        """Return L(i) with a centred moving average; see `moving_average` and `smoothing_window`."""
         return moving_average(self.loss, self.window)
 
     def smoothed_at(self, position: int) -> str:
-        """The smoothed loss at a position, counted from 1, with its standard error if that is known."""
+        """Return the smoothed loss at a position, counted from 1, with its standard error if that is known."""
         error = "" if self.error is None else f" ± {self.error[position - 1]:.3f}"
         return f"{self.smoothed()[position - 1]:.3f}{error}"
 
@@ -144,13 +140,13 @@ class PositionLoss(Result):
         return [Headline("perplexity", name, round(float(self.perplexity[-1]), 4))]
 
     def table(self) -> Table:
-        """The smoothed loss and the perplexity at powers of two and at the end."""
+        """Return the smoothed loss and the perplexity at powers of two and at the end."""
         perplexity = self.perplexity
         rows = [(end, self.smoothed_at(end), f"{perplexity[end - 1]:.2f}") for end in self._ends()]
         return Table(("tokens", "L(i), smoothed", "P(l)"), rows)
 
-    def _ends(self):
-        """The powers of two up to the context length, and that."""
+    def _ends(self) -> list[int]:
+        """Return the powers of two up to the context length, and that."""
         return sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
 
     def overview(self) -> list[Overview]:
@@ -176,9 +172,9 @@ class PositionLoss(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> PositionLoss:
-        return cls(document["loss"], document["sequences"], document["settings"], document.get("smoothed_error"))
+        return cls(document["loss"], document["sequences"], document["settings"], document["smoothed_error"])
 
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
+    def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_losses
 
         plot_losses([self], path, train_length=train_length, title=title)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from ..checks import entries, integers, positive_int
 from ..result import Headline, Overview, Result
@@ -58,14 +58,14 @@ class Answer:
 class Answers:
     """The answers to questions of one kind, each rate from 0 to 1."""
 
-    answers: tuple[Answer, ...]
+    answers: Sequence[Answer]
 
     def __post_init__(self):
         object.__setattr__(self, "answers", entries(self.answers, Answer))
         if not self.answers:
-            raise ValueError("there is no answer to score.")
+            raise ValueError("answers are missing; give one or more.")
 
-    def for_each(self, name: str, low: int, high: float = math.inf) -> None:
+    def check_one_each(self, name: str, low: int, high: float = math.inf) -> None:
         """Turn a field with an integer for each answer into a tuple.
 
         Raises:
@@ -97,26 +97,28 @@ class Answers:
         return SCORES if any(a.reply is not None for a in self.answers) else SCORES[1:]
 
     def rates(self) -> dict[str, float]:
+        """Return the rates by their names."""
         return {score: getattr(self, score) for score in self.scores}
 
     def interval(self, score: str) -> tuple[float, float]:
-        """Where the rate lies, 95 % sure: Wilson's interval.
+        """Return Wilson's interval, in which the rate lies with a confidence of 95 %.
 
-        It is too wide for the probability, whose answers differ less than right and wrong do.
+        The interval is too wide for the probability, whose answers differ less than right and wrong do.
         """
         return wilson(getattr(self, score), len(self.answers))
 
-    def to_list(self) -> list[dict]:
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the answers as plain JSON types."""
         return [asdict(answer) for answer in self.answers]
 
     @classmethod
-    def from_list(cls, answers: Sequence[dict], *fields) -> Answers:
-        """The answers that `to_list` wrote, and the fields of a subclass."""
-        return cls((Answer(**answer) for answer in answers), *fields)
+    def from_list(cls, answers: Sequence[dict[str, Any]], *fields: Any) -> Self:
+        """Return the answers that `to_list` wrote, with the fields of a subclass."""
+        return cls([Answer(**answer) for answer in answers], *fields)
 
 
 def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a rate; z standard errors to each side, 1.96 for 95 %.
+    """Return Wilson's interval of a rate; z standard errors to each side, 1.96 for 95 %.
 
     >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
     [0.0, 0.793, 0.237, 0.763]
@@ -127,7 +129,7 @@ def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def holds_text(reply: str, expected: str) -> bool:
-    """Whether the words of `expected` occur in `reply` one after another; case and punctuation do not count.
+    """Return whether the words of `expected` follow one another in `reply`; case and punctuation do not count.
 
     >>> holds_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True
@@ -139,7 +141,7 @@ def holds_text(reply: str, expected: str) -> bool:
 
 
 def holds_number(reply: str, expected: int) -> bool:
-    """Whether the first whole number in `reply` is the expected one; thousands may be set off by commas.
+    """Return whether the first whole number in `reply` is the expected one; commas may set off thousands.
 
     >>> holds_number("<4096> is the content of line 12", 4096)
     True
@@ -149,21 +151,22 @@ def holds_number(reply: str, expected: int) -> bool:
 
 
 class Retrieval(Result):
-    """What the results of retrieval have in common, which keep `Answers` for each of several prompts.
+    """The base class of results that keep `Answers` for each of several kinds of prompts.
 
-    A subclass also sets `task`, what the model is asked, and defines `parts` and `subject`. Numbers in a few words are
-    those of the first of the `scores` that there are.
+    A subclass also sets `task`, the question in words, and defines `parts` and `subject`. Numbers in a few words are
+    those of the first of the `scores` that were measured.
     """
 
     task: ClassVar[str]
 
     @property
-    def parts(self) -> tuple[Answers, ...]:
+    def parts(self) -> Sequence[Answers]:
+        """The answers, by kind of prompt."""
         raise NotImplementedError
 
     @property
     def subject(self) -> str:
-        """What is measured, up to where; without parts, it is not asked for."""
+        """The largest prompt in words; asked for only if there are parts."""
         raise NotImplementedError
 
     @property
@@ -172,14 +175,14 @@ class Retrieval(Result):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the rates there are."""
+        """Names of the rates that were measured."""
         return self.parts[0].scores if self.parts else SCORES[1:]
 
     def explanation(self) -> str:
         return f"{self.task} {HEADLINE_SCORE[self.scores[0]]}"
 
     def headlines(self) -> list[Headline]:
-        """The mean over parts."""
+        """Return the mean over parts."""
         if not self.parts:
             return []
         score = self.scores[0]
@@ -188,7 +191,7 @@ class Retrieval(Result):
         return [Headline("accuracy", name, round(rate, 4))]
 
     def overview(self) -> list[Overview]:
-        """The rate over all answers, with its Wilson interval, which holds for few answers too."""
+        """Return the rate over all answers, with its Wilson interval, which holds for few answers too."""
         if not self.parts:
             return []
         score = self.scores[0]
@@ -199,5 +202,5 @@ class Retrieval(Result):
         return [Overview(f"{self.subject}, {COLUMNS[score]}", f"{rate:.1%}", interval, f"{n} questions")]
 
     def score_columns(self) -> tuple[str, ...]:
-        """Headings for the `rates` of the parts."""
+        """Return headings for the `rates` of the parts."""
         return tuple(COLUMNS[score] for score in self.scores) if self.parts else ()

@@ -15,11 +15,12 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import entries, positive_int
+from ..checks import entries
 from ..result import Table
 from .answers import SCORES, Answers, Retrieval
 
@@ -37,7 +38,7 @@ TASK = (
 
 
 class Pieces(NamedTuple):
-    """What is put around the haystack, as ids, each (n,) int64."""
+    """The texts around the haystack, as ids, each (n,) int64."""
 
     bos: np.ndarray
     needle: np.ndarray
@@ -46,18 +47,19 @@ class Pieces(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Tokens of all pieces together."""
         return sum(map(len, self))
 
 
 def needle_pieces(encode: Callable[[str], Sequence[int]], bos: int, mode: str) -> Pieces:
-    """The needle, question and answer of a mode.
+    """Encode the needle, question and answer of a mode.
 
     Args:
         encode: text to ids, without special tokens.
         mode: "standard" or "easy".
 
     Raises:
-        ValueError: no such mode, or the tokenizer makes no more than one id of the answer.
+        ValueError: the mode is unknown, or the tokenizer makes one id of the whole answer.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
@@ -73,21 +75,21 @@ def needle_pieces(encode: Callable[[str], Sequence[int]], bos: int, mode: str) -
 
 
 def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Ids of a prompt and of what follows it, encoded together, because tokens may begin with a space.
+    """Encode a prompt and the answer after it together, because tokens may begin with a space.
 
     The answer is what differs from the encoding of the prompt alone. If a token reaches over the seam, it belongs to
     the answer.
     """
-    alone, whole = encode(prompt), list(encode(prompt + answer))
-    seam = next((i for i, (a, b) in enumerate(zip(alone, whole)) if a != b), len(alone))
-    return whole[:seam], whole[seam:]
+    alone, together = encode(prompt), list(encode(prompt + answer))
+    seam = next((i for i, (a, b) in enumerate(zip(alone, together)) if a != b), len(alone))
+    return together[:seam], together[seam:]
 
 
 def haystack_length(length: int, pieces: Pieces) -> int:
-    """Tokens of haystack in a prompt that has `length` tokens together with its answer.
+    """Return how many tokens of haystack a prompt has, whose length with its answer is `length`.
 
     Raises:
-        ValueError: there is no room for any.
+        ValueError: there is not room for one.
     """
     room = length - pieces.tokens
     if room < 1:
@@ -99,7 +101,7 @@ def haystack_length(length: int, pieces: Pieces) -> int:
 
 
 def draw_begins(corpus_tokens: int, room: int, repeats: int, seed: int) -> list[int]:
-    """Where the haystacks of one length start in the corpus: the same for every depth.
+    """Draw where the haystacks of one length start in the corpus: the same for every depth.
 
     Raises:
         ValueError: the corpus is too short.
@@ -114,12 +116,12 @@ def draw_begins(corpus_tokens: int, room: int, repeats: int, seed: int) -> list[
 
 
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
-    """After how many tokens of the haystack the needle comes: at the last end of a sentence up to `depth`.
+    """Return how many tokens of the haystack precede the needle: up to the last end of a sentence before `depth`.
 
-    Where no sentence ends before it, it stays at its depth. At 0 and 1 it is the first and the last thing.
+    Where no sentence ends before it, the needle stays at its depth. At 0 and 1 it comes first and last.
 
     Args:
-        sentence_ends: (n,) bool, for each token of the haystack whether a sentence ends with it.
+        sentence_ends: (n,) bool, True where a sentence ends with this token of the haystack.
 
     >>> insertion_point(np.array([False, True, False, False]), 0.75)
     2
@@ -132,12 +134,12 @@ def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
 
 
 def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
-    """The prompt, (length - answer,) int64: BOS, haystack with the needle after its first `at` tokens, question."""
+    """Join BOS, the haystack with the needle after its first `at` tokens, and the question, (n,) int64."""
     return np.concatenate([pieces.bos, haystack[:at], pieces.needle, haystack[at:], pieces.question])
 
 
 def ends_sentence(text: str) -> bool:
-    """Whether a sentence ends with this token.
+    """Return whether a sentence ends with this token.
 
     >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!")]
     [True, True, False, True]
@@ -151,20 +153,17 @@ class NeedleCell(Answers):
 
     Attributes:
         length: tokens of prompt and answer together.
-        depth: where the needle was to be, 0 (begin) to 1 (end of the haystack).
+        depth: intended place of the needle, 0 (begin) to 1 (end of the haystack).
         positions: tokens before the needle in each prompt, BOS included.
     """
 
     length: int
     depth: float
-    positions: tuple[int, ...]
+    positions: Sequence[int]
 
     def __post_init__(self):
         super().__post_init__()
-        positive_int("length of a cell", self.length)
-        if not 0 <= self.depth <= 1:
-            raise ValueError(f"the depth of a cell must lie between 0 and 1, got {self.depth}.")
-        self.for_each("positions", 0)
+        self.check_one_each("positions", 0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class NeedleGrid(Retrieval):
     title = "Needle in a haystack"
     task = "One sentence is hidden in a long text, at several depths, and asked for at the end."
 
-    cells: tuple[NeedleCell, ...]
+    cells: Sequence[NeedleCell]
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -187,7 +186,7 @@ class NeedleGrid(Retrieval):
         object.__setattr__(self, "cells", cells)
 
     @property
-    def parts(self) -> tuple[NeedleCell, ...]:
+    def parts(self) -> Sequence[NeedleCell]:
         return self.cells
 
     @property
@@ -196,20 +195,22 @@ class NeedleGrid(Retrieval):
 
     @property
     def lengths(self) -> list[int]:
+        """The lengths that were measured, ascending."""
         return sorted({cell.length for cell in self.cells})
 
     @property
     def depths(self) -> list[float]:
+        """The depths that were measured, ascending."""
         return sorted({cell.depth for cell in self.cells})
 
     def grid(self, score: str = "match_rate") -> np.ndarray:
-        """One score as (depths, lengths) float64, NaN where it was not measured.
+        """Return one score as (depths, lengths) float64, NaN where it was not measured.
 
         Args:
             score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
 
         Raises:
-            ValueError: no such score.
+            ValueError: the score is unknown.
         """
         if score not in SCORES:
             raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
@@ -247,7 +248,14 @@ class NeedleGrid(Retrieval):
         cells = [NeedleCell.from_list(*(cell[name] for name in names)) for cell in document["cells"]]
         return cls(cells, document["settings"])
 
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None, score: str | None = None):
+    def plot(
+        self,
+        path: str | PathLike,
+        *,
+        train_length: int | None = None,
+        title: str | None = None,
+        score: str | None = None,
+    ) -> None:
         from .plot import plot_needle
 
         plot_needle(self, path, score=score, train_length=train_length, title=title)

@@ -7,11 +7,13 @@ that models without instruction tuning know what to do. This file knows no model
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from os import PathLike
 from typing import Any, NamedTuple
 
-from ..checks import entries, positive_int
+from ..checks import entries
 from ..result import Table
 from .answers import Answers, Retrieval
 
@@ -49,7 +51,7 @@ class Record(NamedTuple):
 
 
 def draw_record(lines: int, seed: int, repeat: int) -> Record:
-    """A record of `lines` lines; the same for the same three numbers.
+    """Draw a record of `lines` lines; the same for the same three numbers.
 
     Raises:
         ValueError: fewer than one line, or more than there are names for.
@@ -82,21 +84,21 @@ class LinesPoint(Answers):
     Attributes:
         lines: in the record.
         tokens: of prompt and answer together, one number per repeat.
-        asked_lines: which line was asked for in each, counted from 0.
+        asked_lines: the line that was asked for in each, counted from 0.
     """
 
     lines: int
-    tokens: tuple[int, ...]
-    asked_lines: tuple[int, ...]
+    tokens: Sequence[int]
+    asked_lines: Sequence[int]
 
     def __post_init__(self):
         super().__post_init__()
-        positive_int("lines", self.lines)
-        self.for_each("tokens", 1)
-        self.for_each("asked_lines", 0, self.lines - 1)
+        self.check_one_each("tokens", 1)
+        self.check_one_each("asked_lines", 0, self.lines - 1)
 
     @property
     def mean_tokens(self) -> float:
+        """Mean of `tokens`."""
         return sum(self.tokens) / len(self.tokens)
 
 
@@ -112,7 +114,7 @@ class LineRetrieval(Retrieval):
     title = "Line retrieval"
     task = "The model is asked for the number in one of many lines."
 
-    points: tuple[LinesPoint, ...]
+    points: Sequence[LinesPoint]
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -120,7 +122,7 @@ class LineRetrieval(Retrieval):
         object.__setattr__(self, "points", points)
 
     @property
-    def parts(self) -> tuple[LinesPoint, ...]:
+    def parts(self) -> Sequence[LinesPoint]:
         return self.points
 
     @property
@@ -160,8 +162,8 @@ class LineRetrieval(Retrieval):
         points = [LinesPoint.from_list(*(point[name] for name in names)) for point in document["points"]]
         return cls(points, document["settings"])
 
-    def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
-        """The picture counts lines, not tokens, so it has no place for `train_length`."""
+    def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
+        """Draw the result; `train_length` is not marked, as the picture counts lines and not tokens."""
         from .plot import plot_lines
 
         plot_lines(self, path, title=title)

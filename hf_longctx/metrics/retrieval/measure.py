@@ -1,11 +1,11 @@
-"""Runs a model over the needle in a haystack and over line retrieval."""
+"""Run a model over the needle in a haystack and over line retrieval."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -21,6 +21,7 @@ from .haystack import (
     DEPTHS,
     NeedleCell,
     NeedleGrid,
+    Pieces,
     draw_begins,
     ends_sentence,
     haystack_length,
@@ -29,12 +30,12 @@ from .haystack import (
     needle_pieces,
     split_encoding,
 )
-from .lines import LineRetrieval, LinesPoint, draw_record
+from .lines import LineRetrieval, LinesPoint, Record, draw_record
 
 
 def needle_in_a_haystack(
     model: nn.Module | Reader,
-    tokenizer,
+    tokenizer: Any,
     tokens: Sequence[int],
     *,
     lengths: Sequence[int],
@@ -79,7 +80,8 @@ def needle_in_a_haystack(
     depths = sorted({float(depth) for depth in depths})
     if not depths or depths[0] < 0 or depths[-1] > 1:
         raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
-    repeats, seed = check_questions(reader, repeats, seed, generate)
+    repeats = positive_int("repeats", repeats)
+    check_replies(reader, generate)
     corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     pieces = needle_pieces(encoder(tokenizer), bos, mode)
@@ -98,50 +100,67 @@ def needle_in_a_haystack(
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
     }
-    sentence_ends = {}  # by id, as far as ids occur
+    haystacks = Haystacks(corpus, pieces, tokenizer)
 
-    def prompt_with_needle(length, depth, begin):
-        haystack = corpus[begin : begin + haystack_length(length, pieces)]
-        for i in set(haystack.tolist()) - sentence_ends.keys():
-            sentence_ends[i] = ends_sentence(tokenizer.decode([i]))
-        at = insertion_point(np.array([sentence_ends[i] for i in haystack.tolist()]), depth)
-        return hide_needle(haystack, at, pieces), len(pieces.bos) + at
-
-    def measure(cell):
+    def measure(cell: tuple[int, float]) -> dict[str, Any]:
         length, depth = cell
         positions, answers = [], []
         for begin in begins[length]:
-            prompt, position = prompt_with_needle(length, depth, begin)
-            where = f"length {length}, depth {depth}, haystack from {begin}"
+            prompt, position = haystacks.prompt(length, depth, begin)
+            place = f"length {length}, depth {depth}, haystack from {begin}"
             matches = partial(holds_text, expected=ANSWER)
-            answers.append(score_answer(reader, tokenizer, prompt, pieces.answer, matches, generate, where))
+            answers.append(score_answer(reader, tokenizer, prompt, pieces.answer, matches, generate, place))
             positions.append(position)
         return {"positions": positions, "answers": Answers(answers).to_list()}
 
-    def name(cell):
+    def name(cell: tuple[int, float]) -> str:
         return f"{cell[0]:,} tokens, depth {cell[1]:.0%}"
 
-    def result(entries):
+    def result(entries: dict[tuple[int, float], Any]) -> NeedleGrid:
         measured = [(cell, entries[cell]) for cell in grid if cell in entries]
         cells = [NeedleCell.from_list(entry["answers"], *cell, entry["positions"]) for cell, entry in measured]
         grid_asked = {"lengths": lengths, "depths": depths}
         return NeedleGrid(cells, settings | grid_asked | labels(corpus_name, train_length))
 
     grid = [(length, depth) for length in lengths for depth in depths]
-    return run_distributed(
+    grid_result = run_distributed(
         reader,
         "needle",
         lambda worker: worker.measure({cell: cell[0] for cell in grid}, measure, name),
         result,
         depends_on={"metric": NeedleGrid.kind, **settings},
-        trial=prompt_with_needle(lengths[0], 0, begins[lengths[0]][0])[0],
+        trial=haystacks.prompt(lengths[0], 0, begins[lengths[0]][0])[0],
         run=run,
     )
+    assert isinstance(grid_result, NeedleGrid)
+    return grid_result
+
+
+class Haystacks:
+    """Haystacks of a corpus, which get the needle between two sentences.
+
+    Args:
+        corpus: (N,) ids.
+        pieces: what is put around a haystack.
+        tokenizer: tells by its `decode` where sentences end.
+    """
+
+    def __init__(self, corpus: np.ndarray, pieces: Pieces, tokenizer: Any):
+        self.corpus, self.pieces, self.tokenizer = corpus, pieces, tokenizer
+        self.sentence_ends: dict[int, bool] = {}  # of the ids met so far
+
+    def prompt(self, length: int, depth: float, begin: int) -> tuple[np.ndarray, int]:
+        """Return the prompt of a haystack that starts at `begin`, and how many of its tokens precede the needle."""
+        haystack = self.corpus[begin : begin + haystack_length(length, self.pieces)]
+        for i in set(haystack.tolist()) - self.sentence_ends.keys():
+            self.sentence_ends[i] = ends_sentence(self.tokenizer.decode([i]))
+        at = insertion_point(np.array([self.sentence_ends[i] for i in haystack.tolist()]), depth)
+        return hide_needle(haystack, at, self.pieces), len(self.pieces.bos) + at
 
 
 def line_retrieval(
     model: nn.Module | Reader,
-    tokenizer,
+    tokenizer: Any,
     *,
     lines: Sequence[int],
     repeats: int = 10,
@@ -167,11 +186,12 @@ def line_retrieval(
     lines = sorted({operator.index(n) for n in lines})
     if not lines:
         raise ValueError("lines is empty; give one or more numbers of lines.")
-    repeats, seed = check_questions(reader, repeats, seed, generate)
+    repeats = positive_int("repeats", repeats)
+    check_replies(reader, generate)
     bos, _ = special_ids(reader, bos_token_id, None)
     encode = encoder(tokenizer)
 
-    def question(n, repeat):
+    def question(n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
         record = draw_record(n, seed, repeat)
         prompt, answer = split_encoding(encode, record.text + record.question, record.answer)
         prompt = check_token_ids([bos, *prompt], "the record as the tokenizer encodes it", reader.vocab_size)
@@ -195,7 +215,7 @@ def line_retrieval(
         "record_sha256": content_hash(trial),
     }
 
-    def measure(n):
+    def measure(n: int) -> dict[str, Any]:
         tokens, asked_lines, answers = [], [], []
         for repeat in range(repeats):
             record, prompt, answer = question(n, repeat)
@@ -206,12 +226,12 @@ def line_retrieval(
             asked_lines.append(record.asked_line)
         return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}
 
-    def result(entries):
+    def result(entries: dict[int, Any]) -> LineRetrieval:
         measured = [(n, entries[n]) for n in lines if n in entries]  # the journal may have others too
         points = [LinesPoint.from_list(e["answers"], n, e["tokens"], e["asked_lines"]) for n, e in measured]
         return LineRetrieval(points, settings | {"lines": lines} | labels(None, train_length))
 
-    return run_distributed(
+    measured_lines = run_distributed(
         reader,
         "line retrieval",
         lambda worker: worker.measure({n: n for n in lines}, measure, lambda n: f"{n} lines"),
@@ -220,20 +240,17 @@ def line_retrieval(
         trial=trial,
         run=run,
     )
+    assert isinstance(measured_lines, LineRetrieval)
+    return measured_lines
 
 
-def encoder(tokenizer) -> Callable[[str], list[int]]:
-    """A function from text to ids without special tokens."""
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return a function from text to ids without special tokens."""
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def check_questions(reader: Reader, repeats: int, seed: int, generate: bool) -> tuple[int, int]:
-    """Repeats and seed as plain integers.
-
-    Raises:
-        ValueError: no repeats, or the model is to reply and cannot.
-    """
+def check_replies(reader: Reader, generate: bool) -> None:
+    """Raise ValueError if the model is to reply and cannot."""
     if generate and not reader.can_reply:
         name = reader.settings()["model"]
         raise ValueError(f"{name} has no generate method; measure without replies: generate=False, or --no-replies.")
-    return positive_int("repeats", repeats), positive_int("seed", seed, -math.inf)

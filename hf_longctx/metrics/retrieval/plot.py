@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from os import PathLike
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +20,12 @@ SCORES = {
 
 
 def plot_needle(
-    result, path, *, score: str | None = None, train_length: int | None = None, title: str | None = None
+    result: Any,
+    path: str | PathLike,
+    *,
+    score: str | None = None,
+    train_length: int | None = None,
+    title: str | None = None,
 ) -> None:
     """Draw a heat map of one score, length by depth, red (0) to blue (1); what was not measured is left white.
 
@@ -29,15 +36,15 @@ def plot_needle(
         score: "match_rate", "exact_rate" or "probability"; by default, the first one that was measured.
 
     Raises:
-        ValueError: also if there is no such score, or the score needs replies and there are none.
+        ValueError: the score is unknown, or needs replies, which were not measured; or see `Result.plot`.
     """
     if not result.cells:
-        raise ValueError("there is no cell to draw: nothing was measured.")
+        raise ValueError("the result does not have a cell to draw: nothing was measured.")
     style.check_train_length(train_length)
     score = score or result.scores[0]
     rates, lengths, depths = result.grid(score), result.lengths, result.depths
     if score not in result.scores:
-        raise ValueError(f"the model gave no replies, so there is no {score}; draw {' or '.join(result.scores)}.")
+        raise ValueError(f"the model did not reply, so {score} was not measured; draw {' or '.join(result.scores)}.")
     figure = style.figure(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # told apart by colour-blind readers
@@ -66,14 +73,14 @@ def plot_needle(
     figure.savefig(path)
 
 
-def plot_lines(result, path, *, title: str | None = None) -> None:
+def plot_lines(result: Any, path: str | PathLike, *, title: str | None = None) -> None:
     """Draw every score by the number of lines, with its 95 % interval; the upper axis has the tokens the model reads.
 
     Args:
         result: a `LineRetrieval`. The rest is as for `Result.plot`.
     """
     if not result.points:
-        raise ValueError("there is no point to draw: nothing was measured.")
+        raise ValueError("the result does not have a point to draw: nothing was measured.")
     figure = style.figure(style.WIDTH, 5)
     axes = figure.add_subplot()
     scores, places = result.scores, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
@@ -81,8 +88,10 @@ def plot_lines(result, path, *, title: str | None = None) -> None:
         label, colour, marker, dashes = SCORES[score]
         rates = np.array([getattr(point, score) for point in result.points])
         low, high = np.transpose([point.interval(score) for point in result.points])
-        bars = dict(yerr=[np.maximum(rates - low, 0), np.maximum(high - rates, 0)], capsize=3, elinewidth=1)
-        line = dict(color=colour, marker=marker, linestyle=dashes, linewidth=1.6, label=label)
+        bars: dict[str, Any] = dict(
+            yerr=[np.maximum(rates - low, 0), np.maximum(high - rates, 0)], capsize=3, elinewidth=1
+        )
+        line: dict[str, Any] = dict(color=colour, marker=marker, linestyle=dashes, linewidth=1.6, label=label)
         axes.errorbar(places + shift, rates, **bars, **line)
     style.percent_axis(axes)
     style.grid(axes)
