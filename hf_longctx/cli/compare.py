@@ -7,12 +7,19 @@ Examples:
   hf-longctx compare gpt2.json llama.json --output both.md
 """
 
+import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import measuring
 
 
-def add_arguments(parser):
+if TYPE_CHECKING:
+    from ..metrics import Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE.json", help="in the order of the picture")
     parser.add_argument(
         "--output",
@@ -30,7 +37,7 @@ def add_arguments(parser):
     )
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import irrelevant_source_test, read_result
     from ..metrics.report.comparison import compare, named
 
@@ -51,8 +58,8 @@ def run(args):
             print(f"length {test.length}: p = {test.anova_p:.3g} (ANOVA), {test.kruskal_p:.3g} (Kruskal-Wallis)")
 
 
-def check_sources(results):
-    """ValueError if the results are no forgetting curves that differ in their irrelevant text only."""
+def check_sources(results: "Iterable[Result]") -> None:
+    """Raise ValueError unless the results are forgetting curves that differ in their irrelevant text only."""
     for name in ("kind", "model", "protocol", "data_type", "seed", "corpus_sha256"):
         values = {result.kind if name == "kind" else result.settings.get(name) for result in results}
         if len(values) > 1 or (name == "kind" and values != {"forgetting_curve"}):

@@ -12,17 +12,24 @@ Examples:
   hf-longctx curve MODEL --endpoint http://localhost:8000/v1
 """
 
+import argparse
 import os
 from functools import partial
+from typing import TYPE_CHECKING
 
 from . import measuring, shared
 
 
+if TYPE_CHECKING:
+    from ..metrics import Reader
+
+
 PAPER_POINTS = 32
+DEFAULTS = {"log_lengths": False, "protocol": "reference", "repeats": 10}  # of options that may exclude others
 TIMED_TOKENS = 512  # most in the input that --dry-run times, where a length is as short
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("curve")
     measuring.add_text(group)
@@ -79,23 +86,27 @@ def add_arguments(parser):
     )
 
 
-def check_options(args):
-    """ValueError where options contradict each other."""
-    grid = {"points": None, "log_lengths": False}
-    excluded = {
-        "--preset paper": args.preset and {**grid, "lengths": None, "protocol": "reference", "repeats": 10},
-        "--lengths": args.lengths and {**grid, "max_length": None},
-        "--data-type random": args.data_type == "random" and {"text": None, "irrelevant_text": None},
-        "--data-type order": args.data_type == "order" and {"id_range": None},
-        f"--protocol {args.protocol}": args.protocol != "adaptive" and {"confidence": None},
-    }
-    for option, defaults in excluded.items():
-        for name in [name for name, default in (defaults or {}).items() if getattr(args, name) != default]:
-            raise ValueError(f"{option} and --{name.replace('_', '-')} exclude each other; drop one.")
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError where options exclude each other."""
+    excluded = []
+    if args.preset == "paper":
+        excluded.append(("--preset paper", ("points", "log_lengths", "lengths", "protocol", "repeats")))
+    if args.lengths is not None:
+        excluded.append(("--lengths", ("points", "log_lengths", "max_length")))
+    if args.data_type == "random":
+        excluded.append(("--data-type random", ("text", "irrelevant_text")))
+    if args.data_type == "order":
+        excluded.append(("--data-type order", ("id_range",)))
+    if args.protocol != "adaptive":
+        excluded.append((f"--protocol {args.protocol}", ("confidence",)))
+    for option, names in excluded:
+        for name in names:
+            if getattr(args, name) != DEFAULTS.get(name):
+                raise ValueError(f"{option} and --{name.replace('_', '-')} exclude each other; drop one.")
 
 
-def choose_lengths(args, claimed, corpus_tokens):
-    """The lengths to measure; `corpus_tokens` is None for random data."""
+def choose_lengths(args: argparse.Namespace, claimed: int | None, corpus_tokens: int | None) -> list[int]:
+    """Return the lengths to measure; `corpus_tokens` is None for random data."""
     from ..metrics import linear_lengths, log_lengths
     from ..metrics.curve.protocol import default_lengths
 
@@ -117,7 +128,7 @@ def choose_lengths(args, claimed, corpus_tokens):
     return lengths
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import Run, forgetting_curve
     from ..metrics.checks import check_lengths
     from ..metrics.curve.measure import check_choices
@@ -141,7 +152,7 @@ def run(args):
         order_samples(corpus.tokens, lengths, args.repeats, args.seed, irrelevant and irrelevant.tokens)
     reader = open_reader()
     if args.dry_run:
-        text = plan(reader, lengths, args)
+        text = dry_run(reader, lengths, args)
         if process_rank() == 0:
             print(text)
         return
@@ -168,8 +179,8 @@ def run(args):
     measuring.measure_and_write(args, measure, train_length=args.train_length)
 
 
-def plan(reader, lengths, args):
-    """What would be read, and how long that takes at the speed of one input, of the longest length that is quick."""
+def dry_run(reader: "Reader", lengths: list[int], args: argparse.Namespace) -> str:
+    """Return what would be read, and how long that takes by the time of one input of a short length."""
     import time
 
     import numpy as np
@@ -198,8 +209,9 @@ def plan(reader, lengths, args):
     )
 
 
-def duration(seconds):
-    """
+def duration(seconds: float) -> str:
+    """Return a duration in words.
+
     >>> duration(0.2), duration(200), duration(9000)
     ('1 s', '3 min', '2.5 h')
     """

@@ -7,12 +7,13 @@ Examples:
   hf-longctx lines model_cards/fox-demo --lines 5 10 --repeats 2 --no-replies
 """
 
+import argparse
 from functools import partial
 
 from . import measuring, shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("lines")
     group.add_argument(
@@ -27,7 +28,7 @@ def add_arguments(parser):
     measuring.add_run(parser, output="line_retrieval")
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import Run, line_retrieval
     from ..metrics.report.defaults import NO_CLAIM, line_counts
     from ..metrics.retrieval.lines import draw_record

@@ -7,12 +7,13 @@ Examples:
   hf-longctx loss model_cards/fox-demo --context-length 256 --sequences 2 --text stdlib
 """
 
+import argparse
 from functools import partial
 
 from . import measuring, shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("loss")
     measuring.add_text(group)
@@ -26,7 +27,7 @@ def add_arguments(parser):
     measuring.add_run(parser, output="position_loss")
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import Run, position_loss
     from ..metrics.loss.measure import check_starts
     from ..metrics.report.defaults import NO_CLAIM

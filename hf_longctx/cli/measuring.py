@@ -57,7 +57,13 @@ def add_text(parser: argparse._ActionsContainer) -> None:
 class Numbers(argparse.Action):
     """Whole numbers, separated by spaces or commas."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         try:
             setattr(namespace, self.dest, [int(word) for value in values for word in value.split(",") if word])
         except ValueError as error:

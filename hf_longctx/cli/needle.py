@@ -8,12 +8,13 @@ Examples:
   hf-longctx needle model_cards/fox-demo --lengths 400 500 --depths 3 --no-replies --text stdlib
 """
 
+import argparse
 from functools import partial
 
 from . import measuring, shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("needle")
     measuring.add_text(group)
@@ -43,7 +44,7 @@ def add_arguments(parser):
     measuring.add_run(parser, output="needle")
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import Run, needle_in_a_haystack
     from ..metrics.checks import check_lengths
     from ..metrics.report.defaults import NO_CLAIM, needle_lengths

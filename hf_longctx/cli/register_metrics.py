@@ -6,12 +6,14 @@ Examples:
   hf-longctx register-metrics
 """
 
+import argparse
 
-def add_arguments(parser):
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     pass
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import register
 
     for file in register():

@@ -11,12 +11,18 @@ Examples:
   torchrun --nproc-per-node 8 -m hf_longctx report MODEL --train-length 8192
 """
 
+import argparse
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from . import measuring, shared
 
 
-def add_arguments(parser):
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_served(shared.add_model(parser))
     group = parser.add_argument_group("report")
     measuring.add_text(group)
@@ -31,7 +37,7 @@ def add_arguments(parser):
     group.add_argument("--output", default="report", metavar="FOLDER", help="default: %(default)s")
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from ..metrics import measure_all
     from ..metrics.report.defaults import NO_CLAIM
 
@@ -55,8 +61,8 @@ def run(args):
         print(f"wrote {' and '.join(str(path) for path in (report.page, report.card) if path is not None)}")
 
 
-def served_config(args):
-    """The configuration beside the tokenizer of a served model, or None."""
+def served_config(args: argparse.Namespace) -> "PreTrainedConfig | None":
+    """Return the configuration beside the tokenizer of a served model, or None."""
     from transformers import AutoConfig
 
     with suppress(OSError, ValueError):

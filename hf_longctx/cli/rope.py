@@ -8,10 +8,12 @@ Examples:
   hf-longctx rope MODEL --context-length 65536 --output rope.svg
 """
 
+import argparse
+
 from . import measuring, shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or of its config.json")
     parser.add_argument(
         "--context-length", type=int, metavar="TOKENS", help="default: the context that the model claims"
@@ -21,7 +23,7 @@ def add_arguments(parser):
     shared.add_remote_code(parser)
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     from transformers import AutoConfig
 
     from ..metrics import rope_report

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import mkdtemp
+from typing import Any
 
 from .result import Result
 
@@ -18,13 +19,13 @@ TEXT = "\n\n".join(topics[name].strip() for name in sorted(topics))[:20_000]
 def space(
     file: Path,
     measure: Callable[..., dict],
-    inputs: Sequence,
+    inputs: Sequence[Any],
     *,
     title: str,
     result_class: type[Result],
-    examples: Sequence[Sequence],
-):
-    """The gradio interface of a Space, to be launched by its app.py.
+    examples: Sequence[Sequence[Any]],
+) -> Any:
+    """Return the gradio interface of a Space, to be launched by its app.py.
 
     Args:
         file: of the module. The README.md beside it, without its header, is shown below the form.
@@ -39,7 +40,7 @@ def space(
 
     module = evaluate.load(str(file))
 
-    def show(progress=gradio.Progress(track_tqdm=True), *values):  # noqa: B008 (gradio looks for this default)
+    def show(progress: Any = gradio.Progress(track_tqdm=True), *values: Any) -> tuple[str, str, dict, dict]:  # noqa: B008 (gradio looks for this default)
         picture = Path(mkdtemp()) / f"{result_class.kind}.png"
         try:
             document = measure(module.compute, *values)

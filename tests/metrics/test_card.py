@@ -53,7 +53,7 @@ def test_arguments_are_kept():
 
 
 def test_nothing_to_say():
-    with pytest.raises(ValueError, match="no number for a model card"):
+    with pytest.raises(ValueError, match="without a number for a model card"):
         card_snippet("fox", [ForgettingCurve([])])
 
 

@@ -125,5 +125,5 @@ def test_what_measured_nothing_is_still_reported(tmp_path):
     write_report([ForgettingCurve([], {"model": "fox"})], tmp_path / "report.html")
     page = Page(tmp_path / "report.html")
     assert "no length measured" in page.text and not page.images()
-    with pytest.raises(ValueError, match="no result to report"):
+    with pytest.raises(ValueError, match="results are missing"):
         write_report([], tmp_path / "report.html")

@@ -96,7 +96,7 @@ ARGUMENTS = [
     refused("misspelt score", lambda: NeedleGrid([CELL]).grid("accuracy"), "score must be one of"),
     refused("record of 0 lines", lambda: draw_record(0, 0, 0), "from 1 to 15872 lines, got 0"),
     refused("no curve to compare sources", lambda: irrelevant_source_test([]), "two or more curves"),
-    refused("table of nothing", lambda: comparison_table({}), "there is no curve"),
+    refused("table of nothing", lambda: comparison_table({}), "give one curve or more"),
     refused("table of an empty curve", lambda: comparison_table({"fox": ForgettingCurve([])}), "measured: fox"),
 ]
 

@@ -14,7 +14,7 @@ from ..result import Result, rounded
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
-    """One entry for each headline number: fine and coarse length, perplexity, rates of right answers."""
+    """Return one entry for each headline number: fine and coarse length, perplexity, rates of right answers."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -32,20 +32,20 @@ def eval_results(results: Sequence[Result]) -> list[EvalResult]:
 
 
 def card_snippet(model: str, results: Sequence[Result], picture: str | None = None) -> str:
-    """Markdown with its YAML header, to be merged into a model card.
+    """Return Markdown with its YAML header, to be merged into a model card.
 
     Args:
-        model: name of the model. Its line breaks become spaces, and what Markdown or HTML would read is escaped, as in
-            all texts that come from a result.
-        results: what was measured. One without headline numbers is listed by its summary.
+        model: name of the model. Its line breaks become spaces, and characters that Markdown or HTML would read are
+            escaped, as in all texts that come from a result.
+        results: of one model. A result without headline numbers is listed by its summary.
         picture: file name or address of a picture to show.
 
     Raises:
-        ValueError: no result has a number for a card.
+        ValueError: the results are without a number for a card.
     """
     entries = eval_results(results)
     if not entries:
-        raise ValueError("these results hold no number for a model card: nothing was measured on a dataset.")
+        raise ValueError("these results are without a number for a model card: nothing was measured on a dataset.")
     header = ModelCardData(model_name=" ".join(model.split()), eval_results=entries).to_yaml()
     lines = [
         f"- {entry.metric_name}: {rounded(entry.metric_value)} ({plain(entry.dataset_name)})" for entry in entries
@@ -60,7 +60,7 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
 
 
 def plain(text: str) -> str:
-    """A text on one line that Markdown shows as it is.
+    """Escape a text so that Markdown shows it unchanged, on one line.
 
     >>> print(plain("a_b\\n--- <script>[x](y)"))
     a\\_b --- &lt;script>\\[x\\](y)

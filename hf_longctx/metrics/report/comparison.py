@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, dropwhile, takewhile
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -18,10 +20,15 @@ from ..loss.result import PositionLoss
 from ..result import Result
 
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+R = TypeVar("R", bound=Result)
+
 EFFECTIVE = 0.85  # copy accuracy that counts as effective; RULER's threshold for its tasks is 85.6 %
 
 
-def compare(results: Mapping[str, Result], path, *, title: str | None = None) -> str:
+def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str | None = None) -> str:
     """Draw the results of several models into one picture, or write their table into a file.
 
     Args:
@@ -33,49 +40,46 @@ def compare(results: Mapping[str, Result], path, *, title: str | None = None) ->
         the numbers as a Markdown table, with a warning for each setting that differs.
 
     Raises:
-        ValueError: the results are of several metrics, or of one that has no such picture; or see `plot_comparison`.
+        ValueError: the results are of several metrics, or of one without such a picture; or see `plot_comparison`.
     """
-    if not isinstance(results, Mapping):
-        raise ValueError(
-            f"results must be by the name of the model, {{name: result}}, got a {type(results).__name__}."
-        )
-    classes = {type(result) for result in results.values()}
-    if classes not in ({ForgettingCurve}, {PositionLoss}):
-        names = ", ".join(sorted(cls.__name__ for cls in classes)) or "none"
+    curves = {name: result for name, result in results.items() if isinstance(result, ForgettingCurve)}
+    losses = {name: result for name, result in results.items() if isinstance(result, PositionLoss)}
+    if not results or max(len(curves), len(losses)) < len(results):
+        names = ", ".join(sorted({type(result).__name__ for result in results.values()})) or "none"
         raise ValueError(f"these results are {names}; give forgetting curves only, or per-token losses only.")
-    (cls,) = classes
-    lengths = {name: result.settings.get("train_length") for name, result in results.items()}
-    lengths = {name: length for name, length in lengths.items() if length is not None}
-    table = comparison_table(results, lengths) if cls is ForgettingCurve else loss_table(results)
+    train_lengths = {
+        name: curve.settings["train_length"]
+        for name, curve in curves.items()
+        if curve.settings.get("train_length") is not None
+    }
+    text = comparison_table(curves, train_lengths) if curves else loss_table(losses)
     unlike = differences(results)
-    text = table + "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
+    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
     if Path(path).suffix == ".md":
-        Path(path).write_text(f"# {title or cls.title}\n\n{text}", encoding="utf-8")
-    elif cls is ForgettingCurve:
-        plot_comparison(results, path, train_lengths=lengths, title=title)
+        heading = title or next(iter(results.values())).title
+        Path(path).write_text(f"# {heading}\n\n{text}", encoding="utf-8")
+    elif curves:
+        plot_comparison(curves, path, train_lengths=train_lengths, title=title)
     else:
-        losses = [loss.with_settings(model=name) for name, loss in results.items()]
-        plot_losses(losses, path, title=title, differences=unlike)
+        named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
+        plot_losses(named_losses, path, title=title, differences=unlike)
     return text
 
 
-def check_measured(results: Mapping[str, Result]) -> None:
-    """
-    Raises:
-        ValueError: there is no result, or nothing was measured in one; it is named.
-    """
-    empty = [name for name, result in results.items() if not result.measured]
-    if empty or not results:
-        raise ValueError(f"no length was measured: {', '.join(empty) or 'there is no curve'}.")
+def check_measured(curves: Mapping[str, ForgettingCurve]) -> None:
+    """Raise ValueError if there is not a curve, or nothing was measured in one, which is named."""
+    empty = [name for name, curve in curves.items() if not curve.measured]
+    if empty or not curves:
+        raise ValueError(f"nothing was measured: {', '.join(empty) or 'give one curve or more'}.")
 
 
-def comparable(results: list[Result]) -> dict[str, Result]:
-    """The results that one picture can show together, by the names of their models: the curves that have points."""
+def comparable(results: Sequence[Result]) -> dict[str, ForgettingCurve]:
+    """Return the curves that have points, which one picture can show together, by the names of their models."""
     return named([(Path(), result) for result in results if isinstance(result, ForgettingCurve) and result.measured])
 
 
-def named(results: list[tuple[Path, Result]]) -> dict[str, Result]:
-    """Results by the last part of their model's name; where two models share it, with the name of the file behind it.
+def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
+    """Return results by the last part of their model's name; where two models share it, with the name of the file.
 
     A model without a name is called after its file.
     """
@@ -93,26 +97,28 @@ def named(results: list[tuple[Path, Result]]) -> dict[str, Result]:
 
 
 def conditions(result: Result) -> dict[str, str]:
-    """What must be alike for numbers to compare models, as far as a result says it."""
+    """Return the settings that must be alike for numbers to compare models, as far as a result has them."""
     settings = {name: str(value) for name, value in result.settings.items() if value is not None}
     names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
     alike = {words: settings[name] for name, words in names.items() if name in settings}
     if "corpus" not in settings and "corpus_sha256" in settings:
         alike["texts"] = settings["corpus_sha256"][:8]
     if isinstance(result, ForgettingCurve):
-        return alike | {"repeats": result.repeats_range, "longest lengths": str(result.points[-1].length)}
-    return alike | {"sequences": str(result.sequences), "context lengths": str(result.context_length)}
+        alike |= {"repeats": result.repeats_range, "longest lengths": str(result.points[-1].length)}
+    elif isinstance(result, PositionLoss):
+        alike |= {"sequences": str(result.sequences), "context lengths": str(result.context_length)}
+    return alike
 
 
 def differences(results: Mapping[str, Result]) -> list[str]:
-    """In what the measurements of these results differ, in words.
+    """Return the settings in which the measurements of these results differ, in words.
 
     >>> def curve(data):
     ...     return PositionLoss([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
     >>> differences({"fox": curve("order"), "llama": curve("random")})
     ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
     """
-    values = {}
+    values: dict[str, dict[str, None]] = {}  # by setting; a dictionary keeps the order
     for result in results.values():
         for words, value in conditions(result).items():
             values.setdefault(words, {})[Path(value).name] = None
@@ -123,24 +129,24 @@ def differences(results: Mapping[str, Result]) -> list[str]:
 
 
 def effective_length(curve: ForgettingCurve) -> int:
-    """The end of the first stretch of lengths that are copied with an accuracy of 85 % or more; 0 if there is none."""
+    """Return the end of the first stretch of lengths that are copied with an accuracy of 85 % or more, or 0."""
     copied = [(p.length, p.copy_mean >= EFFECTIVE) for p in curve.points]
     stretch = takewhile(lambda entry: entry[1], dropwhile(lambda entry: not entry[1], copied))
     return max((length for length, _ in stretch), default=0)
 
 
-def markdown(columns, rows) -> str:
-    """A table; a bar in a cell is escaped."""
+def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a table; a bar in a cell is escaped."""
     lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
     header, *body = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([header, "|---" * len(columns) + "|", *body]) + "\n"
+    return "\n".join([header, "|---" * len(lines[0]) + "|", *body]) + "\n"
 
 
 def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
-    """The lengths of several models as a Markdown table, in tokens; see `effective_length`.
+    """Return the lengths of several models as a Markdown table, in tokens; see `effective_length`.
 
     Raises:
-        ValueError: there is no curve, or one has no point.
+        ValueError: curves are missing, or one is without a point.
     """
     check_measured(curves)
     rows = []
@@ -159,7 +165,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
 
 
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
-    """The per-token losses of several models as a Markdown table, in nats, smoothed, with their standard errors."""
+    """Return the per-token losses of several models as a Markdown table, in nats, smoothed, with standard errors."""
     columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens", "sequences")
     rows = []
     for name, loss in losses.items():
@@ -171,7 +177,7 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
 
 def plot_comparison(
     curves: Mapping[str, ForgettingCurve],
-    path,
+    path: str | PathLike,
     *,
     train_lengths: Mapping[str, int] | None = None,
     title: str | None = None,
@@ -189,7 +195,7 @@ def plot_comparison(
         train_lengths: context length of the training, in tokens, of those models where it is known.
 
     Raises:
-        ValueError: there is no curve, a curve has no point, or matplotlib does not know the extension.
+        ValueError: curves are missing, one is without a point, or matplotlib does not know the extension.
     """
     check_measured(curves)
     figure = style.figure(style.WIDTH, 5.2 + 0.5 * len(curves))
@@ -218,44 +224,49 @@ def plot_comparison(
     figure.savefig(path)
 
 
-def draw_curves(axes, curves: Mapping[str, ForgettingCurve]) -> None:
-    """Copy accuracy in its ribbon, a line for each model, and a band from the lowest to the highest LM accuracy."""
+def draw_curves(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
+    """Draw copy accuracies in ribbons, a line for each model, over a band that holds all LM accuracies."""
     draw_guesses(axes, curves)
     for (name, curve), colour, marker in zip(curves.items(), cycle(style.MODELS), cycle(style.MARKERS)):
         lengths = [p.length for p in curve.points]
         copy = [(p.copy_mean, p.copy_std) for p in curve.points]
         axes.fill_between(lengths, *ribbon(copy), color=colour, alpha=0.13, linewidth=0)
-        line = dict(color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(name, 30))
+        line: dict[str, Any] = dict(
+            color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(name, 30)
+        )
         axes.plot(lengths, [mean for mean, _ in copy], **line)
     style.percent_axis(axes)
     style.grid(axes)
 
 
-def draw_guesses(axes, curves: Mapping[str, ForgettingCurve]) -> None:
+def draw_guesses(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
+    """Draw the band from the lowest to the highest LM accuracy."""
     ranges = [([p.length for p in curve.points], [p.lm_mean for p in curve.points]) for curve in curves.values()]
     lengths = np.unique([np.geomspace(points[0], points[-1], 500) for points, _ in ranges])
     guesses = [np.interp(lengths, *points, left=np.nan, right=np.nan) for points in ranges]
-    band = dict(facecolor=style.QUIET, alpha=0.3, edgecolor=style.QUIET, linewidth=1, zorder=1)
+    band: dict[str, Any] = dict(facecolor=style.QUIET, alpha=0.3, edgecolor=style.QUIET, linewidth=1, zorder=1)
     axes.fill_between(
         lengths, np.nanmin(guesses, axis=0), np.nanmax(guesses, axis=0), **band, label="LM accuracy of all"
     )
 
 
 def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) -> float | None:
-    """The length whose input is as long as the training context; None where that is unknown or outside of the bar."""
+    """Return the length whose input is as long as the training context; None if unknown or outside of the bar."""
     length = ((train_length or 0) - 3) / 2
     return length if left < length <= curve.points[-1].length else None
 
 
-def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int], left: float, log: bool):
-    """A bar for each model, the first on top, and its two lengths in words; returns the areas that were drawn."""
+def draw_bars(
+    axes: Axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int], left: float, log: bool
+) -> set[str]:
+    """Draw a bar for each model, the first on top, and its two lengths in words; return the areas that were drawn."""
     drawn = set()
     for row, (name, curve) in enumerate(curves.items()):
         for start, end, area in areas(curve, left, curve.points[-1].length, log):
             axes.barh(row, end - start, left=start, height=0.42, **style.area(style.STRONG, area))
             drawn.add(area)
         words = ", ".join(f"{method}: {curve.interval(method).in_words()}" for method in METHODS)
-        place = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=style.INK)
+        place: dict[str, Any] = dict(xycoords=("axes fraction", "data"), va="center", fontsize=8.5, color=style.INK)
         axes.annotate(words, (0.005, row + 0.4), **place)
         mark = mark_place(curve, train_lengths.get(name), left)
         if mark is not None:
@@ -269,7 +280,7 @@ def draw_bars(axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mappin
 
 
 def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
-    """The small print: how many repeats, of which kind of data."""
+    """Return the small print: how many repeats, of which kind of data."""
     repeats = sorted({p.repeats for curve in curves.values() for p in curve.points})
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
     sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths 95 % sure"

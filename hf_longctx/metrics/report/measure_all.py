@@ -1,4 +1,4 @@
-"""Everything there is to measure of one model, written into one folder.
+"""Measure one model by all metrics, into one folder.
 
     report = measure_all(model, tokenizer, tokens, "report", corpus_name="my text")
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,16 +41,16 @@ EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
 
 
 class Report(NamedTuple):
-    """What `measure_all` wrote."""
+    """The files that `measure_all` wrote, and their results."""
 
     page: Path  # report.html
     card: Path | None  # model_card.md; None if no result has a number for a model card
     results: dict[str, Result]  # by the names in METRICS: NAME.json, and a picture NAME.png
-    missing: dict[str, str]  # why a metric was not measured, or not to its end, by its title
+    missing: dict[str, str]  # the reason why a metric was not measured, or not to its end, by its title
 
 
 class Subject(NamedTuple):
-    """What is measured: the arguments of `measure_all` that a metric may need."""
+    """The arguments of `measure_all` that a metric may need."""
 
     reader: Reader
     tokenizer: Any
@@ -88,6 +89,7 @@ class Subject(NamedTuple):
 
 
 def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
+    """Measure the forgetting curve, up to half of the context."""
     if subject.context_length is None:
         lengths = default_lengths(subject.reader.claimed_context, len(subject.tokens), POINTS, log_lengths)
     else:
@@ -106,28 +108,34 @@ def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
 
 
 def measure_loss(subject: Subject, run: Run) -> PositionLoss:
+    """Measure the per-token loss over the context, as far as the text reaches."""
     context_length = subject.context_length
     if context_length is None:
         context_length = min(subject.context, len(subject.tokens))
-    options = dict(context_length=context_length, tokenizer=subject.tokenizer, run=run)
+    options: dict[str, Any] = dict(context_length=context_length, tokenizer=subject.tokenizer, run=run)
     return position_loss(subject.reader, subject.tokens, **options, **subject.names)
 
 
 def measure_needle(subject: Subject, run: Run) -> NeedleGrid:
+    """Measure the needle in a haystack, in the easy mode."""
     lengths = needle_lengths(subject.context, subject.tokenizer, "easy")
-    options = dict(lengths=lengths, mode="easy", seed=subject.seed, run=run)
+    options: dict[str, Any] = dict(lengths=lengths, mode="easy", seed=subject.seed, run=run)
     return needle_in_a_haystack(subject.reader, subject.tokenizer, subject.tokens, **options, **subject.names)
 
 
 def measure_lines(subject: Subject, run: Run) -> LineRetrieval:
+    """Measure line retrieval."""
     counts = line_counts(subject.context, subject.tokenizer)
     if subject.context_length is not None and record_tokens(counts[0], subject.tokenizer) > subject.context_length:
         raise ValueError(f"{subject.context_length} tokens are too few for a record of {counts[0]} lines.")
-    options = dict(lines=counts, seed=subject.seed, bos_token_id=subject.tokenizer.bos_token_id, run=run)
-    return line_retrieval(subject.reader, subject.tokenizer, **options)
+    bos = subject.tokenizer.bos_token_id
+    return line_retrieval(
+        subject.reader, subject.tokenizer, lines=counts, seed=subject.seed, bos_token_id=bos, run=run
+    )
 
 
 def check_rope(subject: Subject, run: Run) -> RopeReport:
+    """Check the RoPE base, which needs the configuration only."""
     if subject.config is None:
         raise ValueError("the configuration of a served model is not known: give config=...")
     return rope_report(subject.config, context_length=subject.context_length)
@@ -144,17 +152,17 @@ METRICS: dict[str, tuple[type[Result], Callable[[Subject, Run], Result]]] = {
 
 
 def measure_all(
-    model,
-    tokenizer,
+    model: Any,
+    tokenizer: Any,
     tokens: Sequence[int],
-    folder,
+    folder: str | PathLike,
     *,
     context_length: int | None = None,
     train_length: int | None = None,
     repeats: int = 10,
     seed: int = 0,
     corpus_name: str | None = None,
-    config=None,
+    config: Any = None,
     progress: bool = False,
 ) -> Report | None:
     """Measure forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound of a model.
@@ -176,10 +184,10 @@ def measure_all(
         seed: of all that is drawn.
         corpus_name: name of the text, for settings and model card.
         config: for the RoPE bound. Default: the model's; a served model shows none.
-        progress: say on stderr what is being measured, with progress bars.
+        progress: print on stderr which metric is being measured, with progress bars.
 
     Returns:
-        `Report` of what was written; None in all processes but the first.
+        `Report` with the files; None in all processes but the first.
 
     Raises:
         ValueError: nothing could be measured, or the folder holds a report of another model, text or argument.
@@ -262,7 +270,11 @@ def measure_metric(
 
 
 def write_pages(folder: Path, model_name: str, missing: dict[str, str]) -> Report:
-    """report.html and model_card.md, of the finished results and of what unfinished ones had measured."""
+    """Write report.html and model_card.md of the finished results, and of what unfinished ones had measured.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
     files = {metric: (folder / f"{metric}.json", folder / "unfinished" / f"{metric}.json") for metric in METRICS}
     files = {metric: next((path for path in paths if path.exists()), None) for metric, paths in files.items()}
     results = {metric: read_result(path) for metric, path in files.items() if path is not None}

@@ -8,17 +8,27 @@ from __future__ import annotations
 import base64
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..result import Result
 
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+
 def write_report(
-    results: Sequence[Result], path, *, title: str | None = None, missing: Mapping[str, str] | None = None
+    results: Sequence[Result],
+    path: str | PathLike,
+    *,
+    title: str | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the page.
+    """Write the page of one or more results.
 
     Args:
         results: of one model or of several, of any metric, in the order of the page. Forgetting curves of several
@@ -29,10 +39,10 @@ def write_report(
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
-        ValueError: there is nothing to report.
+        ValueError: results and reasons are both missing.
     """
     if not results and not missing:
-        raise ValueError("there is no result to report.")
+        raise ValueError("results are missing; give one or more to report.")
     from ... import __version__
     from .comparison import comparable, plot_comparison
 
@@ -53,19 +63,19 @@ def write_report(
     Path(path).write_text(html, encoding="utf-8")
 
 
-def template():
-    """The page's jinja2 template; what is filled in is escaped."""
+def template() -> Template:
+    """Return the page's jinja2 template; what is filled in is escaped."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise ImportError("The report needs jinja2: pip install 'hf-longctx[plot]'") from error
-    loader = PackageLoader(__package__, package_path="")
+    loader = PackageLoader(__name__.rpartition(".")[0], package_path="")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     return environment.get_template("page.html.j2")
 
 
 def section(result: Result) -> tuple[str, Result, str | None, list[tuple[str, str]]]:
-    """Heading, result, picture if there is one, and settings as texts."""
+    """Return heading, result, picture if there is one, and settings as texts."""
     picture = None
     if result.measured:
         picture = svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))
@@ -75,8 +85,8 @@ def section(result: Result) -> tuple[str, Result, str | None, list[tuple[str, st
     return f"{result.title}: {result.model_name}", result, picture, settings
 
 
-def svg(draw) -> str:
-    """What `draw(path)` draws, as SVG in base64."""
+def svg(draw: Callable[[Path], None]) -> str:
+    """Return the picture that `draw(path)` draws, as SVG in base64."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "picture.svg"
         draw(file)

@@ -1,5 +1,6 @@
 """The Space of this module: measure a model of the Hub on a text of yours."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gradio
@@ -11,7 +12,10 @@ from hf_longctx.metrics.space import TEXT, space
 LONGEST = 1024  # tokens; more takes too long on the CPU of a free Space
 
 
-def measure(compute, model, text, max_length, points, repeats):
+def measure(
+    compute: Callable[..., dict], model: str, text: str, max_length: float, points: float, repeats: float
+) -> dict:
+    """Measure a model on a text."""
     lengths = log_lengths(int(max_length), int(points))
     return compute(model=model, corpus=text, lengths=lengths, repeats=int(repeats), progress=True)
 

@@ -1,5 +1,6 @@
 """The Space of this module: measure a model of the Hub on a text of yours."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gradio
@@ -11,7 +12,8 @@ from hf_longctx.metrics.space import TEXT, space
 LONGEST = 4096  # tokens; more takes too long on the CPU of a free Space
 
 
-def measure(compute, model, text, context_length):
+def measure(compute: Callable[..., dict], model: str, text: str, context_length: float) -> dict:
+    """Measure a model on a text."""
     return compute(model=model, corpus=text, context_length=int(context_length), progress=True)
 
 

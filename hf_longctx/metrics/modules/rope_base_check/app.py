@@ -1,5 +1,6 @@
 """The Space of this module: check the RoPE base of a model of the Hub."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gradio
@@ -11,7 +12,8 @@ from hf_longctx.metrics.space import space
 LONGEST = 1 << 20  # tokens
 
 
-def check(compute, model, context_length):
+def check(compute: Callable[..., dict], model: str, context_length: float) -> dict:
+    """Check the RoPE base of a model."""
     report = compute(model=model, context_length=int(context_length) or None)
     if not report["groups"]:
         raise ValueError(" ".join(report["notes"]))  # the model has no RoPE
