@@ -229,7 +229,7 @@ def score_predictions(
         begin = len(target) - scored_tokens(len(target))
         for kind, row in zip(counts[len(target)], pair):
             kind.append(sum(int(a) == int(b) for a, b in zip(row[begin:], target[begin:])))
-    return ForgettingCurve(tuple(CurvePoint(n, copy, lm) for n, (copy, lm) in sorted(counts.items())))
+    return ForgettingCurve(tuple(CurvePoint(n, tuple(copy), tuple(lm)) for n, (copy, lm) in sorted(counts.items())))
 
 
 def measure_curve(

@@ -44,7 +44,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     return np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()
 
 
-def numbers_by_position(values: Sequence[float] | np.ndarray, name: str) -> tuple[float, ...]:
+def numbers_by_position(values: Sequence[float], name: str) -> tuple[float, ...]:
     """Return the values as floats; raise ValueError if they are not one or more finite numbers."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all():
@@ -65,10 +65,10 @@ class PositionLoss(Result):
     kind = "position_loss"
     title = "Per-token loss"
 
-    loss: Sequence[float] | np.ndarray
+    loss: Sequence[float]
     sequences: int
     settings: dict[str, Any] = field(default_factory=dict)
-    error: Sequence[float] | np.ndarray | None = None
+    error: Sequence[float] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
@@ -94,7 +94,8 @@ class PositionLoss(Result):
         if len(lengths) != 1 or np.ndim(losses[0]) != 1:
             raise ValueError(f"losses must be one or more sequences of one length, got lengths {lengths}.")
         losses = np.asarray(losses, dtype=np.float64)
-        return cls(losses.mean(axis=0), len(losses), settings, standard_error(losses, smoothing_window(*lengths)))
+        error = standard_error(losses, smoothing_window(*lengths))
+        return cls(losses.mean(axis=0).tolist(), len(losses), settings, None if error is None else error.tolist())
 
     @property
     def context_length(self) -> int:

@@ -85,8 +85,8 @@ def needle_in_a_haystack(
     corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     pieces = needle_pieces(encoder(tokenizer), bos, mode)
-    for name, ids in zip(pieces._fields, pieces):
-        check_token_ids(ids, f"the {name} as the tokenizer encodes it", reader.vocab_size)
+    for piece, ids in zip(pieces._fields, pieces):
+        check_token_ids(ids, f"the {piece} as the tokenizer encodes it", reader.vocab_size)
     begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
     check_positions(reader, lengths[-1], "the longest length", REPLY_MARGIN * generate)
     settings = reader.settings() | {
