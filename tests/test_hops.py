@@ -93,4 +93,4 @@ def test_a_curve_of_one_length(llama, check):
 
 def test_a_dry_run_of_push(fox, check, tmp_path, capsys):
     fox.save_pretrained(tmp_path)
-    check(lambda: cli.main(["push", str(tmp_path), "someone/fox", "--dry-run"]), functions=105, moves=422)
+    check(lambda: cli.main(["push", str(tmp_path), "someone/fox", "--dry-run"]), functions=60, moves=200)

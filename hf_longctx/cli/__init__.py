@@ -9,6 +9,7 @@ fit); 1 where it failed although it is right (a full disk, no memory, no network
 
 import argparse
 import sys
+from collections.abc import Collection
 
 from .. import __version__
 from . import (
@@ -58,8 +59,8 @@ COMMANDS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The argument parser, all commands included."""
+def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the argument parser of all commands, where only some need their arguments: those that are called."""
     top = argparse.ArgumentParser(
         prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
     )
@@ -72,14 +73,16 @@ def parser() -> argparse.ArgumentParser:
             description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_arguments(p)
+        if name in with_arguments:
+            command.add_arguments(p)
         p.set_defaults(run=command.run)
     return top
 
 
 def main(argv=None) -> int:
     """Run a command, and return its exit code."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser(words).parse_args(words)
     try:
         args.run(args)
     except shared.EXPECTED as error:

@@ -2,8 +2,8 @@
 
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
 so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
-DIR, tokens and paths of this machine are refused. The card's places are filled from the files (`hf-longctx card`). The
-token is that of `hf auth login`, or of the environment variable HF_TOKEN.
+DIR, tokens and paths of this machine are refused. A README.md of your own is pushed as it is; without one, the card
+is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the variable HF_TOKEN.
 
 Examples:
   hf-longctx push model alice/fox --dry-run
@@ -26,12 +26,14 @@ def add_arguments(parser):
 
 
 def add_destination(parser, branch=True):
-    """Arguments that say where to push; see `send`. branch: whether branch and tag can be chosen."""
-    parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if there is none")
+    """Add the arguments that say where to push; branch and tag only if they can be chosen."""
+    parser.add_argument(
+        "repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if it does not exist"
+    )
     parser.add_argument("--private", action="store_true", help="create a private repository")
     if branch:
         parser.add_argument(
-            "--revision", metavar="BRANCH", help="branch, which is created if there is none (default: main)"
+            "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
         )
         parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
     else:
@@ -41,7 +43,7 @@ def add_destination(parser, branch=True):
 
 
 def run(args):
-    from ..hub import build_bundle, check_pushed, loading_lines, pin_base, with_card
+    from ..hub import build_bundle, loading_lines, pin_base, verify_push, with_card
 
     check_destination(args)
     bundle = build_bundle(args.folder)
@@ -53,12 +55,11 @@ def run(args):
         return
     print(loading_lines(bundle, args.repo, commit.oid))
     if args.verify:
-        hashes = {path: bundle.sha256(path) for path in bundle.files}
-        print(check_pushed(args.folder, hashes, args.repo, commit.oid, bundle.auto_class))
+        print(verify_push(args.folder, bundle.hashes(), args.repo, commit.oid, bundle.auto_class))
 
 
 def check_destination(args):
-    """ValueError for what `add_destination` takes, and the Hub does not."""
+    """Raise ValueError for names and combinations that the Hub would refuse."""
     check_repo(args.repo)
     check_reference("--revision", args.revision)
     check_reference("--tag", args.tag)
@@ -67,38 +68,38 @@ def check_destination(args):
 
 
 def check_repo(name):
-    """ValueError unless the name is NAMESPACE/NAME."""
+    """Raise ValueError unless the name is NAMESPACE/NAME."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name if name.count("/") == 1 else "")
     except ValueError as error:
         raise ValueError(
-            f"{name!r} is no name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ and ., at "
+            f"{name!r} is not the name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ and ., at "
             "most 96 of them."
         ) from error
 
 
 def check_reference(option, name):
-    """ValueError for a name that no branch and no tag can have."""
+    """Raise ValueError for a name that a branch or tag cannot have."""
     if name is not None and not re.fullmatch(r"[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*", name):
         raise ValueError(
-            f"{option} {name!r} is no name of a branch or tag; take letters, digits, and . - _ / between them."
+            f"{option} {name!r} is not a name of a branch or tag; take letters, digits, and . - _ / between them."
         )
 
 
 def send(bundle, args, repo_type="model"):
-    """List the files, push them, and print where they are; the commit, or None after a dry run."""
-    from ..hub import gaps, lint, push
+    """List the files, push them, and print where they are; return the commit, or None after a dry run."""
+    from ..hub import check, missing_fields, push
 
-    lint.check(bundle)
-    for path in sorted(bundle.files):
-        print(f"{bundle.size(path):>14,}  {path}")
+    for path, size in bundle.sizes().items():
+        print(f"{size:>14,}  {path}")
     if bundle.left_out:
         print(f"left out: {', '.join(bundle.left_out)}")
-    for gap in gaps(bundle):
-        print(f"missing: {gap}")
+    for line in missing_fields(bundle):
+        print(f"missing: {line}")
     if args.dry_run:
+        check(bundle)
         print(f"nothing was sent to {args.repo}")
         return None
     options = {"private": args.private, "revision": args.revision, "create_pr": args.create_pr, "tag": args.tag}

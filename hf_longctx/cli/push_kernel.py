@@ -1,7 +1,8 @@
 """Push the Triton kernels of forgetting attention to the Hub, as a kernel that transformers loads by its name.
 
-The source goes to the branch main, and what is loaded to the branch of the version. Who loads it runs its code: give
-them the commit, attn_implementation="REPO@COMMIT". The Hub asks for its approval before a new kernel is published.
+The source goes to the branch main, and what is loaded to the branch of the version. Whoever loads it runs its code:
+give them the commit, attn_implementation="REPO@COMMIT". The Hub asks for its approval before it
+publishes a new kernel.
 
 Examples:
   hf-longctx push-kernel alice/forgetting-attention --dry-run

@@ -1,6 +1,6 @@
 """Push a metric to the Hub as a Space, from where evaluate loads it.
 
-The Space scores predictions where hf-longctx is not installed; to measure a model, it needs hf-longctx. Who calls
+The Space scores predictions where hf-longctx is not installed; to measure a model, it needs hf-longctx. Whoever calls
 `evaluate.load` runs the code of the Space without a question, so give them the commit: revision="...".
 
 Examples:

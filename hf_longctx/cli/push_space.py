@@ -1,6 +1,6 @@
 """Push the Space "How far does it remember?": RoPE bounds, forgetting curves side by side, the gates of a FoX.
 
-The Space runs on a CPU, needs no token, and runs no code of a model. Examples are what its visitors can choose from:
+The Space runs on a CPU, needs no token, and runs no code of a model. Its visitors can choose from the examples:
 results of `curve` or `loss`, and folders of models with a forgetting_curve.json or, of a FoX, with gates.
 
 Examples:

@@ -1,13 +1,13 @@
-"""Pushing models, metrics and kernels to the Hub, of files that are known, with the code that they need."""
+"""Pushing models, metrics and kernels to the Hub: known files, with the code that they need."""
 
 from .bundle import Bundle, build_bundle
-from .card import fill, loading_lines, with_card
-from .check import check_pushed
-from .kernel import build_kernel
-from .lint import gaps, problems
-from .metric import build_space
+from .card import loading_lines, with_card
+from .explorer_space import build_explorer
+from .kernel_repository import build_kernel
+from .lint import check, missing_fields
+from .metric_space import build_space
 from .push import pin_base, push
-from .space import build_explorer
+from .verify import verify_push
 
 
 __all__ = [
@@ -16,12 +16,11 @@ __all__ = [
     "build_explorer",
     "build_kernel",
     "build_space",
-    "check_pushed",
-    "fill",
-    "gaps",
+    "check",
     "loading_lines",
+    "missing_fields",
     "pin_base",
-    "problems",
     "push",
+    "verify_push",
     "with_card",
 ]

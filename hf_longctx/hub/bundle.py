@@ -1,10 +1,12 @@
-"""What is pushed of a folder: files of known kinds, the code that the model needs, and a list of all their hashes."""
+"""The files that are pushed: known files of a folder, the code that the model needs, and the hashes of all of them."""
 
 import fnmatch
 import hashlib
 import json
+import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,14 +18,15 @@ from .. import __version__, fox, hmt
 from ..fox.checkpoint_files import TOKENIZER_FILES, Checkpoint, leads_outside, open_safetensors, read_json
 from ..fox.modeling_fox import AUTO_MAP
 from ..metrics import read_result
-from ..metrics.result import commit
+from ..metrics.result import Result, commit
 
 
 CONTENTS = "hf_longctx.json"  # versions and hashes
+NOTES = "card_notes.md"  # a person's words for the card
 ADAPTER = "adapter_model.safetensors"
 BASE = "base.json"  # beside an adapter of `hf-longctx finetune`: which weights it was trained on
 TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, and what metrics.jsonl says
-KNOWN = ("README.md", "LICENSE*", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
+KNOWN = ("README.md", NOTES, "LICENSE*", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 PICKLED = (b"\x80", b"PK\x03\x04")  # how pickles and PyTorch's archives begin
 # Patterns of names that are refused, and why.
 REFUSED = {
@@ -38,7 +41,7 @@ EVALUATIONS = ".eval_results"  # results on benchmarks that are registered at th
 PACKAGE_CODE = {
     path.name: path
     for package, suffix in ((fox, "fox"), (hmt, "hmt"))
-    for path in Path(package.__file__).parent.glob(f"*_{suffix}.py")
+    for path in Path(package.__path__[0]).glob(f"*_{suffix}.py")
 }
 PEFT_TASKS = {
     "SEQ_CLS": "ForSequenceClassification",
@@ -55,18 +58,24 @@ AUTO_MAPS = {
 
 @dataclass(frozen=True)
 class Bundle:
-    """What is pushed.
+    """The files of a push, and what they say about the model.
 
     Attributes:
         files: the content of every file, or where it is read from, by its path in the repository.
         left_out: names in the folder that are not pushed.
         config: of the model, or of the adapter; empty for a Space or a kernel.
+        tensors: numbers in each tensor of the weights, by its name.
+        results: results of metrics, by the name of their file.
+        documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.
         base_has_code: whether the base of an adapter has code of its own.
     """
 
     files: dict[str, Path | bytes]
-    left_out: tuple[str, ...]
-    config: dict
+    left_out: tuple[str, ...] = ()
+    config: dict = field(default_factory=dict)
+    tensors: dict[str, int] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    documents: dict[str, dict] = field(default_factory=dict)
     base_has_code: bool = False
 
     @property
@@ -77,16 +86,16 @@ class Bundle:
     def base(self) -> tuple[str, str | None] | None:
         """Name and revision, on the Hub, of the base of an adapter, or of the backbone that an HMT points to."""
         if self.is_adapter:
-            return self.config.get("base_model_name_or_path"), self.config.get("revision")
+            return self.config.get("base_model_name_or_path", ""), self.config.get("revision")
         if self.config.get("backbone_in_checkpoint", True):
             return None
-        return self.config.get("backbone_name_or_path"), self.config.get("backbone_revision")
+        return self.config.get("backbone_name_or_path", ""), self.config.get("backbone_revision")
 
     @property
     def auto_class(self) -> str:
         """The class of transformers or PEFT that loads it: AutoModelForCausalLM of a FoxForCausalLM, and so on."""
         if self.is_adapter:
-            return f"AutoPeftModel{PEFT_TASKS.get(self.config.get('task_type'), 'ForCausalLM')}"
+            return f"AutoPeftModel{PEFT_TASKS.get(self.config.get('task_type', ''), 'ForCausalLM')}"
         (name, *_) = self.config.get("architectures") or ["ForCausalLM"]
         if name.endswith("Model") and not name.endswith("LMHeadModel"):
             return "AutoModel"
@@ -98,124 +107,138 @@ class Bundle:
         """Whether it needs trust_remote_code: for its own code, or for that of the FoX that it adapts."""
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
+    def read(self, path: str) -> bytes:
+        content = self.files[path]
+        return content if isinstance(content, bytes) else content.read_bytes()
+
+    def texts(self, chosen: Callable[[str], object]) -> dict[str, str]:
+        """Return the chosen files as text, by their path, without the byte order mark of some editors.
+
+        Raises:
+            ValueError: a file is not UTF-8.
+        """
+        texts = {}
+        for path in filter(chosen, sorted(self.files)):
+            try:
+                texts[path] = self.read(path).decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 text ({error}).") from error
+        return texts
+
     def text(self, path: str) -> str:
-        """Without the byte order mark of some editors; ValueError for a file that is not UTF-8."""
-        content = self.files[path]
-        try:
-            return (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no UTF-8 text ({error}).") from error
+        """Return one file as text; "" without such a file."""
+        return self.texts(lambda name: name == path).get(path, "")
 
-    def size(self, path: str) -> int:
-        """Bytes."""
-        content = self.files[path]
-        return len(content) if isinstance(content, bytes) else content.stat().st_size
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every file, by its path."""
+        contents = sorted(self.files.items())
+        return {path: len(x) if isinstance(x, bytes) else x.stat().st_size for path, x in contents}
 
-    def sha256(self, path: str) -> str:
-        content = self.files[path]
-        if isinstance(content, bytes):
-            return hashlib.sha256(content).hexdigest()
-        with content.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+    def hashes(self) -> dict[str, str]:
+        """Return the sha256 of every file, by its path; weights take long."""
+        hashes = {}
+        for path, content in self.files.items():
+            if isinstance(content, bytes):
+                hashes[path] = hashlib.sha256(content).hexdigest()
+            else:
+                with content.open("rb") as file:
+                    hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashes
 
 
 def build_bundle(folder: str | os.PathLike) -> Bundle:
-    """What to push of the folder of a model or of an adapter.
+    """Collect what is pushed of the folder of a model or of an adapter.
 
     Known files are taken: configuration, weights, tokenizer, card, pictures, results of the metrics. The code is what
     `auto_map` names, with all that it imports: the package's own files, byte for byte, and others from the folder. A
-    FoX or HMT without `auto_map` gets one. What is not known is left out; what should never be public is refused.
+    FoX or HMT without `auto_map` gets one. Unknown files are left out; what should never be public is refused.
 
     Raises:
         ValueError: a file is refused (a pickle, state of a training, a hidden file, a link that leaves the folder);
             weights are missing or damaged; code is missing or in another repository; the base of an adapter or of an
-            HMT has no name on the Hub; a file is no JSON.
+            HMT has no name on the Hub; a file is not JSON.
         FileNotFoundError, NotADirectoryError: there is no such folder.
     """
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir() if path.name not in TOOLS)
     evaluations = [f"{EVALUATIONS}/{path.name}" for path in sorted((folder / EVALUATIONS).glob("*.yaml"))]
     check_names(folder, [*names, *evaluations])
-    files = {name: folder / name for name in names if is_known(folder / name)}
-    files |= {name: folder / name for name in evaluations}
-    base_type = None
+    files: dict[str, Path | bytes] = {name: folder / name for name in evaluations}
+    results, documents, base_type = {}, {}, None
+    for path in (folder / name for name in names if (folder / name).is_file()):
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
+            refuse_pickle(path)
+            files[path.name] = path
+        elif path.suffix == ".json" and path.name not in ("config.json", "adapter_config.json", BASE, CONTENTS):
+            read_measurement(path, results, documents)
+    files |= {name: folder / name for name in documents}
     if "config.json" in names:
-        config, weights = read_json(folder / "config.json"), model_weights(folder)
-        files |= weights | auto_map_and_code(folder, config)
+        config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
+        files |= weight_files(folder, checkpoint) | auto_map_and_code(folder, config)
+        tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
         config = read_json(folder / "adapter_config.json")
-        check_safetensors(folder / ADAPTER)
-        parts = {"adapter_config.json", ADAPTER, BASE}.intersection(names)
-        files |= {name: folder / name for name in parts}
-        base_type = read_json(folder / BASE).get("model_type") if BASE in parts else None
+        tensors = check_safetensors(folder / ADAPTER)
+        files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
+        base_type = read_json(folder / BASE).get("model_type") if BASE in names else None
     else:
-        raise ValueError(f"{folder} has no config.json and no adapter_config.json; give the folder of a saved model.")
+        raise ValueError(f"{folder} lacks config.json or adapter_config.json; give the folder of a saved model.")
     left_out = tuple(name for name in names if name not in files and name not in (CONTENTS, EVALUATIONS))
-    bundle = Bundle(files, left_out, config, base_type in AUTO_MAPS)
+    bundle = Bundle(files, left_out, config, tensors, results, documents, base_type in AUTO_MAPS)
     if bundle.base is not None:
         check_base(folder, bundle)
     return with_contents(bundle)
 
 
 def check_base(folder, bundle):
-    """ValueError for a base that is not named, or by the path of a folder."""
+    """Raise ValueError for a base that is not named, or by the path of a folder."""
     (base, _), field = bundle.base, "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:
         validate_repo_id(base if is_name else "")
     except ValueError as error:
         raise ValueError(
-            f"{folder} needs {base}, which is no name on the Hub. Push that model first, and put its name into {field} of "
+            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and put its name into {field} of "
             f"{'adapter_config.json' if bundle.is_adapter else 'config.json'}."
         ) from error
 
 
 def check_names(folder, names):
-    """ValueError for files that must not be pushed, and links that leave the folder."""
-    problems = []
-    for name in names:
-        reasons = [why for patterns, why in REFUSED.items() if any(fnmatch.fnmatch(name.lower(), p) for p in patterns)]
-        if name.startswith(EVALUATIONS):
+    """Raise ValueError for files that must not be pushed, and for links that leave the folder."""
+    errors = []
+    for path in (folder / name for name in names):
+        reasons = [
+            why for patterns, why in REFUSED.items() if any(fnmatch.fnmatch(path.name.lower(), p) for p in patterns)
+        ]
+        if EVALUATIONS in (path.name, path.parent.name):
             reasons.clear()
-        if leads_outside(folder / name, folder):
-            reasons.append(f"a link to {(folder / name).resolve()}, outside of the folder: remove it")
-        problems += [f"{name} is {why}" for why in reasons[:1]]
-    if problems:
-        raise ValueError(f"{folder} cannot be pushed. {'. '.join(problems)}.")
-
-
-def is_known(path):
-    if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
-        if path.is_file():
-            refuse_pickle(path)
-        return path.is_file()
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    try:
-        read_result(path)
-    except ValueError:
-        return is_benchmark(path)
-    return True
+        if path.is_symlink() and leads_outside(path, folder):
+            reasons.append(f"a link to {path.resolve()}, outside of the folder: remove it")
+        errors += [f"{path.name} is {why}" for why in reasons[:1]]
+    if errors:
+        raise ValueError(f"{folder} cannot be pushed. {'. '.join(errors)}.")
 
 
 def refuse_pickle(path):
-    """ValueError for the pickle of a tokenizer, such as X.model."""
+    """Raise ValueError for the pickle of a tokenizer, such as X.model."""
     with path.open("rb") as file:
         if file.read(4).startswith(PICKLED):
             raise ValueError(f"{path} is a pickle, which can run code when it is loaded: remove it.")
 
 
-def is_benchmark(path):
-    """Whether it is what scripts/bench writes."""
+def read_measurement(path, results, documents):
+    """Add what a JSON file holds, if that is a result of a metric, or what scripts/bench writes."""
     try:
-        return {"command", "machine", "versions", "rows"} <= read_json(path).keys()
+        document = read_json(path)
+        if not {"command", "machine", "versions", "rows"} <= document.keys():
+            results[path.name] = read_result(path)
+        documents[path.name] = document
     except ValueError:
-        return False
+        return
 
 
-def model_weights(folder):
-    """The safetensors files of a model, with their index; each is opened."""
-    checkpoint = Checkpoint(folder)
+def weight_files(folder, checkpoint):
+    """Return the safetensors files of a model, with their index."""
     files = {path.name: path for path in checkpoint.files.values()}
     index = folder / transformers.utils.SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
@@ -226,15 +249,20 @@ def model_weights(folder):
     return files
 
 
-def check_safetensors(path):
+def check_safetensors(path: Path) -> dict[str, int]:
+    """Return the numbers in each tensor of a file.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged.
+    """
     if not path.is_file():
-        raise ValueError(f"{path.parent} lacks {path.name}; save the adapter with save_pretrained.")
-    with open_safetensors(path):
-        pass
+        raise ValueError(f"{path.parent} lacks {path.name}; save the model or adapter with save_pretrained.")
+    with open_safetensors(path) as tensors:
+        return {name: math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
 
 
 def auto_map_and_code(folder, config):
-    """config.json, with an auto_map where FoX or HMT lacks one, and the files of code that it needs."""
+    """Return config.json, with an auto_map where FoX or HMT lacks one, and the files of code that it needs."""
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
     if not config.get("auto_map") and auto_map:
@@ -251,7 +279,7 @@ def auto_map_and_code(folder, config):
 
 
 def module_names(file, auto_map):
-    """Modules of an auto_map; ValueError for those of another repository."""
+    """Return the modules of an auto_map; ValueError for those of another repository."""
     classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     modules = set()
     for name in [name for value in classes for name in (value if isinstance(value, list) else [value])]:
@@ -268,7 +296,7 @@ def module_names(file, auto_map):
 
 
 def code_file(folder, name):
-    """The package's own file, else the folder's; which backbone is in use, only the folder says."""
+    """Return the package's own file, else the folder's, which alone says what the backbone of an HMT is."""
     path = folder / name
     if name in PACKAGE_CODE and not (name == "custom_backbone_hmt.py" and path.is_file()):
         return PACKAGE_CODE[name]
@@ -280,14 +308,10 @@ def code_file(folder, name):
 
 
 def with_contents(bundle: Bundle, files: dict[str, bytes] | None = None) -> Bundle:
-    """The bundle with other contents of some files, and with one more file: versions, and the sha256 of every file."""
-    files = files or {}
-    if CONTENTS in bundle.files:
-        hashes = json.loads(bundle.files[CONTENTS])["sha256"]  # of weights, they take long
-    else:
-        hashes = {path: bundle.sha256(path) for path in bundle.files}
-    hashes |= {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+    """Return the bundle with other contents of some files, and a file of versions and the sha256 of every file."""
+    hashes = json.loads(bundle.read(CONTENTS))["sha256"] if CONTENTS in bundle.files else bundle.hashes()
+    hashes |= {path: hashlib.sha256(content).hexdigest() for path, content in (files or {}).items()}
     versions = {"hf_longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    contents = {"versions": versions, "commit": commit(Path(fox.__file__).parents[2])}
+    contents = {"versions": versions, "commit": commit(Path(__file__).parents[2])}
     text = json.dumps(contents | {"sha256": dict(sorted(hashes.items()))}, indent=2) + "\n"
-    return replace(bundle, files=bundle.files | files | {CONTENTS: text.encode()})
+    return replace(bundle, files={**bundle.files, **(files or {}), CONTENTS: text.encode()})

@@ -1,4 +1,4 @@
-"""One commit on the Hub, of a bundle."""
+"""The push of a bundle to the Hub, in one commit."""
 
 import json
 import re
@@ -29,7 +29,7 @@ REPLACED = {
 
 @contextmanager
 def named_errors():
-    """Errors on the way to the Hub, as built-in ones that say what to do.
+    """Turn errors on the way to the Hub into built-in ones that say what to do.
 
     Raises:
         ValueError: HF_HUB_OFFLINE is set.
@@ -59,24 +59,24 @@ def push(
     create_pr: bool = False,
     tag: str | None = None,
 ) -> CommitInfo:
-    """Push a bundle in one commit; where nothing has changed, none is made.
+    """Push a bundle in one commit; where nothing has changed, no commit is made.
 
-    The repository and the branch are created if there are none. Weights of a model that the bundle lacks are removed
-    from the repository: transformers would prefer a `model.safetensors` of before to the shards of now, and an adapter
-    of before, on its own base, to both. So are files of a kernel.
+    The repository and the branch are created if they do not exist. Old weights that the bundle lacks are removed from
+    the repository, because transformers prefers an old `model.safetensors` to new shards, and an old adapter on its
+    own base to both. Old files of a kernel are removed, too.
 
     The token is that of `hf auth login` or of the environment variable HF_TOKEN.
 
     Args:
         repo: NAMESPACE/NAME.
-        repo_type: "model", "kernel", or "space" for one of gradio.
+        repo_type: "model", "kernel", or "space" for a Space of gradio.
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
         tag: a name for the commit, which the repository must not have yet.
 
     Raises:
-        ValueError: something is wrong with the bundle (`lint.problems`), there is no token, `repo` is no name, the
+        ValueError: the bundle must not be pushed (`lint.check`), a token is missing, `repo` is not a name, the
             repository is public although `private`, it holds a model that an adapter would hide, or it has the tag.
         HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile. Others:
             `named_errors`.
@@ -123,7 +123,7 @@ def push(
 
 @named_errors()
 def pin_base(bundle: Bundle) -> Bundle:
-    """The bundle with the commit that the base of an adapter, or the backbone of an HMT, has on the Hub now.
+    """Return the bundle with the commit that the base of an adapter, or the backbone of an HMT, has on the Hub now.
 
     Raises:
         ValueError: the Hub has no such repository or revision. Others: `named_errors`.
@@ -137,6 +137,6 @@ def pin_base(bundle: Bundle) -> Bundle:
         raise ValueError(f"the base {name} (revision {revision}) is not on the Hub; push it first.") from error
     path, field = ("adapter_config.json", "revision") if bundle.is_adapter else ("config.json", "backbone_revision")
     config = json.loads(bundle.text(path)) | {field: base.sha}
-    has_code = bundle.is_adapter and any(file.rfilename.endswith(".py") for file in base.siblings)
+    has_code = bundle.is_adapter and any(file.rfilename.endswith(".py") for file in base.siblings or ())
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     return with_contents(replace(bundle, config=config, base_has_code=has_code), {path: text.encode()})

@@ -15,7 +15,7 @@ from mistakes import refused
 
 from hf_longctx import cli
 from hf_longctx.hub import build_bundle, build_explorer, build_space
-from hf_longctx.hub.space import APP
+from hf_longctx.hub.explorer_space import APP
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longctx.hub
 from hf_longctx.corpus import open_source
-from hf_longctx.hub import check
+from hf_longctx.hub.verify import main as verify
 
 
 RAN, COMMITS = Path(sys.argv[1]), json.loads(Path(sys.argv[3]).read_text())  # RAN: what the code would create
@@ -148,9 +148,9 @@ def check_what_upstream_runs_is_pinned_by_its_commit():
 
 
 def check_other_bytes_are_noticed_by_their_hashes():
-    """The Hub's clients compare sizes only; see hf_longctx.hub.check."""
+    """The Hub's clients compare sizes only; see hf_longctx.hub.verify."""
     commit = HfApi().repo_info("mallory/bytes").sha
-    refused(check.main, "mallory/bytes", commit, sys.argv[2], "", "AutoModel", says="README.md has other bytes")
+    refused(verify, "mallory/bytes", commit, sys.argv[2], "", "AutoModel", says="README.md has other bytes")
 
 
 if __name__ == "__main__":

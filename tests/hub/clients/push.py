@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_longctx import FoxConfig, HMTConfig, cli, fox
-from hf_longctx.hub import check
+from hf_longctx.hub.verify import main as verify
 
 
 DEMO = sys.argv[1]
@@ -86,7 +86,7 @@ def check_bytes_that_differ_are_noticed():
     sha = api.repo_info("alice/fox").sha
     Path("hashes.json").write_text(json.dumps({"README.md": 64 * "0"}))
     try:
-        check.main("alice/fox", sha, "hashes.json", "", "AutoModelForCausalLM")
+        verify("alice/fox", sha, "hashes.json", "", "AutoModelForCausalLM")
     except ValueError as error:
         assert "README.md has other bytes" in str(error)
     else:

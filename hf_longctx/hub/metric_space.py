@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..metrics.evaluate_modules import module_path
 from .bundle import Bundle, with_contents
-from .space import APP, package_files
+from .explorer_space import APP, package_files
 
 
 METRICS = Path(module_path("forgetting_curve")).parents[1]

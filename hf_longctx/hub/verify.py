@@ -1,8 +1,8 @@
-"""What was pushed, loaded back by its commit: the bytes of every file, and the outputs.
+"""Verification of a push: the commit is loaded back, and the bytes of every file and the outputs are compared.
 
-This file is also a program that runs without hf_longctx, as those who load the model do:
+This file is also a program that runs without hf_longctx, as for those who load the model:
 
-    python check.py REPO COMMIT HASHES.json OUTPUTS.safetensors AUTO_CLASS
+    python verify.py REPO COMMIT HASHES.json OUTPUTS.safetensors AUTO_CLASS
 """
 
 import hashlib
@@ -22,17 +22,17 @@ from safetensors.torch import load_file, save_file
 TOKENS = 64
 
 
-def check_pushed(folder, hashes: dict[str, str], repo: str, commit: str, auto_class: str) -> str:
+def verify_push(folder: str | os.PathLike, hashes: dict[str, str], repo: str, commit: str, auto_class: str) -> str:
     """Load a commit in a fresh process, into an empty cache, and compare it with the folder that was pushed.
 
     Args:
-        folder: of a model, or of an adapter.
-        hashes: sha256 of every file.
-        auto_class: the class of transformers, or of PEFT, that loads it; its first output is compared (of most, the
-            logits).
+        folder: the folder of a model, or of an adapter.
+        hashes: sha256 of every file, by its path.
+        auto_class: the class of transformers, or of PEFT, that loads it; its first output, usually the logits, is
+            compared.
 
     Returns:
-        what was compared, in a line.
+        a line that says what was compared.
 
     Raises:
         RuntimeError: the commit cannot be loaded, or it differs.
