@@ -165,7 +165,7 @@ FILES = [
     ("convert {pickled} {new} --to official", r"pytorch_model\.bin: load and save"),
     ("convert {index} {new} --to official", r"lacks part\.safetensors"),
     ("push {nowhere} alice/fox --dry-run", "nowhere"),
-    ("push {empty} alice/fox --dry-run", "no config.json"),
+    ("push {empty} alice/fox --dry-run", "lacks config.json or"),
     ("push {fox}/config.json alice/fox --dry-run", r"config\.json"),
     ("push {pickled} alice/fox --dry-run", r"pytorch_model\.bin is a pickle"),
     ("push {half_weights} alice/fox --dry-run", "not a sound safetensors file"),

@@ -55,7 +55,14 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     code = {Path(path).name for path in get_relative_import_files(modeling_fox.__file__)} | {"modeling_fox.py"}
     assert {path for path in bundle.files if path.endswith(".py")} == code
     assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
-    documents = {"README.md", "card_notes.md", "forgetting_curve.json", "forgetting_curve.png", "gates.png", "hf_longctx.json"}
+    documents = {
+        "README.md",
+        "card_notes.md",
+        "forgetting_curve.json",
+        "forgetting_curve.png",
+        "gates.png",
+        "hf_longctx.json",
+    }
     documents |= {"position_loss.json", "position_loss.png", "speed.json"}
     documents |= {"training.txt", "training.yaml", "training_log.jsonl"}
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
@@ -209,7 +216,9 @@ MISTAKES = [
     refused("no configuration", without("config.json"), "lacks config.json or adapter_config.json"),
     refused("configuration that is no JSON", adding("config.json", b"{"), "is not JSON"),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
-    refused("base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, which is not a name"),
+    refused(
+        "base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, which is not a name"
+    ),
     refused("base in a folder that is elsewhere", of_adapter(base_model_name_or_path="runs/a/model"), "put its name"),
     refused("base without a name", of_adapter(base_model_name_or_path=None), "needs None, which is not a name"),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
