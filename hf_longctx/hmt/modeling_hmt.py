@@ -494,8 +494,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         model.memory.load_state_dict({name.removeprefix("memory."): value for name, value in weights.items()})
         with suppress(OSError):  # without a saved generation config the backbone's stays
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
-        model = model.eval()
-        return (model, *loading_info) if loading_info else model  # pyright: ignore[reportReturnType] (on request)
+        if loading_info:  # asked for by output_loading_info
+            return model.eval(), *loading_info  # pyright: ignore[reportReturnType]
+        return model.eval()
 
 
 __all__ = ["HMTOutput", "HMTWrapper"]
