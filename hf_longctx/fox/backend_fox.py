@@ -112,7 +112,7 @@ def forgetting_triton_mask(
     device=None,
     **kwargs,
 ):
-    """The mask function, with the arguments of transformers.
+    """Return who sees whom for our kernels; a mask function with the arguments of transformers.
 
     Returns:
         `VisibleKeys`; None if every query sees all keys up to its own. The later stages of a pipeline need the latter:
@@ -149,7 +149,7 @@ def forgetting_triton_mask(
 
 
 def logit_bound_of_norms(attention, heads):
-    """A bound of the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
+    """Return a bound of the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
 
     The weights are read in every call and the bound is not stored: FSDP2 gathers new weights into the same tensor
     under the same version, so a stored bound could be out of date unnoticed.
@@ -178,7 +178,7 @@ def logit_bound_of_norms(attention, heads):
 
 
 def gates_in(module, key, heads):
-    """The parts of c that are folded into the keys, (B, Hkv, heads // Hkv, Tk, parts), as a view."""
+    """Return the parts of c that are folded into the keys, (B, Hkv, heads // Hkv, Tk, parts), as a view."""
     if module.f_proj is None:
         gates = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1)
     else:
@@ -205,7 +205,7 @@ def refuse(kernels, module, query, mask, dropout, output_attentions):
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
-    """The attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
+    """Run the kernels; an attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
 
     Args:
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
@@ -264,7 +264,7 @@ ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3",
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns the attention weights.
+    """Compute softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns the attention weights.
 
     The logits are float32 whatever the model's dtype: a folded key adds the decay to them, which reaches thousands.
     """
@@ -352,7 +352,7 @@ def attend_along_paths(module, q, k, v, log_f, visible: torch.Tensor, call: Call
 
 
 def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
-    """Softmax attention over all keys by the implementation `name`.
+    """Compute softmax attention over all keys by the implementation `name`.
 
     Raises:
         ValueError: the implementation may not compute forgetting attention exactly.

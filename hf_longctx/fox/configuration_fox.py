@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
 OUTPUT_GATES = ("sigmoid", "silu")
-# What other models of transformers may be, and a FoX is not.
+# Settings of other models of transformers that a FoX cannot have.
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
 # Names that the base class takes beside its fields and properties.
 BASE_NAMES = {"attn_implementation", "rope_theta", "partial_rotary_factor", "auto_map", "quantization_config", *FIXED}
@@ -166,7 +166,7 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> FoxSizes:
-        """The sizes of the layers, of which none is left out."""
+        """Sizes of the layers, of which none is left out."""
         head_dim, kv_heads, width = self.head_dim, self.num_key_value_heads, self.intermediate_size
         assert head_dim is not None and kv_heads is not None and width is not None  # since `__post_init__`
         group = self.num_attention_heads // kv_heads
@@ -175,7 +175,7 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def layer_types(self):
-        """The layer types by which transformers makes a cache. They follow from the other fields."""
+        """Layer types by which transformers makes a cache; they follow from the other fields."""
         # The token shift is a one-token convolution: transformers caches it beside the attention in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
@@ -222,7 +222,7 @@ class FoxConfig(PreTrainedConfig):
         return plan
 
     def validate_rope(self):
-        """Part of the validation by `@strict`, after all fields are set."""
+        """Raise ValueError for wrong RoPE parameters; `@strict` calls this after all fields are set."""
         try:
             super().validate_rope()
         except KeyError as error:
@@ -238,7 +238,7 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"rope_theta={theta!r}; it must be a positive number such as 500000.0.")
 
     def _check_names(self, kwargs):
-        """Raise ValueError for names that are no fields, unless they come from a saved configuration."""
+        """Raise ValueError for names that are not fields, unless they come from a saved configuration."""
         if "model_type" in kwargs:
             return
         for name in kwargs:
@@ -257,11 +257,8 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"initializer_range={self.initializer_range}; it is a standard deviation, such as 0.02.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
-            for token in ids if isinstance(ids, list) else [ids]:
-                if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(
-                        f"{name}={ids}; it must be None or below vocab_size={self.vocab_size}, and not negative."
-                    )
+            if any(i is not None and not 0 <= i < self.vocab_size for i in (ids if isinstance(ids, list) else [ids])):
+                raise ValueError(f"{name}={ids}; it must be None, or from 0 to below vocab_size={self.vocab_size}.")
 
     def _check_sizes(self):
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
@@ -270,13 +267,10 @@ class FoxConfig(PreTrainedConfig):
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size}; it must be at least 1.")
         for name in ("rms_norm_eps", "qk_norm_eps"):
-            eps = getattr(self, name)
-            if not 0 < eps < math.inf:
-                raise ValueError(f"{name}={eps}; it must be a small positive number such as 1e-6.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be a small positive number such as 1e-6.")
         if not 0 <= self.attention_dropout < 1:
-            raise ValueError(
-                f"attention_dropout={self.attention_dropout}; it is a probability, at least 0 and below 1."
-            )
+            raise ValueError(f"attention_dropout={self.attention_dropout}; it must be at least 0 and below 1.")
 
     def _check_heads(self):
         if self.num_key_value_heads is None:
@@ -331,7 +325,7 @@ class FoxConfig(PreTrainedConfig):
 
     @classmethod
     def pro(cls, **kwargs):
-        """FoX (Pro): output gate and norm, QK-norm, key and value shift (sec. 3, Figure 1). `kwargs` override."""
+        """Return FoX (Pro): output gate and norm, QK-norm, token shifts (sec. 3, Figure 1). `kwargs` override."""
         switches = {"qk_norm": True, "output_gate": "sigmoid", "output_norm": True, "k_shift": True, "v_shift": True}
         return cls(**{**switches, **kwargs})
 

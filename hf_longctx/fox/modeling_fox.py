@@ -33,7 +33,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.versions import require_version
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import NAME, attend, check_implementation
+from .backend_fox import attend, check_implementation
 from .call_fox import PLAIN_CALL, Call, Shard
 from .checks_fox import NO_QUANTIZED_CACHE
 from .configuration_fox import FoxConfig
@@ -77,13 +77,13 @@ class FoxHeadRMSNorm(nn.Module):
 
 
 def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.Tensor:
-    """Gate biases (H,) for log-spaced decay times T_h in tokens: -1 / log sigmoid(b_h) = T_h (Appendix D)."""
+    """Return gate biases (H,) for log-spaced decay times T_h in tokens: -1 / log sigmoid(b_h) = T_h (Appendix D)."""
     times = torch.linspace(math.log(time_min), math.log(time_max), num_heads, dtype=torch.float64).exp()
     return -torch.expm1(1 / times).log().float()
 
 
 class FoxForgetGate(nn.Module):
-    """log f_t = log sigmoid(w.x_t + b) for each gate: (B, T, hidden) -> (B, H or Hkv, T), fp32.
+    """Log gates log f_t = log sigmoid(w.x_t + b): (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
     Not an `nn.Linear`, so that quantizers and adapters leave it alone: errors of a gate add up over the whole context.
     """
@@ -105,7 +105,7 @@ class FoxForgetGate(nn.Module):
 
 
 class FoxShiftWeight(nn.Module):
-    """a_t = sigmoid(w.x_t), the share of the previous key or value in a token's: (B, T, hidden) -> (B, T, Hkv), fp32.
+    """Shift weights a_t = sigmoid(w.x_t), the share of the previous key or value: (B, T, hidden) -> (B, T, Hkv), fp32.
 
     No `nn.Linear` either: as wide as there are key heads, it is too narrow for kernels of quantized layers.
     """
@@ -262,16 +262,8 @@ class FoxPreTrainedModel(PreTrainedModel):
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """transformers loads a kernel of the Hub here; raise if it does not compute forgetting attention."""
-        try:
-            name = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-        except (ImportError, ValueError, UnboundLocalError) as error:  # the last by transformers 5.15
-            if "/" not in (attn_implementation or ""):
-                raise
-            raise (ImportError if isinstance(error, ImportError) else ValueError)(
-                f"{error} Kernels of the Hub need transformers>=5.17. This model has kernels of its own: "
-                f"attn_implementation={NAME!r}."
-            ) from error
+        """Load a kernel of the Hub, as transformers does here; raise if it does not compute forgetting attention."""
+        name = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         check_implementation(name, self.config.head_dim)
         return name
 

@@ -97,7 +97,7 @@ class ContinuousBatching(GenerationMixin):
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """As in transformers, with pages that have room for log f and shift weights of a token; see `through_pages`.
+        """Make the manager of transformers, with pages that hold log f and shift weights too; see `through_pages`.
 
         Raises:
             NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE

@@ -185,7 +185,7 @@ def test_large_heads_are_refused(kernel):
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed, which tests/hub/test_kernel.py uses")
 def test_without_the_library_the_error_says_what_to_install():
     model = make("llama", "sdpa")
-    with pytest.raises(ImportError, match=r"pip install kernels.*'forgetting_triton'"):
+    with pytest.raises(ImportError, match="pip install kernels"):
         model.set_attn_implementation("alice/forgetting-attention", allow_all_kernels=True)
     assert model.config._attn_implementation == "sdpa"
 

@@ -42,7 +42,6 @@ VARIANTS = {
     "pro with a window": lambda: FoxConfig.pro(**SMALL, sliding_window=7),
     "no gate": lambda: FoxConfig(**SMALL, forget_gate="none", rope_parameters=ROPE),
 }
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def make(variant, backend="forgetting_triton", **changes):
@@ -112,8 +111,6 @@ def rows(kind):
         ("llama", "left padding"),
         ("no gate", "right padding"),
         ("one gate per key head", "causal"),
-        pytest.param("llama", "causal", marks=pytest.mark.slow),
-        pytest.param("one gate per key head", "padding in the middle", marks=pytest.mark.slow),
         ("pro with rope", "packed"),
         ("pro with a window", "padding in the middle"),
         ("window", "packed"),
@@ -135,25 +132,18 @@ CACHES = {
 }
 
 
-CHUNKED = [  # variant, padding of two rows, chunks, the cache of the fast case: pair-wise
+CHUNKED = [  # variant, padding of two rows, chunks, cache: pair-wise
     ("llama", None, [20, 1, 17], "static"),
     ("one gate per key head", [(0, 0), (0, 15)], [19, 19], "dynamic"),
     ("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic"),
     ("pro with a window", [(0, 3), (22, 25)], [20, 17, 1], "static"),
     ("llama", [(12, 15), (0, 0)], [10, 1, 10, 17], "dynamic"),
     ("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static"),
-    ("window", None, [5, 1, 1, 1, 30], None),
+    pytest.param("window", None, [5, 1, 1, 1, 30], "dynamic", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(
-    "variant, spans, chunks, cache",
-    [
-        pytest.param(variant, spans, chunks, cache, marks=() if cache == fast else pytest.mark.slow)
-        for variant, spans, chunks, fast in CHUNKED
-        for cache in CACHES
-    ],
-)
+@pytest.mark.parametrize("variant, spans, chunks, cache", CHUNKED)
 def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cache):
     ids, model = draw(2, sum(chunks)), make(variant)
     mask = None if spans is None else holes(2, sum(chunks), *spans)
@@ -258,8 +248,7 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("compiler", [INDUCTOR])
 def test_training_compiles_to_one_graph(compiler):
     ids, kwargs = rows("left padding")
     model = make("pro with rope")
@@ -282,8 +271,10 @@ def test_training_on_rows_of_any_length_compiles_twice():
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("variant", ["llama", pytest.param("pro with rope", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variant, compiler",
+    [("llama", "aot_eager"), pytest.param("pro with rope", *INDUCTOR.values, marks=INDUCTOR.marks)],
+)
 def test_decoding_with_a_static_cache_compiles_to_one_graph(variant, compiler):
     """One graph for every step: how many keys there are is known to the device only."""
     ids, model = draw(1, 20), make(variant)
@@ -315,9 +306,8 @@ def close_gates(model, log_f):
     return model
 
 
-@pytest.mark.parametrize("variant", [pytest.param("llama", marks=pytest.mark.slow), "pro with rope"])
-def test_closing_gates_are_pruned_and_nothing_changes(variant):
-    ids, bias = draw(1, 68), -12.0
+def test_closing_gates_are_pruned_and_nothing_changes():
+    ids, bias, variant = draw(1, 68), -12.0, "pro with rope"
     with count_pruned_blocks() as blocks:
         pruned = logits(close_gates(make(variant), bias), ids)
     assert 0 < blocks.pruned < blocks.total
