@@ -45,7 +45,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or largest visible entry of each block of (R, T): (ceil(R / block), ceil(T / block)), NaN where none is."""
+    """Return the mean or largest visible entry of each block of (R, T), NaN where none is visible."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))

@@ -71,7 +71,7 @@ for rows in TILES.values():
 
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
-    """Return the key of `TILES` for a capability such as 90, or for the nearest one below it; 12.x has the memory of 8.6."""
+    """Return the key of `TILES` for a capability such as 90, or the nearest below it; 12.x has the memory of 8.6."""
     return max(key for key in TILES if key[1] == itemsize and key[0] <= (86 if capability >= 120 else capability))
 
 

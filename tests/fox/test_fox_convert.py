@@ -270,7 +270,7 @@ CANNOT = {
         {**QWEN, "rope_parameters": {"full_attention": ROPE}},
         "not one known RoPE for all layers",
     ),
-    "another family": (transformers.GemmaConfig().to_dict(), "model_type is 'gemma'; what can become a FoX is one of"),
+    "another family": (transformers.GemmaConfig().to_dict(), "model_type is 'gemma'; these can become a FoX"),
     "quantized": ({**LLAMA, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
 }
 
