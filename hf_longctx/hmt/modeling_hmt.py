@@ -470,7 +470,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
             (loaded[0] if isinstance(loaded, tuple) else loaded).decide_recall_mask()
-            return loaded
+            return loaded  # pyright: ignore[reportReturnType] (a tuple with output_loading_info)
         # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
         hmt_names |= {"adapter_kwargs", "_commit_hash"}
