@@ -5,7 +5,53 @@ once imported, it would take the function's place.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:
+    from .curve.intervals import LengthInterval as LengthInterval
+    from .curve.lengths import MemoryLength as MemoryLength
+    from .curve.measure import PositionLimitError as PositionLimitError
+    from .curve.measure import forgetting_curve as forgetting_curve
+    from .curve.protocol import linear_lengths as linear_lengths
+    from .curve.protocol import log_lengths as log_lengths
+    from .curve.result import CurvePoint as CurvePoint
+    from .curve.result import ForgettingCurve as ForgettingCurve
+    from .curve.sources import SourceTest as SourceTest
+    from .curve.sources import irrelevant_source_test as irrelevant_source_test
+    from .evaluate_modules import module_path as module_path
+    from .evaluate_modules import register as register
+    from .loss.measure import position_loss as position_loss
+    from .loss.result import PositionLoss as PositionLoss
+    from .report.card import card_snippet as card_snippet
+    from .report.card import eval_results as eval_results
+    from .report.comparison import comparison_table as comparison_table
+    from .report.comparison import plot_comparison as plot_comparison
+    from .report.measure_all import measure_all as measure_all
+    from .report.page import write_report as write_report
+    from .result import Result as Result
+    from .result import read_result as read_result
+    from .retrieval.haystack import NeedleGrid as NeedleGrid
+    from .retrieval.lines import LineRetrieval as LineRetrieval
+    from .retrieval.measure import line_retrieval as line_retrieval
+    from .retrieval.measure import needle_in_a_haystack as needle_in_a_haystack
+    from .rope.base import RopeBaseBound as RopeBaseBound
+    from .rope.base import rope_base_bound as rope_base_bound
+    from .rope.base import rope_base_scan as rope_base_scan
+    from .rope.base import rope_base_table as rope_base_table
+    from .rope.bounds import rope_context_bound as rope_context_bound
+    from .rope.bounds import rope_decay as rope_decay
+    from .rope.bounds import rope_inv_freq as rope_inv_freq
+    from .rope.measure import rope_report as rope_report
+    from .rope.result import RopeLayers as RopeLayers
+    from .rope.result import RopeReport as RopeReport
+    from .run.distributed import Run as Run
+    from .run.journal import Journal as Journal
+    from .run.offline import OfflineModel as OfflineModel
+    from .run.reader import LocalReader as LocalReader
+    from .run.reader import Reader as Reader
+    from .run.reader import reader_for as reader_for
+    from .run.served import ServedModel as ServedModel
 
 # Public names by the module that defines them.
 _NAMES = {
@@ -44,11 +90,11 @@ RESULT_MODULES = ("curve.result", "loss.result", "retrieval.haystack", "retrieva
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

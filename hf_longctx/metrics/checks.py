@@ -13,10 +13,10 @@ import numpy as np
 
 
 def positive_int(name: str, value, least: float = 1) -> int:
-    """A whole number as a plain integer.
+    """Return a whole number as a plain integer.
 
     Raises:
-        ValueError: it is none, or below `least`.
+        ValueError: it is not a whole number, or below `least`.
     """
     try:
         number = operator.index(value)
@@ -28,7 +28,7 @@ def positive_int(name: str, value, least: float = 1) -> int:
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
-    """Values as plain integers.
+    """Return values as plain integers.
 
     Raises:
         ValueError: there is none, or one is not an integer from `low` to `high`.
@@ -48,7 +48,7 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
 
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths as a list of plain integers.
+    """Return the lengths as a list of plain integers.
 
     Raises:
         ValueError: there is none, one is not an integer or below 1, or they do not strictly ascend.
@@ -93,7 +93,7 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
 
 
 def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
-    """The parts of a result.
+    """Return the parts of a result as a tuple.
 
     Raises:
         ValueError: one is not of this kind, or two have the same `key(part)`.
@@ -102,7 +102,7 @@ def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tupl
     strangers = [value for value in values if not isinstance(value, kind)]
     if strangers:
         raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
-    counts = Counter(map(key, values)) if key else values
-    if len(counts) < len(values):
+    counts = Counter(map(key, values)) if key else Counter()
+    if key and len(counts) < len(values):
         raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
     return values

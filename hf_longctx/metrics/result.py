@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 
 class Headline(NamedTuple):
@@ -57,7 +57,7 @@ class Table(NamedTuple):
 
 
 class Result:
-    """What a metric measured.
+    """Counts that a metric measured, and how.
 
     A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
     sets `kind` and `title` and defines the methods of the first part.
@@ -83,45 +83,45 @@ class Result:
 
     @property
     def measured(self) -> bool:
-        """Whether anything was measured."""
+        """Return whether anything was measured."""
         return True
 
     def explanation(self) -> str:
-        """What the metric is, for readers of a report."""
+        """Explain the metric, for readers of a report."""
         raise NotImplementedError
 
     def summary(self) -> str:
-        """The result in one line."""
+        """Return the result in one line."""
         raise NotImplementedError
 
     @property
     def holds(self) -> bool | None:
-        """Whether the model passes; None if the metric has nothing to pass, or cannot tell."""
+        """Return whether the model passes; None if the metric has nothing to pass, or cannot tell."""
         return None
 
     def overview(self) -> list[Overview]:
-        """The result in a few rows; none if nothing was measured."""
+        """Return the result in a few rows; none if nothing was measured."""
         return [Overview(headline.name, rounded(headline.value)) for headline in self.headlines()]
 
     def remarks(self) -> list[str]:
-        """Assumptions and limits that a reader of the result should know."""
+        """Return the assumptions and limits that a reader of the result should know."""
         return []
 
     def headlines(self) -> list[Headline]:
-        """The numbers for a model card; none if nothing was measured on a dataset."""
+        """Return the numbers for a model card; none if nothing was measured on a dataset."""
         return []
 
     def table(self) -> Table:
-        """The numbers behind the picture."""
+        """Return the numbers behind the picture."""
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
-        """The JSON object without its header: settings, counts, and the numbers that follow from them."""
+        """Return the JSON object without its header: settings, counts, and the numbers that follow from them."""
         raise NotImplementedError
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Result:
-        """The result with this `document`. Only counts and settings are read; the rest follows from them."""
+        """Return the result with this `document`. Only counts and settings are read; the rest follows from them."""
         raise NotImplementedError
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
@@ -144,48 +144,46 @@ class Result:
 
     @property
     def interruption(self) -> str:
-        """The end of a summary: what ended the measurement early; empty if nothing did."""
+        """Return the end of a summary: what ended the measurement early; empty if nothing did."""
         cause = self.settings.get("interrupted")
         return f"; interrupted: {cause}" if cause else ""
 
     @property
     def model_name(self) -> str:
-        """The model's name on the Hub, the last part of its folder, or "a model"."""
+        """Return the model's name on the Hub, the last part of its folder, or "a model"."""
         name = str(self.settings.get("model") or "a model").rstrip("/")
         return name if name.count("/") <= 1 and not name.startswith("/") else name.rpartition("/")[2]
 
     def dataset(self) -> tuple[str, str]:
-        """Name and identifier of the data that the model was measured on."""
+        """Return name and identifier of the data that the model was measured on."""
         if self.settings.get("data_type") == "random":
             return "random tokens", "random-tokens"
         name = str(self.settings.get("corpus", "text"))
         return name, re.sub(r"[^\w./-]+", "-", name.lower())
 
-    def with_settings(self, **settings) -> Result:
-        """A copy with more settings."""
-        return replace(self, settings={**self.settings, **settings})
-
-    def header(self) -> dict[str, Any]:
-        """The first entries of the JSON object: which metric it is of, in which format."""
-        return {"metric": self.kind, "format": self.version}
+    def with_settings(self, **settings: Any) -> Self:
+        """Return a copy with more settings."""
+        # every subclass is a dataclass
+        return replace(self, settings={**self.settings, **settings})  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:
-        """Why a JSON object is no result of this class; None if it is one."""
+        """Return why a JSON object is not a result of this class; None if it is one."""
         metric = document.get("metric")
-        return None if metric == cls.kind else f'this JSON is no result of {cls.kind}: its "metric" is {metric!r}.'
+        return None if metric == cls.kind else f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.'
 
     def to_json(self) -> str:
-        """Header and `document` as a JSON text. The same measurement gives the same text.
+        """Return header and `document` as a JSON text. The same measurement gives the same text.
 
         Raises:
             ValueError: a number is NaN or infinite, which JSON does not have.
         """
-        return json.dumps({**self.header(), **self.document()}, indent=1, allow_nan=False) + "\n"
+        document = {"metric": self.kind, "format": self.version, **self.document()}
+        return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """The result that `to_json` wrote; see `from_document`.
+        """Return the result that `to_json` wrote; see `from_document`.
 
         Raises:
             ValueError: the text is no result of this class, lacks something, or has a newer format.
@@ -221,7 +219,7 @@ class Result:
 
 
 def read_result(path) -> Result:
-    """The result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with the modules here.
+    """Return the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with the modules here.
 
     Raises:
         ValueError: the file is no JSON, or no result of any metric; it is named.
@@ -243,13 +241,13 @@ def read_result(path) -> Result:
 
 
 def rounded(value: int | float) -> str:
-    """A number to show: four digits, or all of an integer."""
+    """Write a number to show: four digits, or all of an integer."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Where the disk is full, the error names the file, which is removed, as only a part of it is there."""
+    """Name the file in the error where the disk is full. The file is removed, as only a part of it is there."""
     try:
         yield
     except OSError as error:
@@ -259,7 +257,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of a git checkout, with "-dirty" after it if tracked files were changed; None for other folders."""
+    """Return the commit of a git checkout, with "-dirty" after it if tracked files were changed; None for other folders."""
     if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]

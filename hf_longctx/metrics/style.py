@@ -1,4 +1,4 @@
-"""The style that all pictures share. It needs matplotlib, and no display: figures are drawn without pyplot.
+"""The style that all pictures share. It needs matplotlib but not a display: figures are drawn without pyplot.
 
 The drawing files take what they need of matplotlib from here, so that its absence is explained in one place.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from numbers import Real
+from typing import Any
 
 
 try:
@@ -37,7 +38,7 @@ def figure(width: float, height: float) -> Figure:
 
 
 def area(colours: dict[str, str], name: str | None) -> dict:
-    """How an area is filled, with `PALE` or `STRONG` colours: options of patches and bars.
+    """Return how an area is filled, with `PALE` or `STRONG` colours: options of patches and bars.
 
     Args:
         name: "fine", "coarse", "amnesia", or hatched: "fine?", "unsure". None is transparent, for a key of no colour.
@@ -66,23 +67,23 @@ def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks
 
 
 def grid(axes, colour: str = GRID, width: float = 0.8) -> None:
-    """Horizontal lines."""
+    """Draw horizontal lines."""
     axes.grid(axis="y", color=colour, linewidth=width)
 
 
 def percent_axis(axes) -> None:
-    """A y axis from 0 % to 100 %."""
+    """Give the y axis a range from 0 % to 100 %."""
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def mark_training(axes, x: float, width: float = 1.2):
-    """A dashed vertical line where the context of training ends."""
+    """Draw a dashed vertical line where the context of training ends."""
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
 
 
 def name_differences(axes, differences) -> None:
-    """Above the axes, in what results differ that are drawn together; see `report.comparison.differences`."""
+    """Write above the axes in what results differ that are drawn together; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
             textwrap.fill("not alike: " + "; ".join(differences), 84), loc="left", fontsize=9, color=WARNING
@@ -90,16 +91,13 @@ def name_differences(axes, differences) -> None:
 
 
 def check_train_length(train_length: int | None) -> None:
-    """
-    Raises:
-        ValueError: it is neither a positive number nor None.
-    """
+    """Raise ValueError unless the context length of the training is a positive number or None."""
     if train_length is not None and not (isinstance(train_length, Real) and train_length > 0):
         raise ValueError(f"train_length must be the context length of the training, in tokens, got {train_length!r}.")
 
 
 def heading(result, metric: str | None = None) -> str:
-    """The metric, by default the result's title, the model if it is known, and whether the run was interrupted."""
+    """Return metric (default: the result's title), model if it is known, and whether the run was interrupted."""
     metric = metric or result.title
     model = f" of {result.model_name}" if result.settings.get("model") else ""
     return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
@@ -110,13 +108,13 @@ def draw_title(figure: Figure, text: str) -> None:
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
-    """A legend under its title, above the axes, where no curve can run into it."""
+    """Draw a legend under its title, above the axes, where no curve can run into it."""
     title = dict(title=textwrap.fill(text, 52), title_fontproperties={"size": 13, "weight": "bold"})
-    place = dict(loc="outside upper left", alignment="left", ncols=columns, columnspacing=1.6)
+    place: dict[str, Any] = dict(loc="outside upper left", alignment="left", ncols=columns, columnspacing=1.6)
     figure.legend(handles=handles, **title, **place, frameon=False, fontsize=fontsize)
 
 
 def small_print(figure: Figure, *notes: str) -> None:
-    """How the numbers were made, at the bottom right."""
+    """Write how the numbers were made, at the bottom right."""
     words = textwrap.fill(", ".join(notes), 84)
     figure.supxlabel(words, x=0.99, ha="right", multialignment="right", fontsize=9, color=QUIET)

@@ -97,7 +97,9 @@ def files(tmp_path_factory):
     (path / "binary").write_bytes(b"ab\0cd")
     (path / "a.jsonl").write_text('{"content": "x"}\n')
     point = {"length": 8, "copy_correct": [4], "lm_correct": [0], "begin_locs": None}
-    (path / "curve.json").write_text(json.dumps({"format": 1, "settings": {}, "points": [point]}))
+    (path / "curve.json").write_text(
+        json.dumps({"metric": "forgetting_curve", "format": 1, "settings": {}, "points": [point]})
+    )
     loss = {
         "metric": "position_loss",
         "format": 1,

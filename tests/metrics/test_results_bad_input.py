@@ -128,7 +128,7 @@ FILES = [
     saved("cell without answers", NEEDLE % '{"length": 100}', "lacks 'answers'"),
     refused("folder", read_result, "Is a directory|Permission denied"),
     refused("missing file", lambda folder: read_result(folder / "no.json"), "No such file"),
-    refused("curve for a loss", lambda _: PositionLoss.from_json(CURVE.to_json()), "no result of position_loss"),
+    refused("curve for a loss", lambda _: PositionLoss.from_json(CURVE.to_json()), "not a result of position_loss"),
 ]
 
 

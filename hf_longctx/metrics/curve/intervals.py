@@ -198,8 +198,8 @@ def length_interval(
         reached = max((i for i, v in enumerate(outcomes, start=1) if v > 0), default=0)
         end = min((i for i, v in enumerate(outcomes) if v < 0 and i >= reached), default=count)
     else:
-        reached = rejected(p_values(margins, scored, 1), level)
-        ended = rejected(p_values(margins, scored, -1)[..., ::-1], level)
+        reached = int(rejected(p_values(margins, scored, 1), level))
+        ended = int(rejected(p_values(margins, scored, -1)[..., ::-1], level))
         end = max(count - ended, reached)  # after a dip, both may be shown of one length
     needed = None
     if reached < count and end == count:

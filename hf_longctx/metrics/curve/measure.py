@@ -253,7 +253,7 @@ class Measurement:
         missing |= dict.fromkeys(self.samples.keys() - set(self.lengths), beyond)
         if not self.complete:
             missing |= dict.fromkeys(self.samples.keys() - {p.length for p in points} - missing.keys(), "interrupted")
-        return ForgettingCurve(tuple(points), self.settings, dict(sorted(missing.items())))
+        return ForgettingCurve(points, self.settings, dict(sorted(missing.items())))
 
     def points(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> tuple[list[CurvePoint], dict[int, str]]:
         """Join the tasks of each length to a point, and say why lengths have none."""
@@ -262,8 +262,9 @@ class Measurement:
         for length in sorted({length for length, *_ in entries} - missing.keys()):
             tasks = sorted(task for task in entries if task[0] == length)
             copy, lm = ([count for task in tasks for count in entries[task][kind]] for kind in ("copy", "LM"))
-            begins = [sample.begin for _, first, stop in tasks for sample in self.samples[length][first:stop]]
-            points.append(CurvePoint(length, copy, lm, None if None in begins else begins))
+            samples = [sample for _, first, stop in tasks for sample in self.samples[length][first:stop]]
+            begins = [sample.begin for sample in samples if sample.begin is not None]
+            points.append(CurvePoint(length, copy, lm, begins or None))
         return points, missing
 
 
@@ -314,7 +315,8 @@ def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
     if id_range is None and reader.vocab_size == math.inf:
         raise ValueError(f"the size of the vocabulary of {reader!r} is unknown: give it vocab_size, or give id_range.")
     try:
-        low, high = map(operator.index, id_range or (10, reader.vocab_size - 1))
+        default: Any = (10, reader.vocab_size - 1)
+        low, high = map(operator.index, id_range or default)
     except (TypeError, ValueError):
         raise ValueError(f"id_range must be two ids, the lowest and the highest, got {id_range!r}.") from None
     if not 0 <= low <= high < reader.vocab_size:

@@ -54,7 +54,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     reads.minorticks_off()
     style.strip_frame(reads, "tokens the model reads", colour=style.QUIET, length=3)
 
-    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     style.titled_legend(figure, [*lines, *keys], title or style.heading(curve))
     style.small_print(figure, *notes)
     figure.savefig(path)

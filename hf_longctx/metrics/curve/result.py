@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +29,9 @@ class CurvePoint:
     """
 
     length: int
-    copy_correct: tuple[int, ...]
-    lm_correct: tuple[int, ...]
-    begin_locs: tuple[int, ...] | None = None
+    copy_correct: Sequence[int]
+    lm_correct: Sequence[int]
+    begin_locs: Sequence[int] | None = None
 
     def __post_init__(self):
         length = positive_int("length", self.length)
@@ -116,7 +117,7 @@ class ForgettingCurve(Result):
     kind = "forgetting_curve"
     title = "Forgetting curve"
 
-    points: tuple[CurvePoint, ...]
+    points: Sequence[CurvePoint]
     settings: dict[str, Any] = field(default_factory=dict)
     not_measured: dict[int, str] = field(default_factory=dict)
 
@@ -225,9 +226,6 @@ class ForgettingCurve(Result):
         ]
         return Table(columns, rows)
 
-    def header(self) -> dict[str, Any]:
-        return {"format": self.version}  # curves were the only results at first, and still do not name their metric
-
     def overview(self) -> list[Overview]:
         if not self.points:
             return []
@@ -241,13 +239,6 @@ class ForgettingCurve(Result):
             )
             for method in METHODS
         ]
-
-    @classmethod
-    def mismatch(cls, document: dict[str, Any]) -> str | None:
-        fields = {"format", "settings", "points"}
-        if fields <= document.keys() and document.get("metric", cls.kind) == cls.kind:
-            return None
-        return "this JSON is not a forgetting curve: it lacks format, settings or points."
 
     def document(self) -> dict[str, Any]:
         names = ("length", "scored_tokens", "copy_correct", "lm_correct", "begin_locs")

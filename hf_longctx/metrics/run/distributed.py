@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from .reader import Reader
 
 # A bar counts cost, not inputs, so that the time left is right although long inputs are slow.
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+R = TypeVar("R", bound=Result)
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -112,12 +113,12 @@ def run_distributed(
     reader: Reader,
     name: str,
     work: Callable[[Worker], None],
-    result: Callable[[dict], Result | None],
+    result: Callable[[dict], R | None],
     *,
     depends_on: dict[str, Any],
     trial: np.ndarray,
     run: Run | None,
-) -> Result:
+) -> R:
     """Let every process do its tasks, and make the result of all journals.
 
     Args:
@@ -158,8 +159,9 @@ def run_distributed(
         facts |= {} if failure is None else {"interrupted": describe(failure)}
         outcome = outcome.with_settings(**identity, **facts)
     if failure is None:
+        assert outcome is not None
         return outcome
-    failure.result = outcome
+    failure.result = outcome  # pyright: ignore[reportAttributeAccessIssue] - for the caller, on any exception
     measured = "nothing had been measured" if outcome is None else outcome.summary()
     failure.add_note(f"What had been measured is in this error's .result: {measured}")
     raise failure
@@ -197,7 +199,7 @@ def wait() -> None:
 
 def exchange(entries: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:
     """Collect what all processes measured, and a failure if one of them had one."""
-    everyone = [None] * processes
+    everyone: list[Any] = [None] * processes
     torch.distributed.all_gather_object(everyone, (entries, repr(failure) if failure else None))
     for rank, (_, message) in enumerate(everyone):
         if message and failure is None:

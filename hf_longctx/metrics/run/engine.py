@@ -174,7 +174,8 @@ class Engine:
             return best
         branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
         if len(ids) > 1:
-            branch.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=self.device))
+            first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
+            branch.reorder_cache(first)
         return self.read(ids, branch, scored)
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
@@ -304,7 +305,7 @@ def plain_head(
 
     They do not where logits are scaled or capped, nor may they be used alone where hooks watch or move the modules.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     if hidden is None or type(head) is not nn.Linear or head.weight.device.type == "meta":
         return None
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, head)):
@@ -339,13 +340,11 @@ def argmax_tiled(
     rows, columns = tile
     indices = []
     for part in hidden.reshape(-1, hidden.shape[-1]).to(weight.device).split(rows):
-        best, index = None, None
+        best = part.new_full((len(part),), -torch.inf)
+        index = torch.zeros(len(part), dtype=torch.long, device=part.device)
         for start in range(0, len(weight), columns):
             some = slice(start, start + columns)
             tile_best = F.linear(part, weight[some], None if bias is None else bias[some]).max(-1)
-            if best is None:
-                best, index = tile_best
-                continue
             better = (tile_best.values > best) | tile_best.values.isnan()  # not >=: the first of equal logits counts
             best = torch.where(better, tile_best.values, best)
             index = torch.where(better, tile_best.indices + start, index)

@@ -46,18 +46,19 @@ class Journal(AbstractContextManager):
         self.path = None if path is None else Path(path)
         self.settings = json.loads(_line(settings))
         self.done: dict[Any, Any] = {}
-        self._file = None
+        self._file: Any = None
         if path is None:
             return
         header = _line({"format": FORMAT, "settings": self.settings})
-        content = self.path.read_bytes() if self.path.exists() else b""
+        file = Path(path)
+        content = file.read_bytes() if file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if whole:
             self.done = self._check(whole.splitlines())
         elif not header.startswith(content):
             raise ValueError(f"{self.path} is no journal: give another path, or move that file away.")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close(), which has nothing to write
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(file, "ab", buffering=0)  # noqa: SIM115 - closed by close(), which has nothing to write
         self._file.truncate(len(whole))
         if not whole:
             self._write(header)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,24 +21,25 @@ POSITION = re.compile(r"(^|_)(wpe|pos|position|positions|positional)(_|$)")
 NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audio|patch)([._]|$)")
 
 
-def text_config(model: nn.Module):
-    """The configuration of the language model, which multimodal models keep inside theirs."""
-    config = model.config
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the language model, which multimodal models keep inside theirs."""
+    config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor:
-    """A tensor with the dtype of the model and the device of its input."""
+    """Return a tensor with the dtype of the model and the device of its input."""
     return next(model.parameters(), torch.empty(0))
 
 
 def weights_hash(model: nn.Module) -> str:
-    """SHA-256 over the configuration, and over name, shape and up to 64 values of every parameter.
+    """Return a SHA-256 over the configuration, and over name, shape and up to 64 values of every parameter.
 
     Two models that differ in the base of RoPE, a window or a scale only have different hashes too. Values that are not
     there (on the meta device), or that a quantized type does not let one index, are left out.
     """
-    config = model.config.to_dict() if hasattr(model.config, "to_dict") else vars(model.config)
+    config: Any = model.config
+    config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     config = json.loads(
         json.dumps(config, default=str),
         object_hook=lambda entries: {name: value for name, value in entries.items() if name not in VOLATILE},
@@ -47,7 +49,7 @@ def weights_hash(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if parameter.device.type != "meta" and parameter.numel():
             with suppress(NotImplementedError):
-                values = parameter.detach().flatten()
+                values: Any = parameter.detach().flatten()
                 values = values[:: max(1, len(values) // 64)]
                 values = values.full_tensor() if hasattr(values, "full_tensor") else values  # spread over processes
                 digest.update(values.float().cpu().numpy().tobytes())
@@ -55,14 +57,15 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many ids the model can embed."""
+    """Return how many ids the model can embed."""
     with suppress(AttributeError, NotImplementedError):
-        return model.get_input_embeddings().num_embeddings
+        embeddings: Any = model.get_input_embeddings
+        return embeddings().num_embeddings
     return text_config(model).vocab_size
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """How many tokens fit into the model's table of absolute positions; None if any number do.
+    """Return how many tokens fit into the model's table of absolute positions; None if any number do.
 
     The table itself is looked for, learned or fixed, because `max_position_embeddings` is its size in some models
     (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
@@ -84,8 +87,8 @@ def position_limit(model: nn.Module) -> int | None:
     return min(limits, default=None)
 
 
-def load_language_model(name: str, **options) -> nn.Module:
-    """`AutoModelForCausalLM.from_pretrained`, which lists a hundred classes where a model is of another kind.
+def load_language_model(name: str, **options: Any) -> nn.Module:
+    """Load with `AutoModelForCausalLM`, which by itself lists a hundred classes where a model is of another kind.
 
     Raises:
         ValueError: the model is an encoder-decoder, or of another kind that transformers has no causal head for.
@@ -104,11 +107,8 @@ def load_language_model(name: str, **options) -> nn.Module:
         ) from None
 
 
-def check_decoder(config) -> None:
-    """
-    Raises:
-        ValueError: the configuration is of an encoder-decoder.
-    """
+def check_decoder(config: Any) -> None:
+    """Raise ValueError if the configuration is of an encoder-decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder, and a causal language model is needed: "

@@ -1,4 +1,4 @@
-"""An engine of vLLM in this program, `vllm.LLM`, as a source of predictions: no server, and vLLM batches the prompts.
+"""An engine of vLLM in this program, `vllm.LLM`, as a source of predictions without a server.
 
 forgetting_curve(OfflineModel(LLM("my-fox", dtype="float32")), tokens, ...)
 """
@@ -45,12 +45,12 @@ class OfflineModel(PromptReader):
         return tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
 
     def _generate(self, prompts, **options):
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - exported lazily
 
         params = SamplingParams(temperature=0, detokenize=False, **options)
         return self.llm.generate([{"prompt_token_ids": row.tolist()} for row in prompts], params, use_tqdm=False)
 
 
 def log_probs_by_id(entry) -> dict[int, float]:
-    """Of one token of a prompt; nothing for the first."""
+    """Return the log-probability by id of one token of a prompt, nothing for the first."""
     return {token: value.logprob for token, value in (entry or {}).items()}

@@ -16,7 +16,7 @@ NO_PREDICTION, ANOTHER = -1, -2  # in place of ids: NaN; a token that the reply 
 
 
 class Scores(NamedTuple):
-    """What a model expected in place of each token of a prompt. Nothing comes before the first one.
+    """Predictions in place of each token of a prompt; the first one has none.
 
     Attributes:
         best: the likeliest id, (T,) int64, see `PromptReader.predict`; -1 for the first one.
@@ -34,7 +34,7 @@ def no_scores(n: int) -> Scores:
 
 
 def scores_of_entries(entries: list[dict[int, float]], ids: list[int]) -> Scores:
-    """Scores from log-probabilities by id, for each token of a prompt its own and the likeliest; the first is ignored.
+    """Make scores from log-probabilities by id, for each prompt token its own and the likeliest; the first is ignored.
 
     Raises:
         ValueError: an entry has no log-probability of its token.
@@ -56,24 +56,24 @@ def scores_of_entries(entries: list[dict[int, float]], ids: list[int]) -> Scores
 
 
 class PromptReader:
-    """What such readers share of the `reader.Reader` protocol."""
+    """The part of the `reader.Reader` protocol that such readers share."""
 
     can_reply, device = True, None
     is_distributed = False
 
     def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
-        """Scores of prompts of one length, (R, T) int64."""
+        """Return the scores of prompts of one length, (R, T) int64."""
         raise NotImplementedError
 
     def cost(self, tokens: int) -> float:
         return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> nullcontext:
-        """Nothing to prepare: memory and passes are not this process's business."""
+        """Prepare nothing: memory and passes are not this process's business."""
         return nullcontext()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """As for `reader.Reader`, but at positions up to T - 2: log-probabilities are those of the prompt's tokens.
+        """Return predictions at positions up to T - 2, as log-probabilities are those of the prompt's tokens.
 
         A prediction is -2 where the likeliest id is not that of the input and the reply does not identify it.
         """

@@ -1,4 +1,4 @@
-"""What a metric needs of a model: the `Reader` protocol, and the reader of a model in this process.
+"""The `Reader` protocol, which a metric reads a model by, and the reader of a model in this process.
 
 `served.ServedModel` and `offline.OfflineModel` are the other readers. A metric never asks which of them it has.
 """
@@ -39,30 +39,37 @@ class Reader(Protocol):
     claimed_context: int | None
     device: str | None
     can_reply: bool
-    is_distributed: bool
+
+    @property
+    def is_distributed(self) -> bool: ...
 
     def settings(self) -> dict[str, Any]:
-        """What the settings of a result say about the model; "model" is its name."""
+        """Return what the settings of a result say about the model; "model" is its name."""
+        ...
 
     def identity(self) -> dict[str, str]:
-        """What distinguishes the model from another of the same name, for the settings of results and journals."""
+        """Return what tells the model from another of the same name, for the settings of results and journals."""
+        ...
 
     def configured_id(self, name: str) -> int | None:
-        """The model's "bos_token_id" or "eos_token_id", None if it has none."""
+        """Return the model's "bos_token_id" or "eos_token_id", None if it has none."""
+        ...
 
     def cost(self, tokens: int) -> float:
-        """How long reading so many tokens takes, in units of one token of a short input."""
+        """Return how long reading so many tokens takes, in units of one token of a short input."""
+        ...
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Everything below is called within `with reader.reading(...)`.
+        """Prepare the model: everything below is called within `with reader.reading(...)`.
 
         Args:
             trial: ids of a typical input, (T,).
             tokens_per_pass: most tokens in a forward pass; see `engine.Engine`.
         """
+        ...
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Greedy next-token predictions at some positions of inputs of one length.
+        """Return greedy next-token predictions at some positions of inputs of one length.
 
         Args:
             inputs: (R, T) int64. Equal rows are read once.
@@ -75,9 +82,10 @@ class Reader(Protocol):
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
         """
+        ...
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        """How the model predicts targets after some positions of one input.
+        """Score targets after some positions of one input.
 
         Args:
             ids: (T,) int64.
@@ -90,13 +98,15 @@ class Reader(Protocol):
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
         """
+        ...
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
-        """The text that greedy decoding gives after a prompt (T,), at most `tokens` tokens."""
+        """Return the text that greedy decoding gives after a prompt (T,), at most `tokens` tokens."""
+        ...
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """A reader as it is; a torch model in a `LocalReader`.
+    """Return a reader as it is, and a torch model in a `LocalReader`.
 
     Raises:
         TypeError: it is neither.
@@ -124,15 +134,15 @@ class LocalReader:
         self.model = model
         self.config = text_config(model)
         check_decoder(self.config)
-        self.vocab_size = vocabulary_size(model)
-        self.position_limit = position_limit(model)
-        self.claimed_context = getattr(self.config, "max_position_embeddings", None)
-        self.device = str(input_device(model))
+        self.vocab_size: int | float = vocabulary_size(model)
+        self.position_limit: int | None = position_limit(model)
+        self.claimed_context: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.device: str | None = str(input_device(model))
         self.can_reply = hasattr(model, "generate")
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the parameters are spread over processes (tensor parallel or FSDP)."""
+        """Return whether the parameters are spread over processes (tensor parallel or FSDP)."""
         from torch.distributed.tensor import DTensor
 
         return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
@@ -149,7 +159,7 @@ class LocalReader:
         return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
 
     def configured_id(self, name: str) -> int | None:
-        """The id in the model's config, else in its generation config."""
+        """Return the id in the model's config, else in its generation config."""
         for config in (self.config, getattr(self.model, "generation_config", None)):
             value = getattr(config, name, None)
             if value is not None:
@@ -157,7 +167,7 @@ class LocalReader:
         return None
 
     def cost(self, tokens: int) -> float:
-        """Attention to n earlier tokens costs n * width / matrices as much as all matrix products of a token."""
+        """Return the cost: attention to n tokens is n * width / matrices times all matrix products of a token."""
         embedding = sum(p.numel() for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
         matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
         attends = getattr(self.config, "num_attention_heads", None) is not None
@@ -201,7 +211,8 @@ class LocalReader:
         self.engine.forget_lengths()
         ids = torch.from_numpy(prompt)[None].to(self.engine.device)
         pad = getattr(self.model.generation_config, "pad_token_id", None)
-        output = self.model.generate(
+        generate: Any = self.model.generate
+        output = generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
@@ -215,7 +226,7 @@ class LocalReader:
 
 
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
-    """BOS and EOS as the caller names them, or else as the model is configured, each standing in for the other.
+    """Return BOS and EOS as the caller names them, or else as the model is configured, each in place of the other.
 
     Raises:
         ValueError: there is neither, or one is no id of the vocabulary.
@@ -231,6 +242,7 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):
         if not isinstance(value, Integral) or not 0 <= value < reader.vocab_size:
             raise ValueError(f"{name} is {value!r}, but the model's vocabulary has {reader.vocab_size} ids.")
+    assert bos is not None and eos is not None
     return int(bos), int(eos)
 
 

@@ -16,7 +16,7 @@ REPLY_MARGIN = 16  # tokens that a reply may have beyond the answer
 
 
 def token_losses(reader: Reader, ids: np.ndarray, targets: np.ndarray, where: str) -> np.ndarray:
-    """Loss of each target after the id before it, in nats, (T,) float64; ids and targets are (T,) int64.
+    """Return the loss of each target after the id before it, in nats, (T,) float64; ids and targets are (T,) int64.
 
     Raises:
         ValueError: a loss is NaN or infinite; `where` names the input.
@@ -72,7 +72,7 @@ def score_answer(
 
 
 def next_tokens(reader, ids, targets, positions, where):
-    """`reader.score`, with the name of the input in its OutOfMemory: memory ran out even in the smallest passes."""
+    """Call `reader.score`, and name the input in its OutOfMemory."""
     try:
         return reader.score(ids, targets, positions)
     except OutOfMemory as error:

@@ -121,7 +121,7 @@ class ServedModel(PromptReader):
         return log_probs, best
 
     def score_prompt(self, ids: np.ndarray) -> Scores:
-        """For each token of a prompt, what the model expected in its place.
+        """Return what the model expected in place of each token of a prompt.
 
         Args:
             ids: (T,) integers.
@@ -131,12 +131,12 @@ class ServedModel(PromptReader):
             ValueError: the reply has not one entry per token, or its tokens are others.
             Unreadable: the prompt is longer than the server allows, or cannot be sent as text.
         """
-        ids = [int(i) for i in ids]
-        if max(ids) >= self.vocab_size:
-            raise ValueError(f"id {max(ids)} is not in the vocabulary of {self.model}.")
-        scores = self._form.read(self._complete(ids, self._form), ids)
+        prompt = [int(i) for i in ids]
+        if max(prompt) >= self.vocab_size:
+            raise ValueError(f"id {max(prompt)} is not in the vocabulary of {self.model}.")
+        scores = self._form.read(self._complete(prompt, self._form), prompt)
         if scores is None:
-            raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(ids)} tokens.")
+            raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(prompt)} tokens.")
         return scores
 
     def _complete(self, ids, form, **options):
@@ -144,13 +144,13 @@ class ServedModel(PromptReader):
         return self._send("/completions", body, **options)
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
-        """As for `reader.Reader`; the server's tokenizer makes the text."""
-        prompt = self._form.prompt([int(i) for i in prompt])
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        """Return the greedy reply; the server's tokenizer makes the text."""
+        sent = self._form.prompt([int(i) for i in prompt])
+        body = {"model": self.model, "prompt": sent, "max_tokens": tokens, "temperature": 0}
         return self._send("/completions", body)["choices"][0]["text"]
 
     def _choose_model(self, model):
-        """The name, and the longest prompt."""
+        """Return the name of the model, and its longest prompt."""
         try:
             entries = self._send("/models")["data"]
         except (Refused, LookupError, TypeError):  # few servers lack the list, but nothing depends on it
@@ -167,7 +167,7 @@ class ServedModel(PromptReader):
         return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
 
     def _choose_form(self, tokenizer):
-        """The first form in which the server gives log-probabilities of the right tokens."""
+        """Return the first form in which the server gives log-probabilities of the right tokens."""
         size = 10 if self.vocab_size == math.inf else self.vocab_size
         forms = [(form, [[0, 1, 2, size * i // 5] for i in range(1, 5)]) for form in FORMS]
         if tokenizer is not None:
@@ -179,9 +179,10 @@ class ServedModel(PromptReader):
                 reply = self._complete(probes[0], form, retries=1)
                 form.learn(reply, probes[0])
                 scores = [form.read(self._complete(probe, form), probe) for probe in probes]
-                if any(each is None for each in scores):
+                read = [each for each in scores if each is not None]
+                if len(read) < len(scores):
                     failures.append(f"with {form.name} it left them out")
-                elif np.ptp([each.highest[first_difference(probes)] for each in scores]) > SAME:
+                elif np.ptp([each.highest[first_difference(probes)] for each in read]) > SAME:
                     failures.append(f"with {form.name} they are those of other tokens, as if one position late")
                 else:
                     return form
@@ -193,7 +194,7 @@ class ServedModel(PromptReader):
         )
 
     def _send(self, path, body=None, retries=None):
-        """The JSON of a reply, tried again as long as that may help.
+        """Return the JSON of a reply, tried again as long as that may help.
 
         Not by `huggingface_hub.utils.http_backoff`: its client refuses every address under HF_HUB_OFFLINE, where a
         server on this machine can still be measured, and is closed for all threads when one of them cannot connect.
@@ -201,6 +202,7 @@ class ServedModel(PromptReader):
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         retries = self.retries if retries is None else min(retries, self.retries)
+        failure: Exception = ConnectionError(f"{url} cannot be reached")
         for attempt in range(retries + 1):
             wait = self.backoff * 2**attempt
             request = urllib.request.Request(url, data, headers)
@@ -244,7 +246,7 @@ class Refused(RuntimeError):
 
 
 def first_difference(rows: list[list[int]]) -> int:
-    """The first position at which not all rows have the same id."""
+    """Return the first position at which not all rows have the same id."""
     return next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
 
 
@@ -255,7 +257,7 @@ def failure_kind(code: int, message: str) -> type[RuntimeError]:
 
 
 def read_message(error: urllib.error.HTTPError) -> str:
-    """What the server says about an error."""
+    """Return what the server says about an error."""
     text = error.read().decode(errors="replace").strip()
     try:
         document = json.loads(text)
@@ -267,7 +269,7 @@ def read_message(error: urllib.error.HTTPError) -> str:
 
 
 def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | None:
-    """vLLM's form: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`."""
+    """Parse vLLM's form: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`."""
     entries = choice.get("prompt_logprobs")
     if not entries:
         return None
@@ -277,7 +279,7 @@ def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | No
 
 
 def parse_echo(choice: dict[str, Any], ids: list[int]) -> Scores | None:
-    """OpenAI's form: `{"token_logprobs": [None, -0.3, ...], "top_logprobs": [None, {" the": -0.2}, ...], ...}`."""
+    """Parse OpenAI's form: `{"token_logprobs": [None, -0.3, ...], "top_logprobs": [None, {" the": -0.2}, ...]}`."""
     lists = choice.get("logprobs") or {}
     tokens, alternatives = lists.get("token_logprobs"), lists.get("top_logprobs")
     if not tokens or not alternatives or tokens[0] is not None:  # some servers report the completion only
@@ -298,7 +300,7 @@ def parse_echo(choice: dict[str, Any], ids: list[int]) -> Scores | None:
 
 @dataclass(frozen=True)
 class Form:
-    """How log-probabilities of a prompt are asked for.
+    """A way to ask for the log-probabilities of a prompt.
 
     Attributes:
         options: of the request.
@@ -314,7 +316,7 @@ class Form:
     learn: Callable[[dict[str, Any], list[int]], None] = lambda reply, ids: None
 
     def read(self, reply: dict[str, Any], ids: list[int]) -> Scores | None:
-        """Scores of a reply; ValueError if the server has read another number of tokens."""
+        """Return the scores of a reply; ValueError if the server has read another number of tokens."""
         check_logprob_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
         return self.parse(reply["choices"][0], ids)
 

@@ -26,7 +26,7 @@ class TextPrompts:
         self.adds_bos = self.leaves_out_bos = False
 
     def probes(self) -> list[list[int]]:
-        """Prompts that begin as those of the metrics do, and differ in their last word."""
+        """Return prompts that begin as those of the metrics do, and differ in their last word."""
         begin = [] if self.bos is None else [self.bos]
         return [begin + self.encode(f"the cat sat on the {word}") for word in ("mat", "sun", "dog", "very", "old")]
 
@@ -41,7 +41,7 @@ class TextPrompts:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def text(self, ids: list[int]) -> str:
-        """The text that the server reads as these ids.
+        """Return the text that the server reads as these ids.
 
         Raises:
             ValueError: no BOS in front, although the server needs one.
@@ -63,5 +63,5 @@ class TextPrompts:
         return text.removeprefix(self.tokenizer.bos_token) if self.adds_bos else text
 
     def listed(self, ids: list[int]) -> np.ndarray:
-        """Positions of the tokens that the lists of a reply have entries for."""
+        """Return the positions of the tokens that the lists of a reply have entries for."""
         return np.flatnonzero(np.array(ids) != self.bos) if self.leaves_out_bos else np.arange(len(ids))
