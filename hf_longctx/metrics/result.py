@@ -186,7 +186,7 @@ class Result:
         """Return the result that `to_json` wrote; see `from_document`.
 
         Raises:
-            ValueError: the text is no result of this class, lacks something, or has a newer format.
+            ValueError: the text is not a result of this class, lacks something, or has a newer format.
         """
         document = json.loads(text)
         mismatch = cls.mismatch(document if isinstance(document, dict) else {})
@@ -257,7 +257,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def commit(folder: Path) -> str | None:
-    """Return the commit of a git checkout, with "-dirty" after it if tracked files were changed; None for other folders."""
+    """Return the commit of a git checkout, "-dirty" after it if tracked files were changed; None elsewhere."""
     if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
