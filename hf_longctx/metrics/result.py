@@ -219,7 +219,7 @@ class Result:
 
 
 def read_result(path) -> Result:
-    """Return the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with the modules here.
+    """Read the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
 
     Raises:
         ValueError: the file is no JSON, or no result of any metric; it is named.
