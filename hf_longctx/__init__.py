@@ -5,9 +5,14 @@ imported when it is first used.
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from ._registration import register_with_auto_classes
 
+
+if TYPE_CHECKING:
+    from .fox import FoxConfig, FoxForCausalLM, FoxModel, forgetting_attention, forgetting_attention_ref
+    from .hmt import HMTConfig, HMTState, HMTWrapper
 
 __version__ = "0.1.0"
 
@@ -22,16 +27,26 @@ _EXPORTS = {
     "forgetting_attention_ref": "hf_longctx.fox",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "FoxConfig",
+    "FoxForCausalLM",
+    "FoxModel",
+    "HMTConfig",
+    "HMTState",
+    "HMTWrapper",
+    "__version__",
+    "forgetting_attention",
+    "forgetting_attention_ref",
+]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'hf_longctx' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__
 
 

@@ -21,11 +21,9 @@ SHARDS = "accelerate.data_loader"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
-    ("_get_dataloader", TRAINER, "return self._get_dataloader(", "processes of a group get the same rows"),
     ("_get_output_dir", TRAINER, "self._get_output_dir(trial=trial)", "a checkpoint is saved beside its place"),
     ("_save_checkpoint", TRAINER, "self._save_checkpoint(model, trial)", "a checkpoint appears when it is complete"),
     ("_get_grad_norm", TRAINER, "self._get_grad_norm(model, grad_norm=grad_norm)", "a NaN stops the training"),
-    ("_get_train_sampler", TRAINER, "_get_train_sampler", "streams of documents are read in order"),
     ("_save_rng_state", TRAINER, "self._save_rng_state(output_dir)", "states of streams are saved"),
     ("_load_rng_state", TRAINER, "self._load_rng_state(resume_from_checkpoint)", "states of streams are loaded"),
     ("prediction_step", TRAINER, "self.prediction_step(model, inputs, prediction_loss_only", "a loss of each row"),

@@ -11,11 +11,11 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .recipes import FinetuneSettings
+from .recipes import ResolvedFinetuning
 
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Linear layers of attention and MLP. Of other architectures PEFT adapts every linear layer but the head.
+# Linear layers of attention and MLP. PEFT adapts every linear layer but the head of other architectures.
 TARGETS = {
     **dict.fromkeys(["fox", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "smollm3"], PROJECTIONS),
     "gpt2": ["c_attn", "c_proj", "c_fc"],
@@ -28,11 +28,11 @@ QUERIES_AND_VALUES = ["q_proj", "v_proj"]  # what HMT adapts, where a model has 
 BASE = "base.json"  # beside an adapter: which weights it was trained on
 
 
-def add_lora(model, settings: FinetuneSettings) -> PeftModel:
-    """The model with an adapter, and with what the recipe trains in full.
+def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
+    """Return the model with an adapter, and with the modules that the recipe trains in full.
 
     Raises:
-        ValueError: a name is none of the model's, or the adapter would corrupt tied embeddings when it is merged.
+        ValueError: a name is not that of a module, or the adapter would corrupt tied embeddings when it is merged.
     """
     config = getattr(model.config, "backbone_config", model.config)  # of a model with memory: the backbone's
     targets = _names(settings.lora_targets)
@@ -67,7 +67,7 @@ def add_lora(model, settings: FinetuneSettings) -> PeftModel:
 
 
 def trained_in_full(model, recipe: str) -> list[str]:
-    """What a recipe trains beside the adapter: what is new; for a new context norms and embeddings (LongLoRA)."""
+    """Return the modules trained beside the adapter: new ones; for a new context norms and embeddings (LongLoRA)."""
     if recipe in ("fox-from-llama", "hmt"):
         return [{"fox-from-llama": "f_proj", "hmt": "memory"}[recipe]]
     if recipe == "rope-extend":
@@ -77,12 +77,13 @@ def trained_in_full(model, recipe: str) -> list[str]:
 
 
 def embedding_names(model) -> set[str]:
+    """Return the names of the input and output embeddings."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     return {_leaf_name(model, module) for module in modules if module is not None}
 
 
 def model_fingerprint(model) -> dict[str, str]:
-    """What tells a base from another one: its architecture, and a hash of some weights, rounded to bfloat16."""
+    """Return the architecture of a base, and a hash of some of its weights, rounded to bfloat16."""
     config = model.config
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters())[:: max(1, len(list(model.parameters())) // 8)]:
@@ -94,11 +95,12 @@ def model_fingerprint(model) -> dict[str, str]:
 
 
 def save_fingerprint(base: dict[str, str], folder: Path) -> None:
+    """Save the fingerprint of a base beside its adapter."""
     (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
 
 
 def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftModel:
-    """An adapter of `finetune` on its base.
+    """Load an adapter of `finetune` on its base.
 
     Raises:
         ValueError: the folder holds no adapter, or one that was trained on another base.
@@ -120,7 +122,7 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
 
 @contextmanager
 def _quiet_peft():
-    """PEFT 0.21 asks for a property that transformers 5.23 has renamed, once for each model."""
+    """Hide a warning: PEFT 0.21 asks each model for a property that transformers 5.23 has renamed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
@@ -143,7 +145,7 @@ def _check_names(option, names, valid):
         if name not in valid:
             close = difflib.get_close_matches(name, valid, 1)
             hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(valid - {'0'}))}."
-            raise ValueError(f"{option} names {name}, which is no such module of this model; {hint}")
+            raise ValueError(f"{option} names {name}, which is not a module of this model; {hint}")
 
 
 __all__ = ["TARGETS", "add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]

@@ -40,7 +40,7 @@ class TokenDataset(torch.utils.data.Dataset):
         try:
             tokens = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is no whole file of numpy's ({error}); write one by np.save.") from error
+            raise ValueError(f"{path} is not a whole file of numpy ({error}); write one by np.save.") from error
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {tokens.dtype}; a file of tokens holds integers, such as uint16.")
         self.path, self.tokens = Path(path), tokens.reshape(-1)
@@ -86,7 +86,7 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
 
 
 def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Tensor]:
-    """One row for a causal language model.
+    """Make one row for a causal language model.
 
     Args:
         tokens: (T,), any integer dtype.
@@ -107,7 +107,7 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Te
 
 
 def encode(source: str, tokenizer, construction: Construction | None = None, part="train") -> Iterator[np.ndarray]:
-    """Token ids, several documents at once: of each a BOS if the tokenizer has one of its own, the text, and an EOS.
+    """Encode documents, several at a time: a BOS if the tokenizer has one of its own, the text, and an EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or of the construction.
@@ -146,7 +146,7 @@ def pack(source: str, tokenizer, path: Path, construction: Construction | None =
     with open(unfinished, "wb") as file:
         _write_header(file, dtype, count)
         for ids in encode(source, tokenizer, construction, part):
-            file.write(ids.astype(dtype))  # numpy's `tofile` does not say that the disk is full
+            file.write(ids.astype(dtype).data)  # numpy's `tofile` does not say that the disk is full
             count += len(ids)
         file.seek(0)
         _write_header(file, dtype, count)  # numpy leaves room for the number of tokens to grow
@@ -162,25 +162,25 @@ def _write_header(file, dtype, count):
 
 
 def digest(path: Path) -> str:
-    """Hash of the tokens in a file."""
+    """Return the hash of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def source_fingerprint(source: str) -> str:
-    """What changes when a local source does: the sizes and times of its files. Empty for a dataset's name."""
+    """Return sizes and times of the files of a local source, which tell whether it changed; "[]" for a dataset."""
     path = Path(source)
     files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
     return json.dumps([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
 
 
 def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch of rows, each entry (B, T)."""
+    """Collate rows to a batch whose entries are (B, T)."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def collate_without_positions(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch for a model that counts positions itself, such as one with memory."""
+    """Collate rows for a model that counts positions itself, such as one with memory."""
     return {name: value for name, value in stack(rows).items() if name != "position_ids"}
 
 

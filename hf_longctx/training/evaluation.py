@@ -1,4 +1,4 @@
-"""What a longer context is worth: perplexity alone does not show it (arXiv 2405.14591, section 4), retrieval does."""
+"""Loss and retrieval at a longer context: loss alone does not show its worth (arXiv 2405.14591, section 4)."""
 
 import warnings
 from itertools import islice
@@ -15,7 +15,7 @@ REPEATS = 5  # records of each number of lines
 
 
 def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
-    """Loss by position and retrieval from `length` tokens, saved in a folder; and what they say in one line."""
+    """Save loss by position and retrieval from `length` tokens in a folder, and summarize them in one line."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = [token for row in first_rows(rows, ROWS) for token in row["input_ids"].tolist()]
     counts = line_counts(length, tokenizer)
@@ -29,7 +29,8 @@ def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
     return f"{loss.summary()}; {lines.summary()}"
 
 
-def first_rows(rows, count: int):
+def first_rows(rows, count: int) -> list[dict]:
+    """Return the first rows of a dataset, streamed or not."""
     if isinstance(rows, StreamedTokenDataset):
         return list(islice(rows, count))
     return [rows[i] for i in range(min(count, len(rows)))]

@@ -8,11 +8,11 @@ from ..fox.modeling_fox import FoxForgetGate
 
 
 QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
-OPEN = 1e-12  # of a gate that forgets less, float32 has no decay time
+OPEN = 1e-12  # least -log f whose decay time float32 can hold
 
 
 class ForgetGateStatistics:
-    """Tokens in which each gate of a model forgets by a factor e, over all tokens that are read.
+    """The tokens in which each gate of a model forgets by a factor e, averaged over all tokens that are read.
 
     Forward hooks keep the mean of log f of each gate and pass, which the layers compute anyway.
     """
@@ -29,7 +29,7 @@ class ForgetGateStatistics:
         self.passes[name] = self.passes.get(name, 0) + 1
 
     def decay_times(self, reduce=lambda means: means) -> torch.Tensor:
-        """Decay times in tokens, (gates,) fp32, the shortest first, since the last call; empty if no gate has run.
+        """Return decay times since the last call in tokens, (gates,) fp32, shortest first; empty if no gate has run.
 
         Args:
             reduce: takes means of log f to their mean over all processes.
@@ -41,7 +41,7 @@ class ForgetGateStatistics:
         return (1 / (-reduce(means)).clamp(min=OPEN)).sort().values
 
     def quantiles(self, reduce=lambda means: means) -> dict[str, float]:
-        """Of the decay times, for a log; six digits."""
+        """Return quantiles of the decay times, rounded to six digits, for a log."""
         times = self.decay_times(reduce)
         shares = times.new_tensor(list(QUANTILES.values()))
         values = times.quantile(shares).tolist() if len(times) else []

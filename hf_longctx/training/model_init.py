@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,11 @@ from ..metrics.rope.base import rope_base_bound
 from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
-from .recipes import FinetuneSettings, TrainSettings
+from .recipes import ResolvedFinetuning, ResolvedTraining
 
 
-def build_new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
-    """A FoX or a Llama with initial weights, for the tokenizer, in float32."""
+def build_new_model(settings: ResolvedTraining, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
+    """Return a FoX or a Llama with initial weights, for the tokenizer, in float32."""
     make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
     config = make_config(
         vocab_size=len(tokenizer),
@@ -35,8 +36,8 @@ def build_new_model(settings: TrainSettings, tokenizer) -> FoxForCausalLM | Llam
     return AutoModelForCausalLM.from_config(config)
 
 
-def load_changed_model(settings: FinetuneSettings, tokenizer):
-    """The pretrained model as the recipe wants it, in float32.
+def load_changed_model(settings: ResolvedFinetuning, tokenizer) -> Any:
+    """Load the pretrained model and change it as the recipe says, in float32.
 
     Raises:
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
@@ -57,7 +58,7 @@ def load_changed_model(settings: FinetuneSettings, tokenizer):
     if settings.recipe == "rope-extend":
         extend_rope(config, settings)
     try:
-        model = load_language_model(settings.model, config=config, dtype=torch.float32)
+        model: Any = load_language_model(settings.model, config=config, dtype=torch.float32)
     except SafetensorError as error:
         raise ValueError(
             f"the weights of {settings.model} cannot be read ({error}); its files are damaged."
@@ -70,15 +71,15 @@ def load_changed_model(settings: FinetuneSettings, tokenizer):
 
 
 def disable_zero3_init() -> None:
-    """Models are counted, hashed, converted, merged and measured before ZeRO-3 of DeepSpeed may divide them.
+    """Let models be built whole, to be counted, converted or measured before ZeRO-3 of DeepSpeed divides them.
 
     The next Trainer notes DeepSpeed again, and divides the model.
     """
     unset_hf_deepspeed_config()
 
 
-def read_config(name: str):
-    """The configuration of a model in a folder or on the Hub.
+def read_config(name: str) -> Any:
+    """Read the configuration of a model in a folder or on the Hub.
 
     Raises:
         ValueError: the folder holds an adapter, an encoder-decoder, or a damaged configuration.
@@ -106,8 +107,8 @@ def check_sees_the_past_only(model) -> None:
     check_causal(model, ids, read(ids), read)
 
 
-def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
-    """A model with memory, at the stage that comes next (arXiv 2405.06067, section 4).
+def with_memory(config, settings: ResolvedFinetuning) -> Any:
+    """Load a model with memory at the stage that comes next (arXiv 2405.06067, section 4).
 
     A model without one gets a memory that recalls nothing; one that such a stage has trained recalls.
     """
@@ -124,13 +125,13 @@ def with_memory(config, settings: FinetuneSettings) -> HMTWrapper:
     return HMTWrapper.from_pretrained(settings.model, recall=True, dtype=torch.float32)
 
 
-def extend_rope(config, settings: FinetuneSettings) -> str:
+def extend_rope(config, settings: ResolvedFinetuning) -> str:
     """Give a configuration the context of the settings, or its own if that is longer, and a RoPE base for it.
 
     The bound of the base is eq. 18 of arXiv 2405.14591.
 
     Returns:
-        What was changed, and what the old base could reach.
+        a line that says what was changed, and what the old base could reach.
 
     Raises:
         ValueError: the model has no plain RoPE of one base, its base supports the context already, or the new base is
@@ -168,7 +169,8 @@ def extend_rope(config, settings: FinetuneSettings) -> str:
 
 
 def round_up(value: float, digits: int) -> float:
-    """
+    """Round up to a number of significant digits.
+
     >>> round_up(1915857.1, 2)
     2000000.0
     """

@@ -4,134 +4,140 @@
 imports no torch, so that a command line is read at once.
 """
 
-import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from .settings import check_choices, option, setting
+from .settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, SHARE, check_values, option, setting
 from .synthetic_data import KINDS, Construction
 
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
 RECALL_MODES = ("single_pass", "three_pass", "paper")
-POSITIVE = (
-    *(
-        "sequence_length",
-        "batch_tokens",
-        "per_device_batch_size",
-        "steps",
-        "learning_rate",
-        "max_grad_norm",
-        "save_steps",
-    ),
-    *("keep_checkpoints", "eval_steps", "lora_rank", "lora_alpha", "gate_learning_rate", "decay_time", "rope_base"),
-    *("segment_length", "sequence_parallel", "construction_size"),
-)
-SHARES = ("adam_beta1", "adam_beta2", "dropout", "lora_dropout")
 
 
 @dataclass
 class RunSettings:
-    """What every training has. None: the preset or the recipe decides."""
+    """What every training has. None: the preset or the recipe decides, see `ResolvedSettings`."""
 
-    # of data, tokenizer and model the contents must stay, not the names
-    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset name, or tokens as .npy", free=True)
-    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS", free=True)
-    output: str | None = setting(None, "folder of the run", free=True)
-    eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", free=True)
+    # Of data, tokenizer and model the contents must stay, not the names.
+    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset, or tokens as .npy", may_change=True)
+    tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS", may_change=True)
+    output: str | None = setting(None, "folder of the run", may_change=True)
+    eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", may_change=True)
     construction: str | None = setting(None, "makes long texts of the data, to train a memory on", tuple(KINDS))
-    construction_size: int | None = setting(None, "tokens of a turn (default: 256), or abstracts of a text (2)")
-    sequence_length: int | None = setting(None, "tokens of a row")
-    batch_tokens: int | None = setting(None, "tokens of an optimizer step, over all processes")
-    per_device_batch_size: int | None = setting(None, "rows of a forward pass in each process", free=True)
-    steps: int | None = setting(None, "optimizer steps")
-    learning_rate: float | None = setting(None, "peak of the schedule")
+    construction_size: int | None = setting(
+        None, "tokens of a turn (default: 256), or abstracts of a text (2)", bounds=POSITIVE
+    )
+    sequence_length: int | None = setting(None, "tokens of a row", bounds=POSITIVE)
+    batch_tokens: int | None = setting(None, "tokens of an optimizer step, over all processes", bounds=POSITIVE)
+    per_device_batch_size: int | None = setting(
+        None, "rows of a forward pass in each process", bounds=POSITIVE, may_change=True
+    )
+    steps: int | None = setting(None, "optimizer steps", bounds=POSITIVE)
+    learning_rate: float | None = setting(None, "peak of the schedule", bounds=POSITIVE)
     schedule: str | None = setting(None, "after the warmup", SCHEDULES)
     warmup_steps: int | None = setting(None, "of a linear warmup")
-    weight_decay: float | None = setting(None, "of matrices, not of norms, biases and gates' biases")
-    adam_beta1: float = setting(0.9, "of AdamW (FoX, B.1)")
-    adam_beta2: float | None = setting(None, "of AdamW (default: 0.95, FoX, B.1; recipe hmt 0.999)")
-    max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)")
+    weight_decay: float | None = setting(None, "of matrices, not of norms, biases and gates' biases", (), NOT_NEGATIVE)
+    adam_beta1: float = setting(0.9, "of AdamW (FoX, B.1)", bounds=BELOW_ONE)
+    adam_beta2: float | None = setting(None, "of AdamW (default: 0.95, FoX, B.1; recipe hmt 0.999)", (), BELOW_ONE)
+    max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)", bounds=POSITIVE)
     dtype: str = setting("auto", "of the forward pass; auto is bfloat16 on an accelerator", DTYPES)
-    activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", free=True)
-    sequence_parallel: int = setting(1, "processes that share each row, of a FoX", free=True)
+    activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", may_change=True)
+    sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
-    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, which teaches to remember (ours)")
-    seed: int = setting(0, "of new weights, dropout and the order of rows")
-    save_steps: int = setting(100, "steps between checkpoints", free=True)
-    keep_checkpoints: int = setting(2, "older ones are removed", free=True)
-    eval_steps: int = setting(500, "steps between evaluations", free=True)
+    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, to teach memory", bounds=SHARE)
+    seed: int = setting(0, "of new weights, dropout and the order of rows", bounds=SEED)
+    save_steps: int = setting(100, "steps between checkpoints", bounds=POSITIVE, may_change=True)
+    keep_checkpoints: int = setting(2, "older ones are removed", bounds=POSITIVE, may_change=True)
+    eval_steps: int = setting(500, "steps between evaluations", bounds=POSITIVE, may_change=True)
 
-    def resolve(self):
-        """The settings with what the preset or the recipe decides.
+    # Settings of some recipes only, as they are in all other trainings.
+    recipe: ClassVar[str | None] = None
+    carry_state: ClassVar[bool] = False
+    gate_learning_rate: ClassVar[float | None] = None
+
+    def resolve(self) -> "ResolvedSettings":
+        """Return the settings with what the preset or the recipe decides.
 
         Raises:
             ValueError: a setting is missing, none of its choices, or out of its range.
         """
-        run = dataclasses.replace(self)
-        check_choices(run)
-        if run.schedule == "step":
-            run.fill(warmup_steps=0)
-        run.complete()
-        for name in ("data", "tokenizer", "output"):
-            if not getattr(run, name):
-                raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
-        if run.construction is not None:
-            run.fill(construction_size=KINDS[run.construction])
-        elif run.construction_size is not None:
-            raise ValueError("--construction-size belongs to --construction, which is missing.")
-        if run.warmup_steps is None:
-            run.warmup_steps = 0
-        if run.activation_checkpointing is None:
-            run.activation_checkpointing = run.sequence_length > 4096
-        run.check_ranges()
-        if run.sequence_length % run.sequence_parallel:
-            raise ValueError(
-                f"--sequence-parallel {run.sequence_parallel} does not divide the {run.sequence_length} tokens of a row; "
-                "change it, or --sequence-length."
-            )
-        if run.warmup_steps and run.schedule == "step":
-            raise ValueError(f"--schedule step has no warmup; leave out --warmup-steps {run.warmup_steps}.")
-        if not 0 <= run.warmup_steps <= run.steps:
-            raise ValueError(f"--warmup-steps is {run.warmup_steps}; it must lie between 0 and the {run.steps} steps.")
-        return run
-
-    def complete(self):
-        """Fill in what is None; for a copy that nobody else has."""
         raise NotImplementedError
 
-    def check_ranges(self):
-        for name, value in vars(self).items():
-            if name in POSITIVE and value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{option(name)} is {value}; it must be above 0.")
-            if name in SHARES and value is not None and not 0 <= value < 1:
-                raise ValueError(f"{option(name)} is {value}; it must be at least 0 and below 1.")
-        if self.sequence_length < 2:
-            raise ValueError(
-                "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
-            )
-        if not 0 <= self.repeated_rows <= 1:
-            raise ValueError(f"--repeated-rows is {self.repeated_rows}; it is a share, from 0 to 1.")
-        if self.repeated_rows and self.streaming:
-            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"--weight-decay is {self.weight_decay}; it must be at least 0.")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed is {self.seed}; it must lie between 0 and {2**32 - 1}.")
 
-    def fill(self, **values):
+class ResolvedSettings(RunSettings):
+    """Settings in which nothing is left to a preset or a recipe; made by `RunSettings.resolve`."""
+
+    data: str
+    tokenizer: str
+    output: str
+    sequence_length: int
+    batch_tokens: int
+    per_device_batch_size: int
+    steps: int
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    weight_decay: float
+    adam_beta2: float
+    activation_checkpointing: bool
+
+    def complete(self):
+        """Set what is None, for settings that nobody else holds, and return them."""
+        check_values(self)
+        if self.schedule == "step":
+            self.set_defaults(warmup_steps=0)
+        self.complete_recipe()
+        self.set_defaults(warmup_steps=0, activation_checkpointing=self.sequence_length > 4096)
+        if self.construction is not None:
+            self.set_defaults(construction_size=KINDS[self.construction])
+        self.check()
+        return self
+
+    def complete_recipe(self) -> None:
+        """Set what the preset or the recipe decides."""
+        raise NotImplementedError
+
+    def set_defaults(self, **values: Any) -> None:
+        """Set those of the values that are None."""
         for name, value in values.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
-    def made_of_documents(self) -> Construction | None:
-        """How the texts are made of the documents; None: they are the documents."""
-        return None if self.construction is None else Construction(self.construction, self.construction_size)
+    def check(self) -> None:
+        """Raise ValueError if a setting is missing, or if settings contradict each other."""
+        for name in ("data", "tokenizer", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
+        if self.construction_size is not None and self.construction is None:
+            raise ValueError("--construction-size belongs to --construction, which is missing.")
+        if self.sequence_length < 2:
+            raise ValueError(
+                "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
+            )
+        if self.repeated_rows and self.streaming:
+            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
+        if self.sequence_length % self.sequence_parallel:
+            raise ValueError(
+                f"--sequence-parallel {self.sequence_parallel} does not divide the {self.sequence_length} tokens of a "
+                "row; change it, or --sequence-length."
+            )
+        if self.warmup_steps and self.schedule == "step":
+            raise ValueError(f"--schedule step has no warmup; leave out --warmup-steps {self.warmup_steps}.")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(
+                f"--warmup-steps is {self.warmup_steps}; it must lie between 0 and the {self.steps} steps."
+            )
+
+    def synthetic_texts(self) -> Construction | None:
+        """Return how texts are made of the documents; None: the documents are the texts."""
+        if self.construction is None or self.construction_size is None:
+            return None
+        return Construction(self.construction, self.construction_size)
 
     def accumulation(self, processes: int) -> int:
-        """Forward passes of each process in an optimizer step.
+        """Return the forward passes of each process in an optimizer step.
 
         Raises:
             ValueError: the processes do not make whole passes of `batch_tokens`, or whole groups that share rows.
@@ -142,18 +148,18 @@ class RunSettings:
                 f"--sequence-parallel {self.sequence_parallel} does not divide the number of processes, {processes}; "
                 f"start a multiple of it: torchrun --nproc-per-node {self.sequence_parallel} -m hf_longctx ..."
             )
-        at_once = self.sequence_length * self.per_device_batch_size * groups
-        passes, rest = divmod(self.batch_tokens, at_once)
+        tokens_per_pass = self.sequence_length * self.per_device_batch_size * groups
+        passes, rest = divmod(self.batch_tokens, tokens_per_pass)
         if rest:
             raise ValueError(
-                f"--batch-tokens {self.batch_tokens} is no multiple of the {at_once} tokens that are read at once "
-                f"({self.divide(processes)}, {self.per_device_batch_size} rows of {self.sequence_length} tokens each). Change "
-                "--batch-tokens, --sequence-length or --per-device-batch-size."
+                f"--batch-tokens {self.batch_tokens} is not a multiple of the {tokens_per_pass} tokens of a forward pass "
+                f"({self.describe_processes(processes)}, {self.per_device_batch_size} rows of {self.sequence_length} "
+                "tokens each). Change --batch-tokens, --sequence-length or --per-device-batch-size."
             )
         return passes
 
-    def divide(self, processes: int) -> str:
-        """What reads different rows, in words."""
+    def describe_processes(self, processes: int) -> str:
+        """Return, in words, which processes read different rows."""
         n = self.sequence_parallel
         return f"{processes} processes" if n == 1 else f"{processes // n} x {n} processes that share rows"
 
@@ -176,7 +182,7 @@ class Preset(NamedTuple):
     tied: bool = False  # input and output embeddings
 
 
-SMALL = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, per_device_batch_size=8)
+SMALL: dict[str, Any] = dict(sequence_length=512, batch_tokens=2**12, warmup_tokens=2**18, per_device_batch_size=8)
 PRESETS = {
     "tiny": Preset(4, 192, 6, 448, 3e-3, 2**22, **SMALL),  # ours: minutes on a CPU
     "5M": Preset(5, 256, 8, 672, 3e-3, 2**23, **SMALL, decay_times=(8, 2048), tied=True),  # ours: the demo's models
@@ -187,7 +193,7 @@ PRESETS = {
 
 
 def llama_mlp(width: int) -> int:
-    """Width of the MLP of a Llama, and of a FoX (LLaMA): 8/3 of the model's, in multiples of 256."""
+    """Return the width of the MLP of a Llama and a FoX (LLaMA): 8/3 of the model's, in multiples of 256."""
     return -(-width * 8 // (3 * 256)) * 256
 
 
@@ -198,11 +204,18 @@ class TrainSettings(RunSettings):
     preset: str = setting("tiny", "size and recipe", tuple(PRESETS))
     architecture: str = setting("fox", "llama: a Transformer with RoPE, to compare with", ("fox", "llama"))
     pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
-    dropout: float = setting(0.0, "of attention weights")
+    dropout: float = setting(0.0, "of attention weights", bounds=BELOW_ONE)
 
-    def complete(self):
+    def resolve(self) -> "ResolvedTraining":
+        return ResolvedTraining(**vars(self)).complete()
+
+
+class ResolvedTraining(ResolvedSettings, TrainSettings):
+    """Settings of a pretraining that are complete."""
+
+    def complete_recipe(self) -> None:
         preset = PRESETS[self.preset]
-        self.fill(
+        self.set_defaults(
             sequence_length=preset.sequence_length,
             batch_tokens=preset.batch_tokens,
             per_device_batch_size=preset.per_device_batch_size,
@@ -211,13 +224,13 @@ class TrainSettings(RunSettings):
             weight_decay=0.1,
             adam_beta2=0.95,
         )
-        self.fill(steps=max(1, preset.tokens // max(1, self.batch_tokens)))
-        self.fill(warmup_steps=min(preset.warmup_tokens // max(1, self.batch_tokens), self.steps // 10))
+        self.set_defaults(steps=max(1, preset.tokens // self.batch_tokens))
+        self.set_defaults(warmup_steps=min(preset.warmup_tokens // self.batch_tokens, self.steps // 10))
         if self.pro and self.architecture != "fox":
             raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
 
     def model_sizes(self) -> dict[str, Any]:
-        """What the settings decide of a `FoxConfig` or a `LlamaConfig`."""
+        """Return the fields of a `FoxConfig` or a `LlamaConfig` that the settings decide."""
         preset = PRESETS[self.preset]
         sizes = dict(
             hidden_size=preset.width,
@@ -235,7 +248,7 @@ class TrainSettings(RunSettings):
 
 
 class Recipe(NamedTuple):
-    """How a pretrained model is changed and trained."""
+    """Defaults of a recipe of `finetune`."""
 
     learning_rate: float  # with LoRA
     full_learning_rate: float  # of all parameters
@@ -258,8 +271,7 @@ RECIPES = {
     # that of Llama 2 and Mamba; the other models had 1e-5, Mistral and Yi 2e-4, all trained in full.
     "hmt": Recipe(1e-4, 1e-5, 8, 500, "step", 0.01, True, warmup_percent=0, adam_beta2=0.999, lora_dropout=0.1),
 }
-# Of decay times in tokens. Of 1e5 contexts, where a converted Llama changes no logit, the gradient is lost in Adam's
-# epsilon.
+# Gates of a converted Llama start almost open, where their gradient is lost in the epsilon of Adam.
 GATES_LEARN_FASTER = 100
 
 
@@ -267,37 +279,54 @@ GATES_LEARN_FASTER = 100
 class FinetuneSettings(RunSettings):
     """Settings of a fine-tuning."""
 
-    model: str | None = setting(None, "folder or Hub name of a causal language model", free=True)
+    model: str | None = setting(None, "folder or Hub name of a causal language model", may_change=True)
     recipe: str = setting("lora", "what is done to the model", tuple(RECIPES))
     full: bool = setting(False, "train all parameters, without LoRA")
-    lora_rank: int = setting(8, "r of LoRA (LongLoRA)")
-    lora_alpha: int = setting(32, "the adapter is scaled by alpha / r")
-    lora_dropout: float | None = setting(None, "of the adapter's input (default: 0, recipe hmt 0.1)")
+    lora_rank: int = setting(8, "r of LoRA (LongLoRA)", bounds=POSITIVE)
+    lora_alpha: int = setting(32, "the adapter is scaled by alpha / r", bounds=POSITIVE)
+    lora_dropout: float | None = setting(None, "of the adapter's input (default: 0, recipe hmt 0.1)", (), BELOW_ONE)
     lora_targets: str | None = setting(
         None, "names of linear layers, with commas; default: attention and MLP, for hmt queries and values"
     )
     train_in_full: str | None = setting(None, "names of modules that are trained beside LoRA; default: the recipe's")
     merge: bool | None = setting(None, "save the model with the adapter in its weights")
-    decay_time: float | None = setting(None, "fox-from-llama: tokens in which a gate forgets by e; default: a row")
-    gate_learning_rate: float | None = setting(None, "of forget gates; fox-from-llama: 100 times the other (ours)")
-    rope_base: float | None = setting(None, "rope-extend: default: the first above which no length violates the bound")
+    decay_time: float | None = setting(
+        None, "fox-from-llama: tokens in which a gate forgets by e; default: a row", (), POSITIVE
+    )
+    gate_learning_rate: float | None = setting(
+        None, "of forget gates; fox-from-llama: 100 times the other (ours)", (), POSITIVE
+    )
+    rope_base: float | None = setting(
+        None, "rope-extend: default: the first above which no length violates the bound", (), POSITIVE
+    )
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
-    segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)")
+    segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)", bounds=POSITIVE)
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
-    recall_mode: str | None = setting(None, "hmt: how a segment is read (default: single)", RECALL_MODES)
+    recall_mode: str | None = setting(None, "hmt: how a segment is read (default: single_pass)", RECALL_MODES)
     carry_state: bool = setting(
         False, "hmt: rows are chunks of one document each, and the memory goes from each chunk to the next"
     )
 
-    def complete(self):
+    def resolve(self) -> "ResolvedFinetuning":
+        return ResolvedFinetuning(**vars(self)).complete()
+
+
+class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
+    """Settings of a fine-tuning that are complete."""
+
+    model: str
+    merge: bool
+    lora_dropout: float
+
+    def complete_recipe(self) -> None:
         if not self.model:
             raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
         recipe = RECIPES[self.recipe]
         if self.recipe == "hmt":
-            self.fill(segment_length=512, sensory_tokens=32, recall_mode="single_pass")
+            self.set_defaults(segment_length=512, sensory_tokens=32, recall_mode="single_pass")
         if self.sequence_length is None:
             raise ValueError("--sequence-length is missing: tokens of a row, for rope-extend the new context.")
-        self.fill(
+        self.set_defaults(
             tokenizer=self.model,
             per_device_batch_size=1,
             learning_rate=recipe.full_learning_rate if self.full else recipe.learning_rate,
@@ -309,15 +338,15 @@ class FinetuneSettings(RunSettings):
             adam_beta2=recipe.adam_beta2,
             lora_dropout=recipe.lora_dropout,
         )
-        self.fill(warmup_steps=self.steps * recipe.warmup_percent // 100)
+        self.set_defaults(warmup_steps=self.steps * recipe.warmup_percent // 100)
         if self.recipe == "fox-from-llama":
-            self.fill(
+            self.set_defaults(
                 decay_time=float(self.sequence_length), gate_learning_rate=GATES_LEARN_FASTER * self.learning_rate
             )
-        self.refuse_settings_of_others()
+        self.check_recipe()
 
-    def refuse_settings_of_others(self):
-        """A setting that the recipe would ignore is a mistake."""
+    def check_recipe(self) -> None:
+        """Raise ValueError if the recipe would ignore a setting, or cannot follow it."""
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
         of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "recall_mode", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
@@ -338,4 +367,13 @@ class FinetuneSettings(RunSettings):
             )
 
 
-__all__ = ["PRESETS", "RECIPES", "FinetuneSettings", "Preset", "Recipe", "RunSettings", "TrainSettings"]
+__all__ = [
+    "PRESETS",
+    "RECIPES",
+    "FinetuneSettings",
+    "ResolvedFinetuning",
+    "ResolvedSettings",
+    "ResolvedTraining",
+    "RunSettings",
+    "TrainSettings",
+]

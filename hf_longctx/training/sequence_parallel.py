@@ -1,7 +1,7 @@
 """Sequence parallelism: N processes share each row, so that rows can be N times as long (Ulysses, arXiv 2309.14509).
 
 Each process has one of N equal parts of every row; embeddings, projections, MLPs and the loss need no more. Attention
-needs all keys: there the processes trade parts for heads, so that each has whole rows of H / N heads, and trade back.
+needs all keys: there the processes exchange parts for heads (all-to-all), so that each has whole rows of H / N heads.
 Gates travel with their heads, so their running sum, packed documents and windows are those of a single process. The
 token shift needs the last token of the part before.
 
@@ -10,6 +10,7 @@ DDP and FSDP add up what all processes have.
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from .data import stack
 
 
 class SequenceShard:
-    """The part of each row that this process has, and its trade with the others that have parts of the same rows.
+    """The part of each row that this process has, and its exchange with the processes that have the other parts.
 
     It is a `Shard` of fox/call_fox.py; t = T / N.
 
@@ -31,11 +32,11 @@ class SequenceShard:
     """
 
     def __init__(self, size: int):
-        self.group, _ = dist.new_subgroups(size)
+        self.group: Any = dist.new_subgroups(size)[0]
         self.size, self.rank = size, dist.get_rank(self.group)
 
     def collate(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Of a batch of rows as `make_row` makes them: own ids and labels, (B, t), and all positions, (B, T).
+        """Make a batch of rows of `make_row`: ids and labels of this part, (B, t), and all positions, (B, T).
 
         Labels are shifted before they are divided, because the last token of a part predicts the first of the next.
         """
@@ -48,7 +49,7 @@ class SequenceShard:
             "shift_labels": labels,
         }
 
-    def share_rows(self, loader):
+    def share_rows(self, loader: Any) -> Any:
         """Give the processes of a group the same rows, of a loader that accelerate has divided among all processes."""
         dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
         dealer.num_processes //= self.size
@@ -57,28 +58,31 @@ class SequenceShard:
         return loader
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, ...) -> (B, t, ...)"""
+        """Return the part of this process, (B, t, ...), of whole rows, (B, T, ...)."""
         return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def token_before(self, x: torch.Tensor) -> torch.Tensor:
-        """The last token of the part before; 0 for the first part: (B, t, ...) -> (B, 1, ...)"""
+        """Return the last token of the previous part, (B, 1, ...), for x, (B, t, ...); 0 for the first part."""
         ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
         to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
-        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # of the last part, the first has got 0
+        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the first part receives 0 from the last
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, t, ...) -> (B, H / N, T, ...)"""
+        """Exchange parts of all heads, (B, H, t, ...), for whole rows of some heads, (B, H / N, T, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T, H / N, ...) -> (B, t, H, ...)"""
+        """Exchange whole rows of some heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
 
 class AllToAll(torch.autograd.Function):
-    """x[i] of (N, ...) goes to process i; returns what has come from each, (N, ...). Gradients go the same ways."""
+    """All-to-all exchange: x[i] of (N, ...) goes to process i; the result, (N, ...), is in the order of the senders.
+
+    Gradients go back the same ways.
+    """
 
     @staticmethod
     def forward(ctx, x, group):

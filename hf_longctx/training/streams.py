@@ -11,10 +11,11 @@ stopped. The state goes along without its graph: gradients end at the chunk, and
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
+from transformers import Trainer
 
 from ..hmt import HMTState
 from .trainer import ResumableTrainer
@@ -31,8 +32,8 @@ class DocumentStreams(torch.utils.data.Dataset):
         tokens: (N,), integers, each document with `eos_token_id` at its end.
         length: tokens of a chunk, T.
         eos_token_id: ends a document. None: the tokens are one document.
-        streams: how many. A multiple of the rows of a forward pass, over all processes; with the rows of an optimizer
-            step the memory goes from step to step, with fewer also through the passes of a step.
+        streams: their number, a multiple of the rows of a forward pass over all processes; with the rows of an
+            optimizer step the memory goes from step to step, with fewer also through the passes of a step.
 
     An item is {"input_ids", "attention_mask", "labels"}, each (T,), int64, and two scalars: "stream", the number s,
     and "begins", True where no state is carried to: at the first chunk of a document or of a stream.
@@ -61,7 +62,7 @@ class DocumentStreams(torch.utils.data.Dataset):
         return len(self.starts) // self.streams * self.streams
 
     def text_share(self) -> float:
-        """The share of the chunks that is no padding."""
+        """Return the share of the chunks that is text and not padding."""
         return float((self.stops - self.starts).mean() / self.length)
 
     def __getitem__(self, item):
@@ -78,7 +79,10 @@ class DocumentStreams(torch.utils.data.Dataset):
         }
 
 
-class CarriesStates:
+TrainerMethods = Trainer if TYPE_CHECKING else object  # of a mixin
+
+
+class CarriesStates(TrainerMethods):
     """Mixin for a `Trainer` of a model with memory: each forward pass goes on from the state of its streams.
 
     The batches are those of `DocumentStreams`, in order. Evaluation begins without states and leaves those of the
@@ -88,6 +92,7 @@ class CarriesStates:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.args.train_sampling_strategy = "sequential"
         self.states: dict[int, HMTState | Path] = {}  # by the first stream of a pass; or a file of a checkpoint
 
     def train(self, *args, **kwargs):
@@ -101,21 +106,22 @@ class CarriesStates:
         finally:
             self.states = states
 
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+    def compute_loss(self, model, inputs: dict[str, Any], return_outputs: bool = False, **kwargs):
         inputs = dict(inputs)
         if not {"stream", "begins"} <= inputs.keys():
             raise ValueError(
-                f"the batch has {', '.join(inputs)}, and no stream to carry a state in. Make the dataset by "
+                f"the batch has {', '.join(inputs)}, without a stream to carry a state in. Make the dataset by "
                 "DocumentStreams, and set remove_unused_columns=False in TrainingArguments."
             )
         streams, begins = inputs.pop("stream").tolist(), inputs.pop("begins").tolist()
         inputs |= {"state": self.state_before(streams, begins), "use_cache": True}
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        result: Any = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss, outputs = result
         self.states[streams[0]] = outputs["state"].detach()
         return (loss, outputs) if return_outputs else loss
 
     def state_before(self, streams: list[int], begins: list[bool]) -> HMTState | None:
-        """The state that a pass over the next chunks of `streams` goes on from; None if all of them begin."""
+        """Return the state from which the next chunks of `streams` are read; None if all of them begin."""
         state = self.states.get(streams[0])
         if all(begins):
             return None
@@ -128,9 +134,6 @@ class CarriesStates:
                 f"{rows}. Read the chunks in order, and go on with the --per-device-batch-size that the run began with."
             )
         return state.restart_rows(begins)
-
-    def _get_train_sampler(self, *args, **kwargs):
-        return SequentialSampler(self.train_dataset)
 
     def _save_rng_state(self, output_dir):  # as the random state, states differ between processes
         super()._save_rng_state(output_dir)

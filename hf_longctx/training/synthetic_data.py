@@ -35,7 +35,7 @@ class Construction:
     size: int
 
     def read(self, source: str, part: str = "train") -> Iterator[str]:
-        """The documents of a source: those of `hf_longctx.corpus`, or of PubMedQA a text for each question.
+        """Read the documents of a source: those of `hf_longctx.corpus`, or a text for each question of PubMedQA.
 
         Raises:
             ValueError: `questions` raises it.
@@ -46,7 +46,7 @@ class Construction:
         return (f"{prompt} {answer}" for prompt, answer in questions(open_pubmedqa(source), answers, self.size))
 
     def arrange(self, documents: list[list[int]], tokenizer) -> list[list[int]]:
-        """The token ids of documents, two of which make an interleaved one; all are used."""
+        """Arrange the token ids of documents; two of them make an interleaved one, and all are used."""
         if self.kind == "interleave":
             pairs = zip_longest(documents[::2], documents[1::2], fillvalue=[])
             return [interleave(first, second, self.size) for first, second in pairs]
@@ -57,7 +57,7 @@ class Construction:
 
 
 def interleave(first: list[int], second: list[int], length: int) -> list[int]:
-    """Two texts in turns: `length` tokens of the first, `length` of the second, and so on; then the longer one's rest.
+    """Interleave two texts in turns of `length` tokens, with the rest of the longer one at the end.
 
     >>> interleave([1, 2, 3, 4, 5], [6, 7, 8], 2)
     [1, 2, 6, 7, 3, 4, 8, 5]
@@ -67,7 +67,7 @@ def interleave(first: list[int], second: list[int], length: int) -> list[int]:
 
 
 def dilate(ids: list[int], length: int, filler: int) -> list[int]:
-    """A text with `length` copies of the token `filler` after every `length` tokens.
+    """Insert `length` copies of the token `filler` after every `length` tokens.
 
     >>> dilate([1, 2, 3, 4, 5], 2, filler=0)
     [1, 2, 0, 0, 3, 4, 0, 0, 5]
@@ -84,7 +84,7 @@ class Question(NamedTuple):
 
 
 def questions(rows: Iterator[dict[str, Any]], answers: str, size: int) -> Iterator[Question]:
-    """Of every `size` rows of PubMedQA, `size` texts: all their abstracts, and one of their questions.
+    """Make `size` texts of every `size` rows of PubMedQA: all their abstracts, and one of their questions.
 
     Args:
         rows: as `open_pubmedqa` reads them.
@@ -92,10 +92,10 @@ def questions(rows: Iterator[dict[str, Any]], answers: str, size: int) -> Iterat
         size: M of the paper. Rows that are left at the end are not used.
 
     Raises:
-        ValueError: a row has not the fields of PubMedQA, or no answer.
+        ValueError: a row lacks fields of PubMedQA, or its answer.
     """
-    rows = map(_fields, rows)
-    while len(group := list(islice(rows, size))) == size:
+    fields = map(_fields, rows)
+    while len(group := list(islice(fields, size))) == size:
         abstracts = " ".join(context for contexts, *_ in group for context in contexts)
         for _, question, long_answer, decision in group:
             answer = long_answer if answers == "long" else decision
@@ -120,16 +120,16 @@ def _fields(row):
 
 
 def open_pubmedqa(source: str) -> Iterator[dict[str, Any]]:
-    """The rows of PubMedQA.
+    """Read the rows of PubMedQA.
 
     Args:
         source: a .json of its authors (an object of rows, by their PubMed number) or a list, a .jsonl, a .parquet; or
             the name of a dataset, whose part `pqa_artificial` is read, as in the paper.
 
     Raises:
-        ValueError: the file is no JSON.
+        ValueError: the file is not JSON.
         ImportError: `datasets` is needed and not installed.
-        FileNotFoundError: there is no file and no dataset of that name.
+        FileNotFoundError: there is neither a file nor a dataset of that name.
     """
     path = Path(source)
     try:
@@ -139,7 +139,7 @@ def open_pubmedqa(source: str) -> Iterator[dict[str, Any]]:
         if path.suffix == ".jsonl":
             return iter([json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()])
     except ValueError as error:  # neither JSON nor Unicode
-        raise ValueError(f"{source} is no JSON: {error}") from error
+        raise ValueError(f"{source} is not JSON: {error}") from error
     try:
         import datasets
     except ImportError:
@@ -149,7 +149,7 @@ def open_pubmedqa(source: str) -> Iterator[dict[str, Any]]:
     try:
         return iter(datasets.load_dataset(source, "pqa_artificial", split="train", streaming=True))
     except Exception as error:  # offline, unknown name: `datasets` raises many types
-        raise FileNotFoundError(f"{source} is no .json, .jsonl or .parquet, and no dataset: {error}") from error
+        raise FileNotFoundError(f"{source} is neither a .json, .jsonl or .parquet nor a dataset: {error}") from error
 
 
 __all__ = ["KINDS", "Construction", "Question", "dilate", "interleave", "open_pubmedqa", "questions"]

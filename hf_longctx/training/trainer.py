@@ -4,7 +4,6 @@ What Trainer lacks: its checkpoints appear before they are complete, a signal en
 loss that is not a number is trained on.
 """
 
-import errno
 import inspect
 import json
 import math
@@ -12,31 +11,21 @@ import os
 import re
 import shutil
 import signal
-import zipfile
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints
 
 from .gate_statistics import ForgetGateStatistics
+from .run_folder import UNFINISHED, explain_full_disk, flush
 from .sequence_parallel import SequenceShard, check_arguments
 
 
-UNFINISHED = ".saving"
 GATE = re.compile(r"\bf_proj\b")
-# What a complete checkpoint holds: files, or folders where FSDP or DeepSpeed divides the model.
-PARTS = {
-    "weights": ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*/*model_states.pt"),
-    "optimizer": ("optimizer*", "global_step*/*optim_states.pt"),
-    "schedule": ("scheduler.pt",),
-    "random state": ("rng_state*",),
-    "trainer state": ("trainer_state.json",),
-}
 
 
 class ResumableTrainer(Trainer):
@@ -64,19 +53,21 @@ class ResumableTrainer(Trainer):
         metrics: Path,
         stops: "StopAtSignal",
         batch_tokens: int,
-        gate_learning_rate=None,
-        decays_in_steps=False,
+        gate_learning_rate: float | None = None,
+        decays_in_steps: bool = False,
         shard: SequenceShard | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.metrics, self.saving_in, self.shard = metrics, None, shard
+        self.metrics, self.shard = metrics, shard
+        self.saving_in: str | None = None  # the folder of a checkpoint that is not complete
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
-        self.batch_tokens, self.gates = batch_tokens, ForgetGateStatistics(self.model)
+        model: Any = self.model
+        self.batch_tokens, self.gates = batch_tokens, ForgetGateStatistics(model)
         self.add_callback(stops)
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        # of logits, a training needs the loss only; a FoX and a model with memory can do without most of them
-        self.loss_options = {"shard": shard} if shard is not None else {}
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # a training needs no logits, only their loss; a FoX and a model with memory can leave out most of them
+        self.loss_options: dict[str, Any] = {} if shard is None else {"shard": shard}
         if "skip_logits" in inspect.signature(base.forward).parameters:
             self.loss_options["skip_logits"] = True
         elif getattr(base, "reads_in_segments", False):
@@ -90,7 +81,8 @@ class ResumableTrainer(Trainer):
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and self.gate_learning_rate is not None:
-            parameters = (self.model if model is None else model).named_parameters()
+            trained: Any = self.model if model is None else model
+            parameters = trained.named_parameters()
             gates = [p for name, p in parameters if GATE.search(name) and p.requires_grad]
             if not gates:
                 raise ValueError(
@@ -103,12 +95,14 @@ class ResumableTrainer(Trainer):
             optimizer.add_param_group({"params": gates, "lr": self.gate_learning_rate, "weight_decay": 0.0})
         return optimizer
 
-    def create_scheduler(self, num_training_steps, optimizer=None):
+    def create_scheduler(self, num_training_steps, optimizer: Any = None):
         if self.lr_scheduler is None and self.decays_in_steps:
-            self.lr_scheduler = StepLR(optimizer or self.optimizer, step_size=100, gamma=0.7)
+            optimizer = optimizer or self.optimizer
+            self.lr_scheduler = StepLR(optimizer, step_size=100, gamma=0.7)
         elif self.lr_scheduler is None:
-            warmup = self.args.get_warmup_steps(num_training_steps)
-            self.lr_scheduler = warm_up_above_zero(super().create_scheduler(num_training_steps, optimizer), warmup)
+            schedule = super().create_scheduler(num_training_steps, optimizer)
+            assert isinstance(schedule, LambdaLR)
+            self.lr_scheduler = warm_up_above_zero(schedule, self.args.get_warmup_steps(num_training_steps))
         return self.lr_scheduler
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -130,39 +124,54 @@ class ResumableTrainer(Trainer):
             )
 
     def prediction_step(self, model, inputs, *args, **kwargs):
-        """As Trainer's, with the sum of the losses of a row as loss, since rows differ in their labels.
+        """Evaluate a batch as Trainer does, with the mean over its rows of the sum of a row's losses as loss.
 
-        Trainer's is the sum over the labels of this process, divided by the mean number of labels of all processes.
+        The loss of Trainer is the sum over the labels of this process, divided by the mean number of labels of all
+        processes.
         """
         if self.shard is not None:
             self.gather_function = self.gather_losses_of_groups
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
-        scored = self.accelerator.reduce((labels != -100).sum().float().to(loss.device), "mean")
+        assert loss is not None
+        scored: Any = self.accelerator.reduce((labels != -100).sum().float().to(loss.device), "mean")
         return (loss * scored / len(labels), *others)
 
-    def gather_losses_of_groups(self, losses):
-        """Losses of all groups' rows, of which each process has a part: (B,) -> (groups * B,), at the end fewer."""
-        groups = self.accelerator.gather(losses).view(-1, self.shard.size, len(losses))
+    def gather_losses_of_groups(self, losses: torch.Tensor) -> torch.Tensor:
+        """Gather the losses of all groups' rows, of which each process has a part.
+
+        Args:
+            losses: (B,).
+
+        Returns:
+            (groups * B,), or less in the last batch.
+        """
+        assert self.shard is not None
+        gathered: Any = self.accelerator.gather(losses)
         state = self.accelerator.gradient_state
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        return groups.sum(1).flatten()[:rows]
+        return gathered.view(-1, self.shard.size, len(losses)).sum(1).flatten()[:rows]
 
     def evaluation_loop(self, *args, **kwargs):
-        """As Trainer's, with the mean over labels as loss; Trainer's is the mean over forward passes."""
+        """Evaluate as Trainer does, with the mean over labels as loss instead of that over forward passes."""
         output = super().evaluation_loop(*args, **kwargs)
-        rows = self.eval_dataset
-        scored = sum((rows[i]["labels"][1:] != -100).sum() for i in range(len(rows)))
-        output.metrics["eval_loss"] *= len(rows) / scored.item()
+        rows: Any = self.eval_dataset
+        scored = sum(int((rows[i]["labels"][1:] != -100).sum()) for i in range(len(rows)))
+        assert output.metrics is not None
+        output.metrics["eval_loss"] *= len(rows) / scored
         return output
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
-        self.control.should_training_stop = True  # resumed after the last step, of which Trainer would take one more
+        self.control.should_training_stop = True  # resumed after the last step, where Trainer would take one more
 
-    def _get_dataloader(self, *args, **kwargs):
-        loader = super()._get_dataloader(*args, **kwargs)
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        return loader if self.shard is None else self.shard.share_rows(loader)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        loader = super().get_eval_dataloader(eval_dataset)
         return loader if self.shard is None else self.shard.share_rows(loader)
 
     def _get_output_dir(self, trial):
@@ -184,14 +193,14 @@ class ResumableTrainer(Trainer):
         _wait_for_all()
         if self.args.should_save:
             complete = os.path.join(checkpoints, name)
-            _flush(os.path.join(unfinished, name))
+            flush(os.path.join(unfinished, name))
             shutil.rmtree(complete, ignore_errors=True)
             os.rename(os.path.join(unfinished, name), complete)
             shutil.rmtree(unfinished)
             rotate_checkpoints(checkpoints, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the norm of the gradients of step {self.state.global_step + 1} is {float(norm)}. The weights are "
@@ -200,7 +209,7 @@ class ResumableTrainer(Trainer):
             )
         return norm
 
-    def log(self, logs, start_time=None):
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
         self.state.log_history.pop()  # the metrics file holds it; a checkpoint need not
         line = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs}
@@ -216,28 +225,28 @@ class ResumableTrainer(Trainer):
 
 
 class StopAtSignal(TrainerCallback):
-    """SIGTERM or Ctrl-C ends the training after the step it is in, with a checkpoint; another Ctrl-C at once.
+    """Ends the training at SIGTERM or Ctrl-C after the step it is in, with a checkpoint; at another Ctrl-C at once.
 
     Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun passes the signal on to workers
     that have it already. Call `restore` after the training, however it ends.
 
     Attributes:
-        signal: number of the signal that came, or 0. Of several processes, the highest.
+        signal: number of the signal that came, or 0; the highest if processes received several.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self):
-        self.signal, self.before = 0, {}
+        self.signal, self.before = 0, {}  # handlers before the training, by number
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self.receive) for number in self.SIGNALS}
 
-    def receive(self, number, frame):
+    def receive(self, number: int, frame: Any) -> None:
         self.signal = number
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
 
-    def restore(self):
+    def restore(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -251,7 +260,7 @@ class StopAtSignal(TrainerCallback):
 
 
 def warm_up_above_zero(schedule: LambdaLR, warmup: int) -> LambdaLR:
-    """The schedule with a linear warmup from 1 / (warmup + 1), where transformers' begins with 0 and wastes a step."""
+    """Return the schedule with a warmup from 1 / (warmup + 1); that of transformers wastes a step at 0."""
 
     def above_zero(factor):
         return lambda step: factor(step) if step >= warmup else (step + 1) / (warmup + 1)
@@ -259,111 +268,9 @@ def warm_up_above_zero(schedule: LambdaLR, warmup: int) -> LambdaLR:
     return LambdaLR(schedule.optimizer, [above_zero(factor) for factor in schedule.lr_lambdas])
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint in a folder, or None."""
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    return None if last is None else Path(last)
-
-
-def remove_checkpoints_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints after a step, with which a training that goes on from it would mix."""
-    for checkpoint in folder.glob("checkpoint-*"):
-        if int(checkpoint.name.rpartition("-")[2]) > step:
-            shutil.rmtree(checkpoint)
-
-
-def check_checkpoint(folder: Path) -> int:
-    """The step of a checkpoint.
-
-    Raises:
-        ValueError: files are missing, or cut short.
-    """
-    missing = [part for part, patterns in PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
-    if missing:
-        raise ValueError(
-            f"{folder} is no complete checkpoint: {', '.join(missing)} missing. Resume from another one of the run."
-        )
-    damaged = [path.name for path in folder.rglob("*") if _is_damaged(path)]
-    if damaged:
-        raise ValueError(
-            f"{folder} is damaged: {', '.join(damaged)} cannot be read. Remove this folder, and the run goes on from "
-            "the checkpoint before it."
-        )
-    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
-
-
-def _is_damaged(file):
-    try:
-        if file.suffix == ".safetensors":
-            safe_open(file, "pt")
-        elif file.suffix == ".json":
-            json.loads(file.read_text())
-    except (SafetensorError, ValueError):
-        return True
-    return file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file)  # torch.save writes archives
-
-
-def truncate_metrics(metrics: Path, step: int) -> None:
-    """Drop the lines after a step, and one that was being written when the run was killed."""
-    if not metrics.exists():
-        return
-    lines = metrics.read_text().splitlines(keepends=True)
-    try:
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{metrics} has a line that this training did not write ({error}). Remove the line, or the file."
-        ) from error
-    unfinished = metrics.with_suffix(".unfinished")
-    unfinished.write_text("".join(kept))
-    unfinished.rename(metrics)
-
-
-@contextmanager
-def explain_full_disk(model, unfinished: Path):
-    """Say how many bytes lack where saving a model, or a checkpoint of its training, fills the disk.
-
-    The unfinished folder is removed then.
-
-    Raises:
-        OSError: ENOSPC.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # of plain files, torch, safetensors
-        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        needed, folder = 3 * trained, unfinished.parent  # weights, and two moments of AdamW
-        if shutil.disk_usage(folder).free > needed and "No space left" not in str(error):
-            raise
-        shutil.rmtree(unfinished, ignore_errors=True)
-        free = shutil.disk_usage(folder).free
-        message = (
-            f"there is no room to save in {folder}: a checkpoint takes about {needed / 1e6:.0f} MB, and "
-            f"{free / 1e6:.0f} MB are free. Make room, and the same command goes on from the last checkpoint"
-        )
-        raise OSError(errno.ENOSPC, message) from error
-
-
 def _wait_for_all():
     if dist.is_initialized():
         dist.barrier()
 
 
-def _flush(folder):
-    """Write all files of a folder to the disk, so that a power cut cannot leave a renamed folder of empty files."""
-    for path in [*Path(folder).rglob("*"), Path(folder)]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-__all__ = [
-    "ResumableTrainer",
-    "StopAtSignal",
-    "check_checkpoint",
-    "explain_full_disk",
-    "last_checkpoint",
-    "remove_checkpoints_after",
-    "truncate_metrics",
-    "warm_up_above_zero",
-]
+__all__ = ["ResumableTrainer", "StopAtSignal", "warm_up_above_zero"]

@@ -128,7 +128,7 @@ MISTAKES = [
     refused("another table", ask({"text": "something"}), "contexts, long_answer and final_decision .* has text"),
     refused("a text for a row", ask("something"), "this one has str"),
     refused("no decision", ask({**ROWS[0], "final_decision": None}, "short"), "no short answer to 'Is it 0"),
-    refused("no JSON", lambda kit: open_pubmedqa(kit("a.json")), "a.json is no JSON"),
+    refused("no JSON", lambda kit: open_pubmedqa(kit("a.json")), "a.json is not JSON"),
     refused("no such dataset", lambda kit: open_pubmedqa("no/such"), "no .json, .jsonl or .parquet, and no dataset"),
 ]
 

@@ -31,8 +31,9 @@ from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import encode
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
+from hf_longctx.training.run_folder import check_checkpoint, last_checkpoint
 from hf_longctx.training.settings import read_settings
-from hf_longctx.training.trainer import ResumableTrainer, check_checkpoint, last_checkpoint
+from hf_longctx.training.trainer import ResumableTrainer
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -147,7 +148,7 @@ SETTINGS = [
     refused(
         "a batch of no whole passes",
         lambda kit: TrainSettings(**NEEDED, batch_tokens=5000).resolve().accumulation(2),
-        "5000 is no multiple of the 8192 tokens.*Change --batch-tokens",
+        "5000 is not a multiple of the 8192 tokens.*Change --batch-tokens",
     ),
     refused("rows of no processes", resolve(sequence_parallel=0), "--sequence-parallel is 0; it must be above 0"),
     refused("rows in unequal parts", resolve(sequence_parallel=3), "3 does not divide the 512 tokens of a row"),
@@ -156,19 +157,21 @@ SETTINGS = [
         lambda kit: TrainSettings(**NEEDED, sequence_parallel=2).resolve().accumulation(3),
         "2 does not divide the number of processes, 3; start a multiple",
     ),
-    refused("misspelt key", yaml("learning_rat: 1"), "learning_rat, which is no setting. Did you mean learning_rate?"),
-    refused("unknown key", yaml("zzz: 1"), "zzz, which is no setting. The settings are data, tokenizer"),
+    refused(
+        "misspelt key", yaml("learning_rat: 1"), "learning_rat, which is not a setting. Did you mean learning_rate?"
+    ),
+    refused("unknown key", yaml("zzz: 1"), "zzz, which is not a setting. The settings are data, tokenizer"),
     refused("word for a number", yaml("steps: many"), "steps to 'many'; it must be int"),
     refused("number for a switch", yaml("pro: 3"), "pro to 3; it must be bool"),
     refused("list for a number", yaml("steps: [1]"), r"steps to \[1\]; it must be int"),
-    refused("no mapping", yaml("- steps"), "holds no settings; it must have lines such as"),
-    refused("no YAML", yaml("a: [1"), "is no YAML"),
+    refused("no mapping", yaml("- steps"), "does not hold settings; it must have lines such as"),
+    refused("no YAML", yaml("a: [1"), "is not YAML"),
     refused("null for a number", yaml("save_steps: null"), "save_steps to None; it must be int"),
     refused("fraction of a step", yaml("steps: 2.5"), "steps to 2.5; it must be int"),
     refused("switch for a number", yaml("steps: true"), "steps to True; it must be int"),
     refused("list of files", yaml("data: [a.txt, b.txt]"), r"data to \['a.txt', 'b.txt'\]; it must be str"),
-    refused("settings that are no text", yaml(b"\xff\xfe"), "config.yaml is no YAML"),
-    refused("negative seed", resolve(seed=-1), "--seed is -1; it must lie between 0 and 4294967295"),
+    refused("settings that are no text", yaml(b"\xff\xfe"), "config.yaml is not YAML"),
+    refused("negative seed", resolve(seed=-1), "--seed is -1; it must be between 0 and 4294967295"),
     refused("beta of one", resolve(adam_beta2=1.0), "--adam-beta2 is 1.0; it must be at least 0 and below 1"),
     refused("negative decay", resolve(weight_decay=-0.1), "--weight-decay is -0.1; it must be at least 0"),
     refused("infinite learning rate", resolve(learning_rate=float("inf")), "--learning-rate is inf"),
@@ -243,9 +246,9 @@ FINETUNING = [
     refused("rank of 0", finetune(lora_rank=0), "--lora-rank is 0; it must be above 0"),
     refused("alpha of 0", finetune(lora_alpha=0), "--lora-alpha is 0; it must be above 0"),
     refused("dropout of LoRA above 1", finetune(lora_dropout=2.0), "--lora-dropout is 2.0"),
-    refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is no such module.*did you mean q_proj?"),
+    refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is not a module.*did you mean q_proj?"),
     refused("misspelt module", finetune(train_in_full="nrom"), "--train-in-full names nrom.*did you mean norm?"),
-    refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is no such module"),
+    refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is not a module"),
     *(
         refused(f"LoRA on the tied {name}", finetune(lora_targets=name), "one tensor, and merging an adapter")
         for name in ("embed_tokens", "lm_head")
@@ -280,7 +283,7 @@ FINETUNING = [
     refused(
         "gates as targets of LoRA",
         finetune(model=str(DEMO), lora_targets="f_proj"),
-        "--lora-targets names f_proj, which is no such module",
+        "--lora-targets names f_proj, which is not a module",
     ),
     refused("adapter for a model", adapter_as_model, "holds an adapter; name its base"),
     refused("encoder-decoder", other_model(T5ForConditionalGeneration, T5Config, d_model=8), "is an encoder-decoder"),
@@ -336,7 +339,9 @@ RUNS = [
         f"holds tokens from -1 to -1; the tokenizer has {VOCABULARY}",
     ),
     *(
-        refused(f"{name} as tokens", after(write("no.npy", content), run(data="./no.npy")), "no whole file of numpy's")
+        refused(
+            f"{name} as tokens", after(write("no.npy", content), run(data="./no.npy")), "not a whole file of numpy"
+        )
         for name, content in {
             "an empty file": b"",
             "something else": b"tokens",
@@ -378,18 +383,20 @@ RUNS = [
         for kind, file in {"FSDP": "pytorch_model_fsdp_0", "DeepSpeed": "global_step2"}.items()
     ),
     refused("damaged metrics", after(damaged("metrics.jsonl", "x\n"), run()), "metrics.jsonl has a line that this"),
-    refused("damaged tokens", after(damaged("data/tokens.npy", "cut"), run()), "tokens.npy is no whole file"),
+    refused("damaged tokens", after(damaged("data/tokens.npy", "cut"), run()), "tokens.npy is not a whole file"),
     refused("damaged lock", after(damaged("lock.json"), run()), "lock.json is damaged"),
     refused("two trainings in one folder", in_use, "another process trains in .*run; wait for it"),
     refused(
         "output is a file", after(write("text.txt"), run(output="./text.txt")), "is a file; --output is the folder"
     ),
-    refused("folder of something else", after(write("run/thesis.tex"), run()), "holds something else than a run"),
+    refused(
+        "folder of something else", after(write("run/thesis.tex"), run()), "holds other files than those of a run"
+    ),
     refused("tokenizer without an EOS", without_eos, "no EOS, which ends a document"),
     refused(
         "checkpoint that misses files",
         after(write("checkpoint-3/trainer_state.json", "{}"), lambda kit: check_checkpoint(kit.path / "checkpoint-3")),
-        "no complete checkpoint: weights, optimizer, schedule, random state missing",
+        "not a complete checkpoint: weights, optimizer, schedule, random state missing",
     ),
 ]
 
@@ -494,7 +501,7 @@ def test_a_full_disk_is_named_and_leaves_the_older_checkpoints(error, kit, monke
 
     monkeypatch.setattr(ResumableTrainer, "_save_optimizer_and_scheduler", fill)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5e6))
-    with pytest.raises(OSError, match=r"no room to save .* takes about 40 MB, and 5 MB are free") as raised:
+    with pytest.raises(OSError, match=r"too full to save in .* takes about 40 MB, and 5 MB are free") as raised:
         run()(kit)
     assert cli.shared.exit_code(raised.value) == 1
     monkeypatch.undo()

@@ -22,7 +22,7 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_preset(tm
 def test_settings_are_read_as_they_were_written(tmp_path):
     settings = TrainSettings(**NEEDED, preset="360M", pro=True).resolve()
     (tmp_path / "config.yaml").write_text(write_settings(settings))
-    assert read_settings(TrainSettings, tmp_path / "config.yaml", {}) == settings == settings.resolve()
+    assert read_settings(TrainSettings, tmp_path / "config.yaml", {}).resolve() == settings == settings.resolve()
 
 
 @pytest.mark.parametrize("preset, steps, warmup", [("125M", 5149, 512), ("360M", 14305, 512), ("760M", 30517, 512)])
@@ -74,7 +74,7 @@ def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
     "options, message",
     [
         (dict(architecture="llama", pro=True), "--pro is a FoX; --architecture llama"),
-        (dict(repeated_rows=1.5), "--repeated-rows is 1.5; it is a share"),
+        (dict(repeated_rows=1.5), "--repeated-rows is 1.5; it must be a share"),
         (dict(repeated_rows=0.5, streaming=True), "leave out --streaming"),
     ],
 )

@@ -1,0 +1,88 @@
+"""What a training says on stderr: what it trains, a line every few seconds, and how it ended."""
+
+import os
+import re
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from .recipes import ResolvedSettings
+
+
+SECONDS_BETWEEN_LINES = 10
+
+
+def is_first_process() -> bool:
+    """Return True in one of the processes of a training."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def print_status(text: str) -> None:
+    """Print on stderr, in one process only where several run."""
+    if is_first_process():
+        print(text, file=sys.stderr)
+
+
+def describe(settings: ResolvedSettings, trainer: Trainer, arguments: TrainingArguments, step: int) -> str:
+    """Describe what is trained, how, and after which step, in a few lines."""
+    model: Any = trainer.model
+    config = model.config
+    lines = [f"{config.model_type}, {config._attn_implementation} attention; trained parameters:"]
+    lines.append(describe_trainable(model))
+    lines.append(
+        f"{settings.steps} steps of {settings.batch_tokens} tokens: {settings.per_device_batch_size} rows of "
+        f"{settings.sequence_length} tokens x {arguments.gradient_accumulation_steps} passes x "
+        f"{settings.describe_processes(arguments.world_size)} on {arguments.device.type}"
+        f"{', bfloat16' if arguments.bf16 else ''}"
+    )
+    count = torch.accelerator.device_count()
+    if count > 1 and arguments.world_size == 1:
+        lines.append(
+            f"one of {count} accelerators is used; torchrun --nproc-per-node {count} -m hf_longctx ... uses all"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        lines.append("accelerate has no FSDP on a CPU; every process holds the whole model")
+    return "\n".join([*lines, f"going on after step {step}" if step else "beginning"])
+
+
+def describe_trainable(model) -> str:
+    """Return a table of the trained parameters by the name of their module, and their share of all."""
+    groups: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = " (LoRA)" if ".lora_" in name else ""
+            module = re.sub(r"\.(weight|bias|default|modules_to_save|lora_\w+)(?=\.|$)", "", name).rsplit(".", 1)[-1]
+            groups[module + kind] = groups.get(module + kind, 0) + parameter.numel()
+    trained, total = sum(groups.values()), sum(parameter.numel() for parameter in model.parameters())
+    lines = [f"  {name:28} {count:>13,}" for name, count in sorted(groups.items())]
+    return "\n".join([*lines, f"  {'in all':28} {trained:>13,}, {trained / total:.2%} of {total:,}"])
+
+
+class Progress(TrainerCallback):
+    """Prints a line every few seconds: step, loss, learning rate, speed, and the time that is left."""
+
+    def __init__(self, batch_tokens: int):
+        self.batch_tokens = batch_tokens
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin, self.first, self.printed = time.monotonic(), state.global_step, 0.0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        now = time.monotonic()
+        is_due = state.global_step == state.max_steps or now - self.printed > SECONDS_BETWEEN_LINES
+        if not state.is_world_process_zero or not logs or "loss" not in logs or not is_due:
+            return
+        self.printed = now
+        seconds = (now - self.begin) / (state.global_step - self.first)
+        print(
+            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
+            f"grad {logs['grad_norm']:.2f}  {self.batch_tokens / seconds:.0f} tokens/s  "
+            f"{(state.max_steps - state.global_step) * seconds / 60:.1f} min left",
+            file=sys.stderr,
+        )
+
+
+__all__ = ["Progress", "describe", "is_first_process", "print_status"]

@@ -1,0 +1,213 @@
+"""The folder of a run, from which the same command goes on.
+
+config.yaml      all settings
+lock.json        what must stay when the run is resumed: settings, hashes of tokens, tokenizer, pretrained weights
+data/            the packed tokens
+checkpoints/     complete ones only
+metrics.jsonl    a line a step, see `ResumableTrainer`
+model/           model and tokenizer, once all steps are done
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import get_last_checkpoint
+
+from .progress import is_first_process
+from .settings import option
+
+
+IN_USE = ".in_use"  # locked by the process that trains in a folder
+UNFINISHED = ".saving"
+# Parts of a complete checkpoint: files, or folders where FSDP or DeepSpeed divides the model.
+PARTS = {
+    "weights": ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*/*model_states.pt"),
+    "optimizer": ("optimizer*", "global_step*/*optim_states.pt"),
+    "schedule": ("scheduler.pt",),
+    "random state": ("rng_state*",),
+    "trainer state": ("trainer_state.json",),
+}
+
+
+def prepare_folder(folder: Path, resume: str) -> TextIO | None:
+    """Make the folder of a run, or empty it for a new beginning.
+
+    Returns:
+        a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
+        processes of a training but the first.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; --output is the folder of the run.")
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE} and not (folder / "lock.json").exists():
+        raise ValueError(f"{folder} holds other files than those of a run; give --output a new folder.")
+    if resume == "never" and (folder / "model").exists():
+        raise ValueError(f"{folder} holds a finished model, which --resume never would lose; give a new folder.")
+    if not is_first_process():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    in_use = open(folder / IN_USE, "w")  # noqa: SIM115 - for as long as the training
+    try:
+        fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"another process trains in {folder}; wait for it, or give --output a new folder.") from error
+    checkpoints = folder / "checkpoints"
+    if resume == "never" or not (last_checkpoint(checkpoints) or (folder / "model").exists()):
+        for path in (checkpoints, folder / "evaluation"):
+            shutil.rmtree(path, ignore_errors=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        (folder / "lock.json").write_text("{}\n")  # there is nothing to go on from, so all settings may be others
+    for name in (".model", f"checkpoints/{UNFINISHED}"):  # of a run that was killed while it saved
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return in_use
+
+
+def find_checkpoint(folder: Path, resume: str) -> Path | None:
+    """Return the checkpoint to resume from, or None at the beginning."""
+    if resume in ("auto", "never"):
+        return last_checkpoint(folder)
+    if Path(resume).resolve().parent != folder.resolve():
+        raise ValueError(f"--resume is {resume}; it must be auto, never, or a checkpoint of this run, in {folder}.")
+    return Path(resume)
+
+
+def check_lock(folder: Path, facts: dict[str, Any]) -> None:
+    """Compare what the run depends on with the lock file of the folder, and add to it what is new.
+
+    Raises:
+        ValueError: they differ.
+    """
+    file = folder / "lock.json"
+    try:
+        before = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); begin again with --resume never.") from error
+    changed = [
+        f"{option(name)}: {before[name]} -> {value}"
+        for name, value in facts.items()
+        if name in before and before[name] != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}). Go on with the old ones, take a new "
+            "folder, or begin again with --resume never."
+        )
+    if is_first_process():
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(before | facts, indent=1) + "\n")
+        unfinished.rename(file)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the last complete checkpoint in a folder, or None."""
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return None if last is None else Path(last)
+
+
+def remove_checkpoints_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints after a step, which a run that is resumed from that step would mix with its own."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if int(checkpoint.name.rpartition("-")[2]) > step:
+            shutil.rmtree(checkpoint)
+
+
+def check_checkpoint(folder: Path) -> int:
+    """Return the step of a checkpoint.
+
+    Raises:
+        ValueError: files are missing, or cut short.
+    """
+    missing = [part for part, patterns in PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
+    if missing:
+        raise ValueError(
+            f"{folder} is not a complete checkpoint: {', '.join(missing)} missing. Resume from another one of the run."
+        )
+    damaged = [path.name for path in folder.rglob("*") if _is_damaged(path)]
+    if damaged:
+        raise ValueError(
+            f"{folder} is damaged: {', '.join(damaged)} cannot be read. Remove this folder, and the run goes on from "
+            "the checkpoint before it."
+        )
+    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
+def _is_damaged(file):
+    try:
+        if file.suffix == ".safetensors":
+            safe_open(file, "pt")
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+    except (SafetensorError, ValueError):
+        return True
+    return file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file)  # torch.save writes archives
+
+
+def truncate_metrics(metrics: Path, step: int) -> None:
+    """Remove the lines after a step, and one that was being written when the run was killed."""
+    if not metrics.exists():
+        return
+    lines = metrics.read_text().splitlines(keepends=True)
+    try:
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{metrics} has a line that this training did not write ({error}). Remove the line, or the file."
+        ) from error
+    unfinished = metrics.with_suffix(".unfinished")
+    unfinished.write_text("".join(kept))
+    unfinished.rename(metrics)
+
+
+@contextmanager
+def explain_full_disk(model, unfinished: Path) -> Iterator[None]:
+    """Explain how many bytes are missing when saving a model or a checkpoint fills the disk.
+
+    The unfinished folder is then removed.
+
+    Raises:
+        OSError: ENOSPC.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # of plain files, torch, safetensors
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        needed, folder = 3 * trained, unfinished.parent  # weights, and two moments of AdamW
+        if shutil.disk_usage(folder).free > needed and "No space left" not in str(error):
+            raise
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free = shutil.disk_usage(folder).free
+        message = (
+            f"the disk is too full to save in {folder}: a checkpoint takes about {needed / 1e6:.0f} MB, and "
+            f"{free / 1e6:.0f} MB are free. Make room, and the same command goes on from the last checkpoint"
+        )
+        raise OSError(errno.ENOSPC, message) from error
+
+
+def flush(folder: str | Path) -> None:
+    """Write all files of a folder to the disk, so that a power cut cannot leave a renamed folder of empty files."""
+    for path in [*Path(folder).rglob("*"), Path(folder)]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+__all__ = [
+    "UNFINISHED",
+    "check_checkpoint",
+    "check_lock",
+    "explain_full_disk",
+    "find_checkpoint",
+    "flush",
+    "last_checkpoint",
+    "prepare_folder",
+    "remove_checkpoints_after",
+    "truncate_metrics",
+]
