@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Corpus(NamedTuple):
     name: str  # of the source
 
 
-def load_tokens(tokenizer, source: str | None = None, *, at_least: int | None = None) -> Corpus:
+def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | None = None) -> Corpus:
     """Read a corpus as token ids; documents are tokenised one by one, without special tokens.
 
     Args:
@@ -86,9 +86,9 @@ def load_text(source: str | None = None) -> str:
 
 
 def open_source(source: str | None, part: str = "held_out") -> tuple[str, Iterator[str]]:
-    """Name and documents of a source, none of them empty; see `load_tokens` and `load_text`.
+    """Return the name of a source and its documents that are not empty; see `load_tokens` and `load_text`.
 
-    Of a dataset's name, "pg19" and "stdlib", `part` says which part is read: "held_out" to measure, or "train".
+    `part`, "held_out" to measure or "train", says which part of a dataset, "pg19" or "stdlib" is read.
     """
     if source is None:
         with suppress(Exception):  # no `datasets`, or no hub that answers in time: fall back to the standard library
@@ -112,7 +112,7 @@ def open_source(source: str | None, part: str = "held_out") -> tuple[str, Iterat
 
 
 def _folder(path):
-    """The documents of the files in a folder, of the first kind that occurs there; hidden ones are left out."""
+    """Read the files of the first kind that a folder has, without hidden ones."""
     files = {}
     for file in sorted(path.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -127,19 +127,19 @@ def _folder(path):
 
 
 def _suffix(path):
-    """The suffix that tells the kind of a file, .gz left out."""
+    """Return the suffix of a file without .gz."""
     return Path(path.stem if path.suffix == ".gz" else path).suffix.lower()
 
 
 def _read(path):
-    """The documents of a file: the rows of a table, or the whole text."""
+    """Read the documents of a file: the rows of a table, or the whole text."""
     if _suffix(path) in TABLES:
         return _table(path)
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no whole gzip file ({error}); compress the text again.") from error
+        raise ValueError(f"{path} is not a whole gzip file ({error}); compress the text again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not text in UTF-8 ({error}). Give a text file; convert one in another encoding, with iconv for "
@@ -151,7 +151,7 @@ def _read(path):
 
 
 def _table(path):
-    """The texts of a .jsonl, .json or .parquet file."""
+    """Read the texts of a .jsonl, .json or .parquet file."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
@@ -164,7 +164,7 @@ def _table(path):
 
 
 def _filled(source, documents):
-    """The documents that are not blank. The first one is read at once, so that an empty source raises here."""
+    """Leave out blank documents, and raise ValueError if there are no others."""
     documents = (document for document in documents if document and document.strip())
     first = next(documents, None)
     if first is None:
@@ -178,14 +178,16 @@ def _filled(source, documents):
 
 
 def _dataset(name, part="held_out"):
-    """The texts of a dataset, streamed from the hub, or offline from the cache of `datasets`."""
+    """Read the texts of a dataset, streamed from the hub, or offline from the cache of `datasets`."""
     from huggingface_hub import is_offline_mode
 
-    datasets = _datasets(f"{name} is no file or folder; reading it as a dataset")
+    datasets = _datasets(f"{name} is neither a file nor a folder; reading it as a dataset")
     try:
         splits = datasets.load_dataset(name, streaming=not is_offline_mode())
     except Exception as error:  # offline, unknown name, gated: `datasets` raises many types
-        raise FileNotFoundError(f"{name} is no file or folder, and load_dataset({name!r}) failed: {error}") from error
+        raise FileNotFoundError(
+            f"{name} is neither a file nor a folder, and load_dataset({name!r}) failed: {error}"
+        ) from error
     split = splits[next(name for name in (*SPLITS[part], *splits) if name in splits)]
     columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
     return _texts(split, columns, f"dataset {name}")
@@ -200,7 +202,7 @@ def _datasets(what):
 
 
 def _texts(rows, columns, name):
-    """The column "text" of rows."""
+    """Return the column "text" of rows."""
     if "text" not in columns:
         raise ValueError(
             f'{name} has columns {columns}; a corpus needs a column "text": rename the one with the text.'
@@ -215,9 +217,9 @@ def _texts(rows, columns, name):
 
 
 def _in_time(work, seconds):
-    """What `work()` returns or raises; TimeoutError if it takes longer than `seconds`.
+    """Return what `work()` returns, or raise TimeoutError after `seconds`.
 
-    The hub's own timeouts do not suffice: where a network drops packets, calls were seen to hang beyond them.
+    The timeouts of the hub do not suffice: where a network drops packets, calls were seen to hang beyond them.
     """
     outcome = {}
 
@@ -236,7 +238,7 @@ def _in_time(work, seconds):
 
 
 def stdlib_text(part: str) -> str:
-    """English from the Python language reference, as CPython ships it in `pydoc_data.topics` (PSF licence).
+    """Return English from the Python language reference, which CPython ships in `pydoc_data.topics` (PSF licence).
 
     A fifth of the topics, chosen by a hash of their names, is "held_out". "train" has every other paragraph once,
     without those that also occur in a held-out topic. The text differs a little between Python versions.

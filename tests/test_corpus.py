@@ -149,7 +149,7 @@ def test_dataset(hub, offline, monkeypatch):
     hub["me/pictures"] = {"test": [{"image": "first"}]}
     with pytest.raises(ValueError, match=r"dataset me/pictures has columns \['image'\]"):
         load_text("me/pictures")
-    with pytest.raises(FileNotFoundError, match="me/missing is no file or folder, and load_dataset"):
+    with pytest.raises(FileNotFoundError, match="me/missing is neither a file nor a folder, and load_dataset"):
         load_text("me/missing")
 
 
@@ -217,7 +217,9 @@ def test_default_without_a_hub(hub, monkeypatch, trouble):
 def test_default_without_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert load_tokens(words_tokenizer([*WORDS, "the"])).name.startswith("Python")
-    with pytest.raises(ImportError, match=r"me/books is no file or folder; .*pip install 'hf-longctx\[training\]'"):
+    with pytest.raises(
+        ImportError, match=r"me/books is neither a file nor a folder; .*pip install 'hf-longctx\[training\]'"
+    ):
         load_text("me/books")
 
 

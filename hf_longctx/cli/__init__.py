@@ -69,7 +69,7 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
     for name, command in COMMANDS.items():
         p = commands.add_parser(
             name,
-            help=command.__doc__.splitlines()[0],
+            help=(command.__doc__ or "").partition("\n")[0],
             description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -79,7 +79,7 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
     return top
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     args = parser(words).parse_args(words)

@@ -10,8 +10,10 @@ Examples:
   hf-longctx convert llama fox --from llama --decay-time 1e6
 """
 
+from argparse import ArgumentParser, Namespace
 
-def add_arguments(parser):
+
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors files")
     parser.add_argument("destination", metavar="DST", help="folder to make")
     direction = parser.add_mutually_exclusive_group(required=True)
@@ -29,7 +31,7 @@ def add_arguments(parser):
     )
 
 
-def run(args):
+def run(args: Namespace) -> None:
     from ..fox import convert_folder
 
     if args.decay_time is not None and args.source_format != "llama":

@@ -12,16 +12,16 @@ Examples:
   hf-longctx finetune --config run/config.yaml --output run
 """
 
-from argparse import SUPPRESS
+from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from ..training.recipes import FinetuneSettings
 from . import train
 
 
-def add_arguments(parser):
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=SUPPRESS, metavar="MODEL", help="folder or Hub name")
     train.add_run_arguments(parser, FinetuneSettings)
 
 
-def run(args):
+def run(args: Namespace) -> None:
     train.run_training(args, FinetuneSettings)

@@ -8,12 +8,13 @@ Examples:
   hf-longctx gates model_cards/fox-demo --layers 0 --heads 0 1
 """
 
+from argparse import ArgumentParser, Namespace
 from statistics import median
 
 from . import measuring, shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: ArgumentParser) -> None:
     shared.add_model(parser)
     group = parser.add_argument_group("picture")
     measuring.add_text(group)
@@ -25,7 +26,7 @@ def add_arguments(parser):
     group.add_argument("--output", default="gates.png", metavar="PATH", help="PNG, SVG or PDF (default: %(default)s)")
 
 
-def run(args):
+def run(args: Namespace) -> None:
     from ..fox.plot import plot_forget_gates
 
     measuring.check(args)

@@ -11,11 +11,13 @@ Examples:
 import json
 import math
 import sys
+from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from . import shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: ArgumentParser) -> None:
     shared.add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
     group = parser.add_argument_group("generation")
@@ -32,38 +34,33 @@ def add_arguments(parser):
     )
 
 
-def check(args, prompt):
-    """Raise ValueError for what would fail, or be ignored, only after the model has been loaded."""
+def check(args: Namespace, prompt: str) -> None:
+    """Raise ValueError for what would be ignored, or fail only after the model has been loaded."""
     if not prompt.strip():
         raise ValueError("the prompt is empty; give the text to continue in quotes.")
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be at least 1.")
     temperature, top_p, top_k = args.temperature, args.top_p, args.top_k
     if temperature is not None and not (temperature >= 0 and math.isfinite(temperature)):
         raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or a positive number such as 0.8.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"--top-p is {top_p}; it must lie above 0 and be at most 1.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"--top-k is {top_k}; it must be at least 1.")
     if temperature == 0 and not top_p is top_k is None:
         raise ValueError("--top-p and --top-k need sampling; leave them out, or give a --temperature above 0.")
     if "" in (args.stop or ()):
         raise ValueError("--stop is empty; give the text that ends the generation.")
 
 
-def configure(config, args):
+def configure(config: Any, args: Namespace) -> None:
     """Change the model's own generation config by the options."""
     if args.temperature == 0:
         config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
     else:
-        sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-        sampling = {name: value for name, value in sampling.items() if value is not None}
-        config.update(**sampling, **({"do_sample": True} if sampling else {}))
+        options = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        options = {name: value for name, value in options.items() if value is not None}
+        if options:
+            config.update(do_sample=True, **options)
     config.update(max_new_tokens=args.max_new_tokens, max_length=None, stop_strings=args.stop)
 
 
-def encode(args, tokenizer, prompt):
-    """The prompt's tokens; ValueError if it has none, or if the tokenizer lacks the chat template asked for."""
+def encode(args: Namespace, tokenizer: Any, prompt: str) -> Any:
+    """Return the tokens of the prompt, or raise ValueError if there are none or the chat template is missing."""
     if not args.chat:
         inputs = tokenizer(prompt, return_tensors="pt")
     elif tokenizer.chat_template is None:
@@ -79,13 +76,12 @@ def encode(args, tokenizer, prompt):
     return inputs
 
 
-def is_end(token, eos_token_id):
-    """Whether a token is one of the ids, or the id, that end a text; a model may have none."""
-    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    return int(token) in ids
+def is_end(token: int, eos_token_id: int | list[int] | None) -> bool:
+    """Return True if a token ends a text."""
+    return token in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])
 
 
-def run(args):
+def run(args: Namespace) -> None:
     prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
     check(args, prompt)
     import torch
@@ -117,7 +113,7 @@ def run(args):
     if args.json:
         new = ids[0, inputs["input_ids"].shape[1] :]
         text = tokenizer.decode(new, **text_options)
-        ended = is_end(new[-1], config.eos_token_id) or any(stop in text for stop in args.stop or ())
+        ended = is_end(int(new[-1]), config.eos_token_id) or any(stop in text for stop in args.stop or ())
         computed = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device), "seed": args.seed}
         document = {
             "prompt": prompt,

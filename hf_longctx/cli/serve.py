@@ -11,17 +11,18 @@ Examples:
   hf-longctx serve MODEL --continuous-batching --dtype bfloat16
 """
 
-import argparse
+from argparse import REMAINDER, ArgumentParser, Namespace
+from typing import Any
 
 from . import shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model; NAME@REVISION")
-    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of `transformers serve`")
+    parser.add_argument("options", nargs=REMAINDER, metavar="...", help="options of `transformers serve`")
 
 
-def run(args):
+def run(args: Namespace) -> None:
     import typer
     from transformers.utils.import_utils import is_serve_available
 
@@ -35,7 +36,8 @@ def run(args):
     from ..fox import FoxForCausalLM
 
     # the server looks for a model's class in this module, not in the Auto classes
-    model_manager.transformers.FoxForCausalLM = FoxForCausalLM
+    library: Any = model_manager.transformers
+    library.FoxForCausalLM = FoxForCausalLM
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     try:

@@ -1,20 +1,27 @@
 """What several commands have in common: naming a model and loading it, and exit codes."""
 
-import argparse
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
+from typing import Any
 
 
-# What is wrong with a call, and what can fail although it is right: the disk, the network, memory, the numbers.
+# Errors of a call that has to be changed, and failures of one that is right: the disk, the network, memory, numbers.
 MISTAKES = (
-    *(ValueError, ImportError, NotImplementedError),
-    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
+    ValueError,
+    ImportError,
+    NotImplementedError,
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
 )
 FAILURES = (OSError, RuntimeError, FloatingPointError, MemoryError)
 EXPECTED = (*MISTAKES, *FAILURES)
 
 
-def exit_code(error):
-    """2 if the call has to be changed, as after argparse's own errors, and 1 if the same call may succeed later.
+def exit_code(error: BaseException) -> int:
+    """Return 2 if the call has to be changed, as argparse does, and 1 if the same call may succeed later.
 
     >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
     (2, 1)
@@ -23,8 +30,8 @@ def exit_code(error):
     return 2 if isinstance(error, MISTAKES) or of_a_name else 1
 
 
-def add_model(parser):
-    """Arguments that name a model and how to run it; see `load_model`."""
+def add_model(parser: ArgumentParser) -> Any:
+    """Add arguments that name a model and how to run it; see `load_model`."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model")
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -39,16 +46,16 @@ def add_model(parser):
     return group
 
 
-def seed(text):
-    """An integer that numpy and PyTorch both take as a seed."""
+def seed(text: str) -> int:
+    """Parse an integer that numpy and PyTorch both take as a seed."""
     value = int(text)
     if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{value} must be from 0 to 2**63 - 1")
+        raise ArgumentTypeError(f"{value} must be from 0 to 2**63 - 1")
     return value
 
 
-def add_remote_code(parser):
-    """Arguments that say which files of a model are taken; see `source`."""
+def add_remote_code(parser: Any) -> None:
+    """Add arguments that say which files of a model are taken; see `source`."""
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument(
@@ -58,10 +65,10 @@ def add_remote_code(parser):
     )
 
 
-def source(args, file=False):
-    """Options of `from_pretrained` from those of `add_remote_code`, which are checked, as is the name of the model.
+def source(args: Namespace, file: bool = False) -> dict[str, Any]:
+    """Return the options of `from_pretrained` from those of `add_remote_code`, and check them and the model's name.
 
-    It may lead to a `file`, config.json, where no more is needed.
+    `file`: the name may also be that of a file, config.json.
 
     Raises:
         ValueError: a name that can only be a path leads to no folder, or an option would be ignored.
@@ -76,7 +83,7 @@ def source(args, file=False):
     return {"trust_remote_code": args.trust_remote_code} | {k: v for k, v in options.items() if v is not None}
 
 
-def check_model_name(name):
+def check_model_name(name: str) -> None:
     """Raise ValueError if a name that can only be a path leads to no folder, or to a file."""
     path = Path(name)
     if path.is_file():
@@ -85,8 +92,8 @@ def check_model_name(name):
         raise ValueError(f"there is no folder {name}; give a folder with a model, or its name on the Hub.")
 
 
-def choose_device(name):
-    """The device of that name, or by default an accelerator if there is one; ValueError if the device is missing."""
+def choose_device(name: str | None) -> str:
+    """Return the device of that name, by default an accelerator if there is one, or raise ValueError."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -100,13 +107,13 @@ def choose_device(name):
     return name
 
 
-def load_model(args):
-    """The model, on its device, in eval mode, and its tokenizer."""
+def load_model(args: Namespace) -> tuple[Any, Any]:
+    """Load the model, on its device, in eval mode, and its tokenizer."""
     return load_weights(args), load_tokenizer(args)
 
 
-def load_weights(args):
-    """The model, on its device, in eval mode."""
+def load_weights(args: Namespace) -> Any:
+    """Load the model, on its device, in eval mode."""
     from ..metrics.run.model import load_language_model
 
     options, device = source(args), choose_device(args.device)
@@ -122,8 +129,8 @@ def load_weights(args):
     return model.to(device).eval()
 
 
-def load_tokenizer(args):
-    """The tokenizer of the model, whose weights are not loaded."""
+def load_tokenizer(args: Namespace) -> Any:
+    """Load the tokenizer of the model without the model."""
     from transformers import AutoTokenizer
 
     options = source(args)

@@ -6,21 +6,23 @@ Examples:
   torchrun --nproc-per-node 8 -m hf_longctx train --preset 360M --pro --data tokens.npy --tokenizer gpt2 --output run
 """
 
-from ..training.recipes import TrainSettings
+from argparse import ArgumentParser, Namespace
+
+from ..training.recipes import FinetuneSettings, RunSettings, TrainSettings
 from ..training.settings import add_settings, read_settings, write_settings
 from . import shared
 
 
-def add_arguments(parser):
+def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser, TrainSettings)
 
 
-def run(args):
+def run(args: Namespace) -> None:
     run_training(args, TrainSettings)
 
 
-def add_run_arguments(parser, settings):
-    """Arguments of every training; see `run_training`."""
+def add_run_arguments(parser: ArgumentParser, settings: type[RunSettings]) -> None:
+    """Add the arguments of every training; see `run_training`."""
     parser.add_argument("--config", metavar="FILE", help="YAML of settings; options go before it")
     parser.add_argument("--print-config", action="store_true", help="print all settings and end")
     parser.add_argument("--dry-run", action="store_true", help="three steps, to see speed and memory; writes nothing")
@@ -33,10 +35,11 @@ def add_run_arguments(parser, settings):
     add_settings(parser.add_argument_group("settings"), settings)
 
 
-def run_training(args, kind):
-    """Train with the settings that the arguments name; the exit code of a stopped run is 128 + the signal."""
+def run_training(args: Namespace, kind: type[RunSettings]) -> None:
+    """Train with the settings that the arguments name; a stopped run exits with 128 + the number of the signal."""
     settings = read_settings(kind, args.config, vars(args))
-    for name in (getattr(settings, "model", None), settings.tokenizer):
+    model = settings.model if isinstance(settings, FinetuneSettings) else None
+    for name in (model, settings.tokenizer):
         if name:
             shared.check_model_name(name)
     if args.print_config:

@@ -197,7 +197,7 @@ MEASURING = [
     ("curve {empty}", r"config\.json"),
     ("curve {no_weights}", r"model\.safetensors"),
     ("curve {fox} --text {empty}", "no text|holds no|no .*txt"),
-    ("curve {fox} --text {nowhere}.txt", r"nowhere\.txt is no file or folder"),
+    ("curve {fox} --text {nowhere}.txt", r"nowhere\.txt is neither a file nor a folder"),
     ("curve {fox} --served-as x", "for a served model; give its --endpoint"),
     ("loss {fox} --api-key-env HOME", "for a served model; give its --endpoint"),
     ("needle {fox} --timeout 3", "for a served model; give its --endpoint"),

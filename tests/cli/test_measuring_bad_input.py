@@ -52,8 +52,10 @@ MISTAKES = [
     mistake("ids for a text", "curve --id-range 10 20", "--data-type order and --id-range exclude"),
     mistake("confidence without adaptive", "curve --confidence 0.9", "--protocol reference and --confidence exclude"),
     mistake("confidence in per cent", "curve --protocol adaptive --confidence 95", "confidence must be"),
-    mistake("missing text", "curve --text {tmp}/no.txt", "no.txt is no file or folder"),
-    mistake("missing irrelevant text", "curve --irrelevant-text {tmp}/no.txt", "no.txt is no file or folder"),
+    mistake("missing text", "curve --text {tmp}/no.txt", "no.txt is neither a file nor a folder"),
+    mistake(
+        "missing irrelevant text", "curve --irrelevant-text {tmp}/no.txt", "no.txt is neither a file nor a folder"
+    ),
     mistake("short irrelevant text", "curve --irrelevant-text {tmp}/short.txt", "irrelevant_tokens has .* ids, fewer"),
     mistake("binary text", "curve --text {tmp}/binary", "binary is a binary file"),
     mistake("JSON without text", "curve --text {tmp}/a.jsonl", r"has columns \['content'\]"),

@@ -209,11 +209,11 @@ TEXTS = [
     refused("text: binary", text_file("a.txt", b"ab\0cd"), "a.txt is a binary file"),
     refused("text: UTF-16", text_file("a.txt", b"\xff\xfea\0"), "a.txt is not text in UTF-8 .* iconv"),
     refused("text: Latin-1", text_file("a.txt", "é".encode("latin-1")), "a.txt is not text in UTF-8 .* iconv"),
-    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is no whole gzip file"),
-    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is no whole gzip file"),
+    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a whole gzip file"),
+    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a whole gzip file"),
     refused("text: blank", text_file("a.txt", b" \n"), "a.txt holds no text"),
     refused("text: an empty folder", lambda folder: load_text(str(folder)), r"holds no file of these kinds: \*.txt"),
-    refused("text: missing", lambda folder: load_text(f"{folder}/b.txt"), "b.txt is no file or folder"),
+    refused("text: missing", lambda folder: load_text(f"{folder}/b.txt"), "b.txt is neither a file nor a folder"),
 ]
 
 

@@ -316,7 +316,7 @@ FINETUNING = [
 ]
 RUNS = [
     refused("text of less than a row", run(sequence_length=4096, batch_tokens=4096), "tokens; one row needs 4096"),
-    refused("no such text", run(data="/no/such/text"), "/no/such/text is no file or folder"),
+    refused("no such text", run(data="/no/such/text"), "/no/such/text is neither a file nor a folder"),
     refused("empty text", after(write("empty.txt", " \n"), run(data="./empty.txt")), "holds no text"),
     refused(
         "tokens that are no integers",
@@ -361,7 +361,7 @@ RUNS = [
         "is not text in UTF-8",
     ),
     refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), 'column "text"'),
-    refused("dataset name without a network", run(data="no/dataset"), "no/dataset is no file or folder"),
+    refused("dataset name without a network", run(data="no/dataset"), "no/dataset is neither a file nor a folder"),
     refused("no such tokenizer", run(tokenizer="./none"), "--tokenizer .*none cannot be loaded.*Name the folder"),
     refused("unknown way to resume", run("always"), "--resume is always; it must be auto, never, or a checkpoint"),
     refused(
