@@ -41,6 +41,10 @@ def check(args: Namespace, prompt: str) -> None:
     temperature, top_p, top_k = args.temperature, args.top_p, args.top_k
     if temperature is not None and not (temperature >= 0 and math.isfinite(temperature)):
         raise ValueError(f"--temperature is {temperature}; it must be 0 (greedy) or a positive number such as 0.8.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top-p is {top_p}; it must lie above 0 and be at most 1.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"--top-k is {top_k}; it must be at least 1.")
     if temperature == 0 and not top_p is top_k is None:
         raise ValueError("--top-p and --top-k need sampling; leave them out, or give a --temperature above 0.")
     if "" in (args.stop or ()):

@@ -144,7 +144,10 @@ def test_evaluation_begins_without_states_and_leaves_those_of_the_training(tmp_p
 @pytest.mark.parametrize(
     "batch, message",
     [
-        (lambda chunks: {"input_ids": chunks[0]["input_ids"]}, "no stream to carry a state in.*remove_unused_columns"),
+        (
+            lambda chunks: {"input_ids": chunks[0]["input_ids"]},
+            "without a stream to carry a state in.*remove_unused_columns",
+        ),
         (
             lambda chunks: collate_without_positions([chunks[4], chunks[5]]),
             "2 rows from stream 0 on .* of no rows. Read the chunks in",

@@ -129,7 +129,9 @@ MISTAKES = [
     refused("a text for a row", ask("something"), "this one has str"),
     refused("no decision", ask({**ROWS[0], "final_decision": None}, "short"), "no short answer to 'Is it 0"),
     refused("no JSON", lambda kit: open_pubmedqa(kit("a.json")), "a.json is not JSON"),
-    refused("no such dataset", lambda kit: open_pubmedqa("no/such"), "no .json, .jsonl or .parquet, and no dataset"),
+    refused(
+        "no such dataset", lambda kit: open_pubmedqa("no/such"), "neither a .json, .jsonl or .parquet nor a dataset"
+    ),
 ]
 
 
