@@ -8,9 +8,10 @@ whose sections become parts of the sections of the same name.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 
 from ..metrics.report.card import eval_results, plain
 from ..metrics.result import rounded
@@ -54,8 +55,13 @@ def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -
     return with_contents(bundle, {CARD: render(bundle, read_card(text).data, repo, tag).encode()})
 
 
-def render(bundle: Bundle, data: ModelCardData, repo: str | None, tag: str | None) -> str:
-    """Return the generated card with this metadata, to which is added what follows from the files."""
+def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
+    """Return the generated card.
+
+    Args:
+        data: the metadata that it keeps, a `ModelCardData`; what follows from the files is added.
+        repo, tag: repository and revision that the loading lines name.
+    """
     name = (repo or "a model").rpartition("/")[2]
     data.library_name = "peft" if bundle.is_adapter else "transformers"
     data.pipeline_tag = PIPELINES.get(bundle.auto_class.replace("Peft", ""), data.pipeline_tag)

@@ -21,17 +21,19 @@ MODEL = ("config.json", "tokenizer.json", "model.safetensors")
 
 
 def build_explorer(examples: Iterable[str | os.PathLike] = ()) -> Bundle:
-    """What to push of the Space.
+    """Return the files of the Space.
 
     Args:
         examples: results to choose from, JSON files of `curve` or `loss`; or folders of models, of which the
             forgetting_curve.json is taken and, of a FoX, what its gates need: configuration, tokenizer, weights.
 
     Raises:
-        ValueError: an example is no result, has neither a curve nor gates, has a file that leads out of its folder or
+        ValueError: an example is not a result, lacks curve and gates, has a file that leads out of its folder or
             weights that are damaged; or two have one name.
     """
-    files = {path.name: path for path in APP.iterdir() if path.suffix in (".md", ".png", ".py", ".txt")}
+    files: dict[str, Path | bytes] = {
+        path.name: path for path in APP.iterdir() if path.suffix in (".md", ".png", ".py", ".txt")
+    }
     files |= package_files()
     for path in map(Path, examples):
         added = {f"examples/{name}": file for name, file in example(path).items()}
@@ -42,13 +44,13 @@ def build_explorer(examples: Iterable[str | os.PathLike] = ()) -> Bundle:
 
 
 def package_files() -> dict[str, Path]:
-    """Of the parts of this package that the apps of Spaces use."""
+    """Return the Python files of this package that the apps of Spaces use."""
     code = [path for pattern in PARTS for path in PACKAGE.glob(pattern) if "modules" not in path.parts]
     return {path.relative_to(PACKAGE.parent).as_posix(): path for path in code}
 
 
 def example(path):
-    """{name in the folder of examples: file} of a result or a model."""
+    """Return {name in the folder of examples: file} of a result or a model."""
     if not path.is_dir():
         read_result(path)
         return {path.name: path}
@@ -63,5 +65,5 @@ def example(path):
         if not file.is_file() or leads_outside(file, path):
             raise ValueError(f"{file} is absent, or a link that leads out of its folder; put the file there.")
     if not files:
-        raise ValueError(f"{path} has no {RESULT}, and is no FoX; give a folder with one of them, or a result.")
+        raise ValueError(f"{path} lacks {RESULT}, and is not a FoX; give a folder with one of them, or a result.")
     return files

@@ -60,14 +60,14 @@ globals().update(vars(_module))
 
 
 def kernel_files() -> dict[str, Path]:
-    """The kernel's Python files, by name: fox/kernel.py as `__init__.py`, and what it imports."""
+    """Return the kernel's Python files, by name: fox/kernel.py as `__init__.py`, and what it imports."""
     return {"__init__.py": Path(entry.__file__)} | {
         Path(file).name: Path(file) for file in get_relative_import_files(entry.__file__)
     }
 
 
 def build_kernel(repo: str, backend: str = "cuda") -> dict[str, Bundle]:
-    """What to push, by branch: the source on main, and the build on `VERSION_BRANCH`.
+    """Return the files by branch: the source on main, and the build on `VERSION_BRANCH`.
 
     Args:
         repo: NAMESPACE/NAME, for the card and the source.
@@ -86,7 +86,7 @@ def build_kernel(repo: str, backend: str = "cuda") -> dict[str, Bundle]:
 
 
 def metadata(files, backend) -> bytes:
-    """metadata.json of a build: its name in Python and in torch.ops, `id`, differs between any two contents."""
+    """Return metadata.json of a build: its name in Python and in torch.ops, `id`, differs between any two contents."""
     digests = {
         name: hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
         for name, content in sorted(files.items())

@@ -28,19 +28,21 @@ OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$",
 
 
 def build_space(name: str) -> Bundle:
-    """What to push of a metric: its script, card and app, the modules that scoring needs, and what the app needs.
+    """Return the files of a metric: its script, card and app, the modules that scoring needs, and what the app needs.
 
     Raises:
-        ValueError: there is no metric of that name.
+        ValueError: a metric of that name does not exist.
     """
     folder = Path(module_path(name))
     modules = closure(ROOTS[name])
-    files = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")} | package_files()
+    files: dict[str, Path | bytes] = {
+        path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")
+    } | package_files()
     files["requirements.txt"] = (APP / "requirements.txt").read_bytes() + EVALUATE
     files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
     lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
     lines.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
-    script = OF_PACKAGE.sub("\n".join(lines), files[f"{name}.py"].read_text())
+    script = OF_PACKAGE.sub("\n".join(lines), (folder / f"{name}.py").read_text())
     files[f"{name}.py"] = script.encode()
     return with_contents(Bundle(files, (), {}))
 
@@ -50,13 +52,13 @@ def source(module):
 
 
 def absolute(module, dots, name):
-    """The module that `from DOTSname import ...` means in `module`, both below hf_longctx.metrics."""
+    """Return the module that `from DOTSname import ...` means in `module`, both below hf_longctx.metrics."""
     parents = module.split(".")[: -len(dots)]
     return ".".join([*parents, *filter(None, [name])])
 
 
 def closure(roots):
-    """The roots, and what they import when they are imported, in order of their names."""
+    """Return the roots and all that they import when they are imported, by name."""
     modules, stack = set(), list(roots)
     while stack:
         module = stack.pop()
@@ -68,12 +70,12 @@ def closure(roots):
 
 
 def flat(module):
-    """Its name as a file of the Space; evaluate has a package called evaluate_modules."""
+    """Return its name as a file of the Space; evaluate has a package called evaluate_modules."""
     return f"longctx_{module.replace('.', '_')}"
 
 
 def flattened(module, modules):
-    """Its source, with imports from flat files, and from hf_longctx of what is not copied."""
+    """Return its source, which imports flat files, and from hf_longctx the modules that are not copied."""
 
     def replace(match):
         target = absolute(module, match[2], match[3])
@@ -84,6 +86,6 @@ def flattened(module, modules):
 
 
 def public_name(module):
-    """The first function or class that it defines."""
+    """Return the first function or class that it defines."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     return next(node.name for node in ast.parse(source(module)).body if isinstance(node, kinds))

@@ -112,7 +112,7 @@ def reading(text):
 MISTAKES = [
     refused("an example that is no result", examples("x.json", x="{}"), "no saved result of ours"),
     refused("an example that is absent", examples("y.json"), "No such file"),
-    refused("a folder of nothing", examples("."), "has no forgetting_curve.json, and is no FoX"),
+    refused("a folder of nothing", examples("."), "lacks forgetting_curve.json, and is not a FoX"),
     refused("a link out", with_link, "a link that leads out"),
     refused("two of one name", twice, "two examples are called fox-demo"),
     refused("a model without a tokenizer", without_tokenizer, "tokenizer.json is absent"),

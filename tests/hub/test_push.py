@@ -24,17 +24,29 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return shutil.copytree(DEMO, tmp_path / "model")
+@pytest.fixture(scope="module")
+def fox(tmp_path_factory):
+    """A FoX as it is saved, but for its code and its auto_map."""
+    folder = tmp_path_factory.mktemp("fox")
+    FoxForCausalLM(FoxConfig(**TINY)).save_pretrained(folder)
+    change(folder / "config.json", auto_map=None)
+    write(folder / "tokenizer_config.json", {})
+    for path in folder.glob("*.py"):
+        path.unlink()
+    return folder
 
 
 @pytest.fixture
-def adapter(tmp_path):
+def folder(fox, tmp_path):
+    return shutil.copytree(fox, tmp_path / "model")
+
+
+@pytest.fixture
+def adapter(fox, tmp_path):
     path = tmp_path / "adapter"
     path.mkdir()
     write(path / "adapter_config.json", {"base_model_name_or_path": "alice/fox", "peft_type": "LORA"})
-    shutil.copyfile(DEMO / "model.safetensors", path / "adapter_model.safetensors")
+    shutil.copyfile(fox / "model.safetensors", path / "adapter_model.safetensors")
     return path
 
 
@@ -55,23 +67,18 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     code = {Path(path).name for path in get_relative_import_files(modeling_fox.__file__)} | {"modeling_fox.py"}
     assert {path for path in bundle.files if path.endswith(".py")} == code
     assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
-    documents = {
-        "README.md",
-        "card_notes.md",
-        "forgetting_curve.json",
-        "forgetting_curve.png",
-        "gates.png",
-        "hf_longctx.json",
-    }
-    documents |= {"position_loss.json", "position_loss.png", "speed.json"}
-    documents |= {"training.txt", "training.yaml", "training_log.jsonl"}
-    tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
-    model = {"config.json", "generation_config.json", "model.safetensors"}
-    assert set(bundle.files) == code | documents | tokenizer | model
+    others = {"config.json", "generation_config.json", "hf_longctx.json", "model.safetensors", "tokenizer_config.json"}
+    assert set(bundle.files) == code | others
     assert set(bundle.left_out) == {"checkpoint-5", "notes.txt"}
     assert json.loads(bundle.files["config.json"])["auto_map"]["AutoConfig"] == "configuration_fox.FoxConfig"
     contents = json.loads(bundle.files["hf_longctx.json"])
     assert contents["versions"]["hf_longctx"] == hf_longctx.__version__ and "commit" in contents
+
+
+def test_a_bundle_has_all_of_a_published_model():
+    bundle = build_bundle(DEMO)
+    assert {path.name for path in DEMO.iterdir()} <= set(bundle.files) and not bundle.left_out
+    assert set(bundle.results) == {"forgetting_curve.json", "position_loss.json"}
 
 
 def test_a_bundle_of_an_adapter(adapter):
@@ -194,23 +201,17 @@ def with_tokenizer_code(folder, adapter):
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
     refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training"),
-    refused("state of the scheduler", adding("scheduler.pt"), "state of a training"),
-    refused("state of the random numbers", adding("rng_state_0.pth"), "state of a training"),
     refused("pickled weights", adding("pytorch_model.bin"), "pytorch_model.bin is a pickle.*save_pretrained"),
-    refused("a pickle", adding("data.pkl"), "is a pickle"),
     refused("a file of secrets", adding(".env"), r"\.env is a hidden file"),
     refused("a link out", with_link("tokenizer.json", "/etc/hostname"), "tokenizer.json is a link to /etc/hostname"),
-    refused("a link out, of an unknown file", with_link("x.txt", "/etc/hostname"), "x.txt is a link to"),
     refused("a link to the folder above", with_link("up", ".."), "up is a link to"),
-    refused("weights cut off", with_weights(DEMO.joinpath("model.safetensors").read_bytes()[:-1]), "not a sound"),
-    refused("weights with a header of 2**62 bytes", with_weights((2**62).to_bytes(8, "little")), "not a sound"),
+    refused("weights cut off", with_weights(b"{}"), "not a sound"),
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
     refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "lists no.weight"),
     refused("index that leads out", with_index({"x": "../../x.safetensors"}), "leads to '../../x.safetensors'"),
     refused("code of another repository", with_config(auto_map={"AutoModel": "bob/code--mod.C"}), "bob/code--mod.C"),
     refused("code on a path", with_config(auto_map={"AutoModel": "../../mod.C"}), "name a class of a file"),
-    refused("code as a number", with_config(auto_map=3), "auto_map of config.json has 3"),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
     refused("tokenizer's code elsewhere", with_tokenizer_code, "auto_map of tokenizer_config.json"),
     refused("no configuration", without("config.json"), "lacks config.json or adapter_config.json"),
@@ -219,7 +220,6 @@ MISTAKES = [
     refused(
         "base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, which is not a name"
     ),
-    refused("base in a folder that is elsewhere", of_adapter(base_model_name_or_path="runs/a/model"), "put its name"),
     refused("base without a name", of_adapter(base_model_name_or_path=None), "needs None, which is not a name"),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
     refused("a tokenizer that is a pickle", adding("words.model", b"\x80\x04"), r"words\.model is a pickle"),

@@ -12,7 +12,6 @@ def test_the_client_of_the_hub_works(run_client, hub, variables):
     paths = [entry.path for entry in hub.log]
     assert any("/v1/shards" in path for path in paths) == (not variables)
     assert any("/lfs/objects/batch" in path for path in paths) == bool(variables)
-    assert any("/complete/" in path for path in paths) == bool(variables)
     assert ("bytes=10485760-", 206) in [(entry.range, entry.status) for entry in hub.log], "a cut download goes on"
 
 

@@ -19,7 +19,7 @@ MOST = 8  # models in one picture
 
 
 def show(files, examples, repo):
-    """(picture, table, a snippet by name of each model) of JSON files of one metric."""
+    """Return a picture, a table, and a snippet by the name of each model, of JSON files of one metric."""
     paths = [Path(file) for file in files or []] + [EXAMPLES / f"{name}.json" for name in examples]
     paths += [fetch(repo.strip(), "forgetting_curve.json", MEGABYTE)] if repo.strip() else []
     if not 1 <= len(paths) <= MOST:

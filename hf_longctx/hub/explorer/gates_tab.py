@@ -23,7 +23,7 @@ SIZES = {"config.json": MEGABYTE, "tokenizer.json": 20 * MEGABYTE, "model.safete
 
 
 def show(example, repo, text):
-    """(picture, table of decay times, in tokens) for a text."""
+    """Return a picture, and a table of decay times in tokens, for a text."""
     folder = fetch_model(repo.strip()) if repo.strip() else EXAMPLES / (example or "")
     model = load(folder)
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:TOKENS]
@@ -47,7 +47,7 @@ def fetch_model(repo):
 
 
 def load(folder):
-    """The FoX in a folder, by the package's own class and from safetensors only."""
+    """Return the FoX in a folder, by the package's own class and from safetensors only."""
     if not (folder / "config.json").is_file():
         raise ValueError("Choose a model, or name one on the Hub.")
     values = read_config((folder / "config.json").read_text())

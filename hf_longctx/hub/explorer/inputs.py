@@ -1,4 +1,4 @@
-"""What visitors give: files of the Hub, read without a token and up to a size, and configurations."""
+"""Inputs of visitors: files of the Hub, read without a token and up to a size, and configurations."""
 
 import json
 import re
@@ -15,11 +15,11 @@ LARGEST = {"layer|label|block|depth": 1024, "dim|head|hidden|embd": 32_768, "": 
 
 
 def fetch(repo: str, name: str, limit: int, revision: str | None = None) -> Path:
-    """A file of a model on the Hub, in the cache; the name of its folder is the commit.
+    """Return a file of a model on the Hub, in the cache; the name of its folder is the commit.
 
     Raises:
-        ValueError: the file has more bytes than `limit`, or `repo` is no name.
-        OSError: there is no such file, or it is private.
+        ValueError: the file has more bytes than `limit`, or `repo` is not a name.
+        OSError: the file does not exist, or is private.
     """
     file = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision), token=False)
     if file.size is None or file.size > limit:
@@ -28,10 +28,10 @@ def fetch(repo: str, name: str, limit: int, revision: str | None = None) -> Path
 
 
 def read_config(text: str) -> dict:
-    """The values of a config.json.
+    """Return the values of a config.json.
 
     Raises:
-        ValueError: the text is no JSON object, or an integer is larger than that of any model, see `LARGEST`.
+        ValueError: the text is not a JSON object, or an integer is larger than that of any model, see `LARGEST`.
     """
     values = json.loads(text)
     if not isinstance(values, dict):
@@ -44,7 +44,7 @@ def read_config(text: str) -> dict:
 
 
 def integers(name: str, value) -> Iterator[tuple[str, int]]:
-    """All integers in a JSON value, by the name of the nearest object's entry that holds them."""
+    """Yield all integers in a JSON value, by the name of the nearest object's entry that holds them."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from integers(key, inner)

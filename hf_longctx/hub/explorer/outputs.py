@@ -1,4 +1,4 @@
-"""What visitors see: pictures that the package draws into files, texts of strangers, and messages."""
+"""Outputs for visitors: pictures that the package draws into files, texts of strangers, and messages."""
 
 import functools
 import html
@@ -17,7 +17,7 @@ CSS = """
 
 
 def picture(draw: Callable[[str], object]) -> Image.Image:
-    """What `draw(path)` writes to a PNG file."""
+    """Return the picture that `draw(path)` writes to a PNG file."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/picture.png"
         draw(path)
@@ -26,17 +26,17 @@ def picture(draw: Callable[[str], object]) -> Image.Image:
 
 
 def image(alt_text: str) -> gradio.Image:
-    """The place of a picture."""
+    """Return the component for a picture."""
     return gradio.Image(show_label=False, format="png", buttons=["download", "fullscreen"], alt_text=alt_text)
 
 
 def harmless(markdown: str) -> str:
-    """Markdown without tags, links and pictures: names in a result or configuration are those of strangers."""
+    """Return Markdown without tags, links and pictures: names in a result or configuration are those of strangers."""
     return markdown.replace("<", "&lt;").replace("[", r"\[")
 
 
 def connect(button, function, inputs, outputs) -> None:
-    """At a click, show what the function returns; where it raises, its message, and nothing of before."""
+    """Show at a click the outputs of the function, or its error in place of earlier outputs."""
 
     @functools.wraps(function)
     def shown(*values):

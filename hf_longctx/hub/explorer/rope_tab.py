@@ -22,20 +22,21 @@ INLINE = [{"left": "$", "right": "$", "display": False}]
 
 
 def of_numbers(base, head_dim, context, scaling, factor, trained):
-    """The report of a plain model with these numbers."""
+    """Return verdict, picture, table and remarks of a plain model with these numbers."""
     parameters = {"rope_type": scaling, "rope_theta": float(base)}
     if scaling != "default":
         parameters |= {"factor": float(factor)} | (LLAMA3 if scaling == "llama3" else {})
         parameters |= {"original_max_position_embeddings": int(trained)} if scaling in ("yarn", "llama3") else {}
     maximum = int(trained if scaling == "dynamic" else context)
-    sizes = {"num_hidden_layers": 1, "head_dim": int(head_dim), "max_position_embeddings": maximum}
-    config = LlamaConfig(**sizes, rope_parameters=parameters)
+    config = LlamaConfig(
+        num_hidden_layers=1, head_dim=int(head_dim), max_position_embeddings=maximum, rope_parameters=parameters
+    )
     config.name_or_path = f"base {base:g}" + f", {scaling} by {factor:g}" * (scaling != "default")
     return shown(config, int(context))
 
 
 def of_config(repo, text, context):
-    """The report of a model on the Hub, or of a pasted config.json; of no code but that of transformers."""
+    """Return the same of a model on the Hub, or of a pasted config.json, by the code of transformers alone."""
     repo = repo.strip()
     if repo and text.strip():
         raise ValueError("Give a name on the Hub or a config.json, not both.")
@@ -52,7 +53,7 @@ def of_config(repo, text, context):
 
 
 def shown(config, context):
-    """(verdict, picture, table, remarks) of a configuration."""
+    """Return verdict, picture, table and remarks of a configuration."""
     claimed = context or getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     if claimed > LONGEST:
         raise ValueError(f"The context is {claimed:,} tokens; this Space looks at up to {LONGEST:,}.")
@@ -64,7 +65,7 @@ def shown(config, context):
 
 
 def build():
-    """Lay out the tab; (function, inputs, outputs) of what it shows at first."""
+    """Lay out the tab, and return function, inputs and outputs of what it shows at first."""
     gradio.Markdown(ABOUT, latex_delimiters=INLINE)
     with gradio.Row():
         with gradio.Column(scale=2, min_width=320):

@@ -36,7 +36,6 @@ class Knobs:
     """What a test can change while the server runs."""
 
     page: int = 1000  # rows of a file listing that are sent at once
-    multipart: int | None = None  # LFS uploads of more bytes come in parts of that size
     xet: bool = True  # without it, files are offered by plain HTTP only
     slow: float = 0.0  # seconds to wait before each 64 KiB of a blob
     cut: int | None = None  # the next download of a blob ends after so many bytes
@@ -71,7 +70,6 @@ class Hub:
     blob_url: str = ""
     tokens: dict = field(default_factory=dict)  # token: User
     repos: dict = field(default_factory=dict)  # (type, id): Repo
-    parts: dict = field(default_factory=dict)  # sha256: {number: bytes} of an LFS upload in parts
     xorbs: dict = field(default_factory=dict)  # Xet, see xet.py
     xet_files: dict = field(default_factory=dict)
     xet_hashes: dict = field(default_factory=dict)

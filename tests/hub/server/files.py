@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import fnmatch
-import hashlib
 import json
 import re
 from urllib.parse import quote, unquote
@@ -43,39 +42,25 @@ async def preupload(hub, request, plural, id, revision):
 async def lfs_batch(hub, request, plural, id):
     body = await request.json()
     hub.repo(request, type_of(plural), id, write=True)
-    part, objects = hub.knobs.multipart, []
+    objects = []
     for lfs in body["objects"]:
         oid, size = lfs["oid"], lfs["size"]
-        upload = {"href": f"{hub.blob_url}/upload/{oid}"}
-        if part is not None and size > part:
-            parts = {f"{i + 1:05d}": f"{hub.blob_url}/upload/{oid}/{i + 1}" for i in range(-(-size // part))}
-            upload = {"href": f"{hub.url}/complete/{oid}", "header": {"chunk_size": str(part), **parts}}
         row = {"oid": oid, "size": size}
         if not hub.path(oid).exists():
+            upload = {"href": f"{hub.blob_url}/upload/{oid}"}
             row["actions"] = {"upload": upload, "verify": {"href": f"{hub.url}/verify"}}
         objects.append(row)
-    return {"transfer": "basic" if part is None else "multipart", "objects": objects}
+    return {"transfer": "basic", "objects": objects}
 
 
-@endpoint(rf"/upload/{SHA256}(?:/(?P<number>\d+))?", "PUT")
-async def upload(hub, request, sha256, number):
+@endpoint(rf"/upload/{SHA256}", "PUT")
+async def upload(hub, request, sha256):
     data = bytearray()
     async for piece in request.stream():
         data += piece
         await asyncio.sleep(hub.knobs.slow * len(piece) / PIECE)
-    if number is None:
-        hub.put(bytes(data), sha256)
-        return Response()
-    hub.parts.setdefault(sha256, {})[int(number)] = bytes(data)
-    return Response(headers={"ETag": f'"{hashlib.md5(data).hexdigest()}"'})
-
-
-@endpoint(f"/complete/{SHA256}", "POST")
-async def complete(hub, request, sha256):
-    body = await request.json()
-    parts = hub.parts.pop(sha256)
-    hub.put(b"".join(parts[part["partNumber"]] for part in body["parts"]), sha256)
-    return {"success": True}
+    hub.put(bytes(data), sha256)
+    return Response()
 
 
 @endpoint("/verify", "POST")
@@ -100,8 +85,9 @@ async def commit(hub, request, plural, id, revision):
     for line in lines[1:]:
         change(hub, files, line["key"], line["value"])
     if request.query_params.get("create_pr") == "1":
-        number = repo.open_pull_request(header["summary"], author)
+        number = len(repo.pull_requests) + 1
         ref = f"refs/pr/{number}"
+        repo.pull_requests[ref] = head.sha
     sha = repo.commit(ref, files, header["summary"], header.get("description", ""), author)
     answer = {"success": True, "commitOid": sha, "commitUrl": f"{page_url(hub, repo)}/commit/{sha}", "hookOutput": ""}
     if number is not None:

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 import yaml
 from starlette.responses import JSONResponse, Response
 
-from .app import API, ID, TYPES, Refusal, endpoint, page_url
+from .app import API, TYPES, Refusal, endpoint, page_url
 
 
 BINARY = ("safetensors", "bin", "pt", "pth", "pkl", "parquet", "arrow", "zip", "gz", "npz", "so", "png")
@@ -66,7 +66,6 @@ class Repo:
     branches: dict = field(default_factory=dict)  # name: sha
     tags: dict = field(default_factory=dict)
     pull_requests: dict = field(default_factory=dict)  # refs/pr/N: sha
-    discussions: list = field(default_factory=list)
 
     def commit(self, ref, files, title, message="", author="alice"):
         """Add a commit to a branch or pull request; its sha."""
@@ -84,14 +83,6 @@ class Repo:
         if sha not in self.commits:
             raise Refusal(404, f"Invalid rev id: {name}", "RevisionNotFound")
         return self.commits[sha]
-
-    def open_pull_request(self, title, author):
-        number = len(self.discussions) + 1
-        self.pull_requests[f"refs/pr/{number}"] = self.branches["main"]
-        discussion = {"num": number, "title": title, "status": "draft", "isPullRequest": True, "createdAt": now()}
-        discussion |= {"author": {"name": author}, "repo": {"name": self.id, "type": self.type}}
-        self.discussions.append(discussion)
-        return number
 
 
 def now():
@@ -161,50 +152,10 @@ async def create(hub, request):
     return {"url": page_url(hub, repo), "name": id, "id": id}
 
 
-@endpoint("/api/repos/delete", "DELETE")
-async def delete(hub, request):
-    body = await request.json()
-    type, name = body.get("type") or "model", body.get("organization") or hub.signed_in(request).name
-    del hub.repos[type, hub.repo(request, type, f"{name}/{body['name']}", write=True).id]
-    return {}
-
-
-@endpoint("/api/repos/move", "POST")
-async def move(hub, request):
-    body = await request.json()
-    repo = hub.repo(request, body["type"], body["fromRepo"], write=True)
-    hub.owner(request, body["toRepo"].partition("/")[0], "create a repo")
-    hub.repos[repo.type, body["toRepo"]] = hub.repos.pop((repo.type, repo.id))
-    repo.id = body["toRepo"]
-    return {}
-
-
-@endpoint(f"{API}/settings", "PUT")
-async def settings(hub, request, plural, id):
-    body = await request.json()
-    repo = hub.repo(request, TYPES[plural], id, write=True)
-    repo.private = body.get("visibility", "public") == "private"
-    return {"private": repo.private}
-
-
 @endpoint(f"{API}/auth-check")
 async def auth_check(hub, request, plural, id):
     hub.repo(request, TYPES[plural], id)
     return {}
-
-
-@endpoint("/api/(?P<plural>models|datasets|spaces|kernels)")
-async def listing(hub, request, plural):
-    user, author = hub.user(request), request.query_params.get("author")
-    repos = [repo for (type, _), repo in hub.repos.items() if type == TYPES[plural]]
-    seen = [repo for repo in repos if not repo.private or (user and repo.id.startswith(f"{user.name}/"))]
-    return [info_of(hub, repo, repo.at("main")) for repo in seen if author in (None, repo.id.partition("/")[0])]
-
-
-@endpoint(f"/api/spaces/{ID}/runtime")
-async def runtime(hub, request, id):
-    hub.repo(request, "space", id)
-    return {"stage": "RUNNING", "hardware": {"current": "cpu-basic", "requested": "cpu-basic"}, "storage": None}
 
 
 @endpoint(rf"{API}(?:/revision/(?P<revision>[^/]+))?")
@@ -287,42 +238,6 @@ def change_ref(refs, name, method, commit):
         raise Refusal(409, f"Reference already exists: {name}")
     refs[name] = commit().sha
     return Response(status_code=201)
-
-
-# -- discussions
-
-
-@endpoint(f"{API}/discussions")
-async def discussions(hub, request, plural, id):
-    rows = hub.repo(request, TYPES[plural], id).discussions
-    return {"discussions": rows, "count": len(rows), "start": 0}
-
-
-@endpoint(f"{API}/discussions", "POST")
-async def discuss(hub, request, plural, id):
-    body = await request.json()
-    repo = hub.repo(request, TYPES[plural], id)
-    number = repo.open_pull_request(body["title"], hub.signed_in(request).name)
-    return {"num": number, "url": f"{page_url(hub, repo)}/discussions/{number}"}
-
-
-@endpoint(rf"{API}/discussions/(?P<number>\d+)")
-async def discussion(hub, request, plural, id, number):
-    repo = hub.repo(request, TYPES[plural], id)
-    details = {"events": [], "diff": "", "filesWithConflicts": []}
-    changes = {"base": "refs/heads/main", "mergeCommitId": None}
-    return repo.discussions[int(number) - 1] | details | {"changes": changes}
-
-
-@endpoint(rf"{API}/discussions/(?P<number>\d+)/(?P<change>merge|status)", "POST")
-async def change_discussion(hub, request, plural, id, number, change):
-    body = await request.body()
-    repo = hub.repo(request, TYPES[plural], id, write=True)
-    status = "merged" if change == "merge" else json.loads(body)["status"]
-    if change == "merge":
-        repo.branches["main"] = repo.pull_requests[f"refs/pr/{number}"]
-    repo.discussions[int(number) - 1]["status"] = status
-    return {"newStatus": status}
 
 
 # -- files of a commit
