@@ -33,7 +33,7 @@ class Mistake:
             return "harmless"
         with pytest.raises(self.error, match=self.says) as raised:
             self.call(*arguments)
-        assert isinstance(raised.value, CLEAR_ERRORS), f"{type(raised.value).__name__} is no error of ours"
+        assert isinstance(raised.value, CLEAR_ERRORS), f"{type(raised.value).__name__} is not an error of ours"
         message = str(raised.value)
         assert 20 < len(message) < 1000, f"{len(message)} characters: {message}"
         return "refused"
@@ -48,5 +48,5 @@ def harmless(name, call):
 
 
 def count(reports) -> Counter:
-    """How many mistakes were refused, and how many are harmless, of pytest's reports of passed tests."""
+    """Count the mistakes that were refused and those that are harmless, in pytest's reports of passed tests."""
     return Counter(outcome for report in reports for name, outcome in report.user_properties if name == "mistake")

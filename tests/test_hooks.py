@@ -1,6 +1,6 @@
-"""What we override or set in other libraries without being promised it: each still is where we reach for it.
+"""Private parts of other libraries that we override or set: each is still where our code reaches for it.
 
-A row names what our code has, where it reaches, what stands there in the source of the library, and what for.
+A row has a name in our code, the place in the library, a text that stands there, and the purpose.
 """
 
 import importlib
@@ -55,7 +55,12 @@ HOOKS = [
     ("_get_static_cache_init_shape", GENERATION, "self._get_static_cache_init_shape()", "a static cache with gates"),
     ("_prepare_cache_for_generation", GENERATION, "self._prepare_cache_for_generation(", "refused kinds of caches"),
     ("_expand_inputs_for_generation", GENERATION, "self._expand_inputs_for_generation(", "beams repeat an HMT state"),
-    ("_supports_default_dynamic_cache", GENERATION, "not self._supports_default_dynamic_cache()", "HMT has no cache"),
+    (
+        "_supports_default_dynamic_cache",
+        GENERATION,
+        "not self._supports_default_dynamic_cache()",
+        "HMT has a state in place of a cache",
+    ),
     ("_create_batch_processor", f"{BATCHING}.continuous_api", "self._create_batch_processor()", "pages with gates"),
     ("self.config", f"{BATCHING}.continuous_api", "config=self.model.config.get_text_config()", "pages with gates"),
     ("auto_switch_to_flash", f"{BATCHING}.continuous_api", "auto_switch_to_flash", "pages that FoX reads itself"),

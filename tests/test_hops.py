@@ -74,7 +74,7 @@ def fox():
 @torch.no_grad()
 def test_a_layer_of_fox(fox, check):
     ids = torch.randint(3, 90, (1, 61))
-    check(lambda: fox(ids, use_cache=False), functions=39, moves=40)
+    check(lambda: fox(ids, use_cache=False), functions=24, moves=20)
 
 
 @torch.no_grad()
@@ -82,13 +82,13 @@ def test_a_segment_of_hmt(llama, check):
     """The layout of a segment is about to be replaced by one without masks, with 40 functions and 60 moves."""
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=24, sensory_tokens=4)).eval()
     ids = torch.randint(3, 90, (1, 24))
-    check(lambda: hmt(ids), functions=65, moves=124)
+    check(lambda: hmt(ids), functions=62, moves=120)
 
 
 def test_a_curve_of_one_length(llama, check):
     words = np.random.default_rng(0).integers(3, 90, 2000)
     options = dict(lengths=[8], repeats=2, bos_token_id=1, eos_token_id=2)
-    check(lambda: forgetting_curve(llama, words, **options), functions=95, moves=218)
+    check(lambda: forgetting_curve(llama, words, **options), functions=70, moves=150)
 
 
 def test_a_dry_run_of_push(fox, check, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What the READMEs show is what happens: their Python is run and its output compared, their commands are run."""
+"""The READMEs show what happens: their Python is run and its output compared, their commands are run."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What all benchmarks share: one timer, one description of the machine, one Markdown table, one JSON file.
+"""The common parts of all benchmarks: one timer, one description of the machine, one Markdown table, one JSON file.
 
 A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which makes Markdown
 of the JSON. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and
@@ -37,7 +37,7 @@ NO_SETTINGS = ("name", "output", "table", "work", "picture", "so_far")  # option
 
 
 def timed(function, *args, device="cpu", scratch=None, clock=time.perf_counter):
-    """Seconds of one call, and its result.
+    """Return the seconds of one call, and its result.
 
     On a GPU the time lies between two events, and `scratch` is overwritten before the first of them: this empties the
     GPU's cache, and keeps the GPU busy while the call is launched.
@@ -57,7 +57,7 @@ def timed(function, *args, device="cpu", scratch=None, clock=time.perf_counter):
 
 
 def alternate(contenders, rounds, until=math.inf):
-    """{name: seconds in every round} of {name: a function that returns the seconds of one run}.
+    """Return {name: seconds in every round}, from {name: a function that returns the seconds of one run}.
 
     Contenders take turns, so that whatever else the machine does slows down all of them. A first round warms up and is
     left out. From the fourth on, no round begins after `until` (on the clock of time.monotonic).
@@ -72,18 +72,18 @@ def alternate(contenders, rounds, until=math.inf):
 
 
 def time_in_turn(functions, rounds, until=math.inf, **options):
-    """{name: seconds in every round} of {name: a function without arguments}; `options` of `timed`."""
+    """Return {name: seconds in every round}, from {name: a function without arguments}; `options` of `timed`."""
     turns = {name: lambda function=function: timed(function, **options)[0] for name, function in functions.items()}
     return alternate(turns, rounds, until)
 
 
 def median_ratio(numerators, denominators):
-    """The median of the ratio within a round."""
+    """Return the median of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerators, denominators))
 
 
 def rows_beside_llama(models, cache_bytes, seconds):
-    """A row for each model: tokens per second of every phase, and their ratio to those of the model "Llama".
+    """Yield a row for each model: tokens per second of every phase, and their ratio to those of the model "Llama".
 
     Args:
         models: {name: model}.
@@ -99,13 +99,13 @@ def rows_beside_llama(models, cache_bytes, seconds):
 
 
 def resident_mb(field="VmHWM"):
-    """Peak resident memory of this process, or with "VmRSS" the present one. ru_maxrss would count the parent's."""
+    """Return the peak of this process's resident memory, or its size, "VmRSS"; ru_maxrss counts the parent's too."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def added_mb(function, *args):
-    """MB that one call adds to the resident memory of this process at its peak, and the result of the call."""
+    """Return the MB that one call adds to this process's resident memory at its peak, and the result of the call."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_mb("VmRSS")
@@ -114,7 +114,7 @@ def added_mb(function, *args):
 
 
 def in_fresh_process(function, *args):
-    """The result of a module's function, called in a new interpreter."""
+    """Call a module's function in a new interpreter, and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
@@ -146,7 +146,7 @@ def versions():
 
 
 def caption(result):
-    """The command of a result, and where it ran, in one line."""
+    """Return the command of a result, and where it ran, in one line."""
     where, numbers = result["machine"], result["versions"]
     threads = [f"{where['threads']} thread{'s' * (where['threads'] > 1)}"] if "threads" in where else []
     packages = [f"{package} {numbers[package]}" for package in ("torch", "triton") if package in numbers]
@@ -154,7 +154,7 @@ def caption(result):
 
 
 def markdown(rows, template):
-    """A table. `template`: its line of headings and a line of formats. A column without any value is left out."""
+    """Return a table. `template`: lines of headings and of formats. A column without any value is left out."""
 
     def cell(text, row):
         try:
@@ -171,7 +171,7 @@ def markdown(rows, template):
 
 
 def make_parser(module, description, name=None, **defaults):
-    """A parser with the options that all benchmarks have, and one for each of `defaults`, which tells its type.
+    """Return a parser with the options of all benchmarks, and one for each of `defaults`, which tells its type.
 
     `name` of the JSON: may contain other options in braces.
     """
@@ -202,24 +202,24 @@ def make_parser(module, description, name=None, **defaults):
 
 
 def existing_file(path):
-    """The `type` of an option that names a file to read."""
+    """Return the path of a file to read; the `type` of an option."""
     if not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"{path} is no file. Leave the option out to measure.")
+        raise argparse.ArgumentTypeError(f"{path} is not a file. Leave the option out to measure.")
     return Path(path)
 
 
 def result_name(args):
-    """The name of a result, of which files are named."""
+    """Return the name of a result, after which files are named."""
     return args.name.format(**vars(args)) + ("_cuda" if getattr(args, "device", "cpu") == "cuda" else "")
 
 
 def origin(command, device="cpu"):
-    """Where figures come from: the beginning of a result."""
+    """Return the beginning of a result: where its figures come from."""
     return {"command": command, "commit": commit(ROOT), "machine": machine(device), "versions": versions()}
 
 
 def describe_run(parser, args, arguments):
-    """A result without rows. Sets the default of --output, and ends the program if there is no such --device."""
+    """Return a result without rows. Sets the default of --output, and ends the program if the --device is missing."""
     device = getattr(args, "device", "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible")

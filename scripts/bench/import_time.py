@@ -1,4 +1,4 @@
-"""What `import hf_longctx` adds to `import transformers`, in milliseconds: medians over fresh interpreters.
+"""The time that `import hf_longctx` adds to `import transformers`, in milliseconds: medians over fresh interpreters.
 
 python -m scripts.bench.import_time [--rounds N]
 """

@@ -1,4 +1,4 @@
-"""What a FoX (Pro) layer computes beside the attention: eager, compiled by inductor, and at the speed of memory.
+"""The parts of a FoX (Pro) layer beside the attention: eager, compiled by inductor, and at the speed of memory.
 
     python -m scripts.bench.neighbours [--device cpu|cuda] [--length 2048]
 

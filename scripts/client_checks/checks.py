@@ -1,4 +1,4 @@
-"""What the checks share: their list, the small models, texts and tokens, and the comparison of logits."""
+"""The common parts of the checks: their list, the small models, texts and tokens, and the comparison of logits."""
 
 import importlib.metadata
 import json

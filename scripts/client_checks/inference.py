@@ -26,7 +26,7 @@ def pipeline(folder):
 
 
 def lm_eval_samples(folder, batch_size, **task):
-    """What lm-eval logs of a task over a few texts."""
+    """Return what lm-eval logs of a task over a few texts."""
     import lm_eval
 
     questions = [{"text": text, "choices": ["forget", " the key of a layer", " a"]} for text in texts(6)]

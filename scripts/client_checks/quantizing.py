@@ -9,7 +9,7 @@ ROUNDING = "change of the logits, as a share of their norm"
 
 
 def change(model, folder, **options):
-    """How far the logits of a quantized model are from those of the model in a folder."""
+    """Return the distance of the logits of a quantized model from those of the model in a folder."""
     exact, rounded = logits(load(folder, **options)).float(), logits(model).float()
     return ((rounded - exact).norm() / exact.norm()).item()
 

@@ -177,7 +177,7 @@ def draw(count, generator):
 
 
 def read(model, questions):
-    """What the questions take along: the state, or the cache, of the texts before them, each for its questions."""
+    """Return the state, or the cache, of the texts that the questions are about, a row for each question."""
     if questions.texts is None:
         return {}
     out = model(input_ids=questions.texts, use_cache=True, logits_to_keep=1)
@@ -195,7 +195,7 @@ def answer(model, questions, before):
 
 
 def train(model, facts, method, counts, steps, file, args, generator):
-    """As `hmt_training.train`, on the answers, with each number of facts in `counts` in turn."""
+    """Train on the answers by `hmt_training.train`, with each number of facts in `counts` in turn."""
 
     def losses_of(step):
         questions = facts.sample(method, counts[step % len(counts)], args.questions, args.rows, args, generator)

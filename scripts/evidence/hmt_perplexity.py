@@ -1,4 +1,4 @@
-"""What does a memory win in perplexity, over a backbone that reads as many tokens without one?
+"""Perplexity with a memory, beside that of a backbone that reads as many tokens without one.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_perplexity --device cuda --text pg19  # SmolLM2-135M, in full, on books from the Hub

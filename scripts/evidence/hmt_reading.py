@@ -1,4 +1,4 @@
-"""How the evidence scores a text: by a Llama in windows, and by a memory, also with the memories of another text."""
+"""Scores of a text: by a Llama in windows, and by a memory, also with the memories of another text."""
 
 import math
 from contextlib import contextmanager, nullcontext

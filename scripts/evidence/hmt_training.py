@@ -1,4 +1,4 @@
-"""How the evidence trains memories around a pretrained Llama: two stages, in steps that survive an interruption."""
+"""Training of memories around a pretrained Llama: two stages, in steps that survive an interruption."""
 
 import statistics
 
@@ -40,7 +40,7 @@ def wrap(backbone, name, args, **changes):
 
 
 def recalls(name):
-    """Whether a memory of this kind recalls, in the second stage."""
+    """Tell if a memory of this kind recalls in the second stage."""
     return HMT[name].get("recall", True)
 
 

@@ -2,10 +2,10 @@
 
     python -m scripts.evidence.rope_base [--bases 100 1000 10000 100000] [--steps 400] [--seeds 0 1 2] [--device cuda]
 
-As in Figure 3 of Men et al. 2024 (arXiv 2405.14591), a model that retrieves is trained on longer rows with another
-base. A Llama of two layers learns to copy random tokens on rows of 64 tokens with base 10000. Then it goes on with
-each of the bases on rows of 256 tokens: short runs of a repeated pattern, and random passages, each of which comes
-twice, at any distance. Runs can be predicted from tokens nearby, as most of a text; second passages,
+The design is that of Men et al. 2024 (arXiv 2405.14591, Figure 3): a model that retrieves is trained on longer rows
+with another base. A Llama of two layers learns to copy random tokens on rows of 64 tokens with base 10000. Then it
+goes on with each of the bases on rows of 256 tokens: short runs of a repeated pattern, and random passages, each of
+which comes twice, at any distance. Runs can be predicted from tokens nearby, as most of a text; second passages,
 after their first token, from the first ones only. What cannot be predicted is neither trained nor scored.
 """
 

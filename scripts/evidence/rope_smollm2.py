@@ -1,4 +1,4 @@
-"""How far SmolLM2-135M retrieves, whose RoPE base lies below the bound for its context, and what another base changes.
+"""Retrieval of SmolLM2-135M, whose RoPE base lies below the bound for its context, and of another base.
 
     python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.rope_smollm2 [--steps 8] [--lines 5 20 80] [--needles 1024 2048 4096]

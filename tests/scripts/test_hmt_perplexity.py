@@ -57,7 +57,7 @@ def untrained(module, name, args):
 
 
 def parts_of(losses):
-    """What a measurement keeps of the -log p of all predictions, (texts, T)."""
+    """Return what a measurement keeps of the -log p of all predictions, (texts, T)."""
     segments = losses.view(len(losses), -1, L)
     later = segments[:, 1:]
     return torch.stack([segments[:, 0].mean(1), *(later[..., x].mean((1, 2)) for x in (slice(8), slice(8, L)))], 1)

@@ -41,7 +41,7 @@ def test_the_fox_remembers_beyond_its_training_length(train_demo):
 
 
 def test_the_hmt_answers_from_its_memories(train_demo):
-    """As in its card: the colour is in the segment before, which the window of the question does not reach."""
+    """The colour is in the segment before, which the window of the question does not reach."""
     model, tokenizer = (
         HMTWrapper.from_pretrained(CARDS / "hmt-demo"),
         AutoTokenizer.from_pretrained(CARDS / "hmt-demo"),
