@@ -41,16 +41,16 @@ def plot_needle(
     if not result.cells:
         raise ValueError("the result does not have a cell to draw: nothing was measured.")
     style.check_train_length(train_length)
-    score = score or result.scores[0]
-    rates, lengths, depths = result.grid(score), result.lengths, result.depths
-    if score not in result.scores:
-        raise ValueError(f"the model did not reply, so {score} was not measured; draw {' or '.join(result.scores)}.")
+    shown: str = score or result.scores[0]
+    rates, lengths, depths = result.grid(shown), result.lengths, result.depths
+    if shown not in result.scores:
+        raise ValueError(f"the model did not reply, so {shown} was not measured; draw {' or '.join(result.scores)}.")
     figure = style.figure(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # told apart by colour-blind readers
     for cell in result.cells:
-        rate, answers = getattr(cell, score), len(cell.answers)
-        words = f"{100 * rate:.0f}" if answers >= 5 or score == "probability" else f"{round(rate * answers)}/{answers}"
+        rate, answers = getattr(cell, shown), len(cell.answers)
+        words = f"{100 * rate:.0f}" if answers >= 5 or shown == "probability" else f"{round(rate * answers)}/{answers}"
         colour = "white" if abs(rate - 0.5) > 0.35 else style.INK  # the ends of the scale are dark
         at = lengths.index(cell.length), depths.index(cell.depth)
         axes.text(*at, words, ha="center", va="center", fontsize=9, color=colour)
@@ -60,7 +60,7 @@ def plot_needle(
     if train_length is not None and train_length < lengths[-1]:
         style.mark_training(axes, bisect_right(lengths, train_length) - 0.5, width=1.6)
     bar = figure.colorbar(image, ax=axes, format=style.PercentFormatter(1))
-    bar.set_label(SCORES[score][0], color=style.INK, fontsize=10)
+    bar.set_label(SCORES[shown][0], color=style.INK, fontsize=10)
     bar.outline.set_visible(False)
     mode = result.settings.get("mode")
     metric = f"{result.title}, {mode} mode" if mode else result.title
