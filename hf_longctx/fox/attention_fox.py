@@ -139,11 +139,10 @@ def forgetting_attention_ref(
 
     Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
     """
-    options = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
-    check_inputs(q, k, v, log_f, scale=scale, **options)
+    check_inputs(q, k, v, log_f, scale=scale, attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     position = torch.arange(kv_length, device=q.device)
     distance = position[-q_length:, None] - position  # (Tq, Tk), negative in the future
     visible = distance >= 0
@@ -272,7 +271,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
     mask, past = None, kv_length - q_length
     if past or window is not None:
         mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(past)
-    if window is not None:
+    if mask is not None and window is not None:
         mask = mask.triu(past - window + 1)
     out = F.scaled_dot_product_attention(
         fold_queries(q, c[..., -q_length:], scale, group),

@@ -5,10 +5,11 @@ The layout of an implementation is one table of names, read in both directions. 
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -212,7 +213,8 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
             some layers only, or a RoPE that FoX cannot keep.
     """
     config = read_llama_config(model.config.to_dict(), decay_time)
-    fox = build(config, LLAMA_MODULES, model.state_dict()).to(model.device)
+    fox = build(config, LLAMA_MODULES, model.state_dict())
+    nn.Module.to(fox, model.device)
     fox.generation_config = copy.deepcopy(model.generation_config)
     return fox
 
@@ -234,7 +236,7 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
     return export_state_dict("fla", model)
 
 
-def build(config: FoxConfig, modules: dict[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
+def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
     """Build a FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
     conversion = Conversion.to_fox(config, modules)
     conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, row_reader(state_dict))
@@ -287,7 +289,7 @@ class Conversion:
     outputs: dict[str, tuple[tuple[int, ...], list[tuple[str, int, int]]]]
 
     @classmethod
-    def to_fox(cls, config: FoxConfig, modules: dict) -> "Conversion":
+    def to_fox(cls, config: FoxConfig, modules: Mapping[str, str | None]) -> "Conversion":
         ours, theirs, pieces = correspondence(config, modules)
         stacks = {name: [piece] if piece else [] for name, piece in pieces.items()}
         return cls(config, theirs, {name: (shape, stacks[name]) for name, shape in ours.items()})
@@ -333,7 +335,9 @@ class Conversion:
         if not pieces and name.endswith(".weight"):
             return torch.zeros(shape)
         if not pieces:
-            return decay_time_bias(*shape, self.config.decay_time_min, self.config.decay_time_max)
+            shortest, longest = self.config.decay_time_min, self.config.decay_time_max
+            assert shortest is not None and longest is not None  # a gate without a source has decay times
+            return decay_time_bias(shape[0], shortest, longest)
         parts = [read(*piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -385,7 +389,7 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
         **fields,
         **layout.constants,
         intermediate_size=theirs["intermediate_size"],
-        hidden_act={"swish": "silu"}.get(theirs["hidden_act"], theirs["hidden_act"]),
+        hidden_act="silu" if theirs["hidden_act"] == "swish" else str(theirs["hidden_act"]),
         rope_parameters={"rope_type": "default", "rope_theta": theirs["rope_base"]}
         if theirs.get("use_rope")
         else None,

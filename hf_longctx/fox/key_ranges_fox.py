@@ -48,7 +48,7 @@ class VisibleKeys(NamedTuple):
 
     def sort_queries(self, x):
         """Put padding first in (B, H, Tq, ...)."""
-        return x if self.order is None else take(x, self.query_order)
+        return x if self.query_order is None else take(x, self.query_order)
 
     def sort_keys(self, x):
         """Put padding first in (B, H, Tk, ...)."""
@@ -56,7 +56,7 @@ class VisibleKeys(NamedTuple):
 
     def unsort_queries(self, x):
         """Invert `sort_queries`."""
-        return x if self.order is None else take(x, self.query_order.argsort(dim=-1))
+        return x if self.query_order is None else take(x, self.query_order.argsort(dim=-1))
 
 
 def take(x, order):

@@ -1,5 +1,7 @@
 """`forgetting_attention`: one operator in front of the backends that compute it."""
 
+from typing import Any
+
 import torch
 
 from .attention_fox import (
@@ -68,7 +70,7 @@ def forgetting_attention(
     """
     q, k, v = autocast_inputs(q, k, v)
     attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
-    masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
+    masks: dict[str, Any] = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
     backend = choose_backend(backend, q, log_pruning_tolerance)
     if backend == "reference":
@@ -82,7 +84,7 @@ def forgetting_attention(
         return folded_attention(q, k, v, log_f, scale, token_mask, window)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
-    return torch.cat([folded_attention(*sequence, scale, window=window) for sequence in sequences], dim=2)
+    return torch.cat([folded_attention(*sequence, scale=scale, window=window) for sequence in sequences], dim=2)
 
 
 def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance):

@@ -122,8 +122,8 @@ def head_maps(
         raise ValueError(f"input_ids is {tuple(input_ids.shape)}; give one row of at least 2 tokens, (T,) or (1, T).")
     if resolution < 1:
         raise ValueError(f"resolution is {resolution}; it must be at least 1.")
-    layers = _check_indices("layers", layers, config.num_hidden_layers)
-    heads = _check_indices("heads", heads, config.num_attention_heads)
+    layers = _check_indices("layers", layers, model.config.num_hidden_layers)
+    heads = _check_indices("heads", heads, model.config.num_attention_heads)
     block = -(-input_ids.shape[1] // resolution)
     recorder = _MapRecorder(config, dict.fromkeys(layers, heads), block)
     base = getattr(model, model.base_model_prefix, model)  # without the logits
@@ -177,8 +177,8 @@ def plot_forget_gates(
     maps = spread(measured, TYPICAL) if layers is None and heads is None else measured
     columns = min(len(maps), COLUMNS)
     rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
+    figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.06, h_pad=0.06)
     grid = figure.subplots(2 * rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)

@@ -33,6 +33,7 @@ all queries so far, and a warning is logged if it exceeds the tolerance.
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import nn
@@ -241,6 +242,7 @@ class PrunedLayer(DynamicLayer):
         """Return U of each gate, (Hkv, G), from the weights or from the queries and keys seen so far."""
         bound = self.weight_bound
         if bound is None:
+            assert self.largest_query is not None and self.largest_key is not None
             bound = self.scaling * self.largest_query * self.largest_key.repeat_interleave(self.queries_per_key)
         return bound.view(self.kv_heads, self.gates_per_key, -1).amax(2).double()
 
@@ -325,8 +327,8 @@ class PrunedLayer(DynamicLayer):
         super().reset()
         self._clear()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
         rows = beam_idx.to(self.device) if self.is_initialized else beam_idx
         for group in self.groups:
             group.keys, group.values = (x.index_select(0, rows) for x in (group.keys, group.values))
@@ -406,6 +408,11 @@ class PrunedCache(AttendingCache):
         attentions = [layer.self_attn for layer in decoder_layers]
         super().__init__(layers=[layer_class(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
+    @property
+    def pruned_layers(self) -> list[PrunedLayer]:
+        """The layers, all of which are of this file."""
+        return cast(list[PrunedLayer], self.layers)
+
     def wrap_attention(self, attention_function):
         """Return the attention function of a model, called once per group of heads."""
 
@@ -416,18 +423,18 @@ class PrunedCache(AttendingCache):
 
     def prune(self) -> None:
         """Drop all tokens that can be dropped now, for instance after a long prompt, instead of at a later call."""
-        for layer in self.layers:
+        for layer in self.pruned_layers:
             layer.prune()
 
     @property
     def dropped(self) -> torch.Tensor:
         """Number of dropped tokens of each head of each layer, (layers, Hkv), of `get_seq_length()`."""
-        return torch.stack([layer.dropped() for layer in self.layers])
+        return torch.stack([layer.dropped() for layer in self.pruned_layers])
 
     @property
     def lost_weight(self) -> float:
         """A proven bound of the attention weight that any query has lost so far in any layer and head."""
-        return math.exp(max(layer.log_lost_weight() for layer in self.layers))
+        return math.exp(max(layer.log_lost_weight() for layer in self.pruned_layers))
 
 
 __all__ = ["PrunedCache"]

@@ -1,3 +1,5 @@
+# The operators of torch.library have the arguments of the functions below, which a type checker does not see.
+# pyright: reportCallIssue=false
 """Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
 
 The launchers are custom operators: torch.compile and autograd see each as one node of the graph. Three functions call
@@ -75,7 +77,8 @@ def _bound(bound: torch.Tensor | None, B: int, H: int) -> tuple[torch.Tensor | N
     if bound is None:
         return None, 0, 0
     bound = bound.contiguous()
-    return bound, *bound.expand(B, H, -1).stride()[:2]
+    rows, heads = bound.expand(B, H, -1).stride()[:2]
+    return bound, rows, heads
 
 
 def _empty_output(q: torch.Tensor) -> torch.Tensor:
@@ -234,7 +237,7 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
 if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
     # For a kernel of the Hub, it is the identifier in its metadata.
-    _SPACE = __package__.removesuffix(".fox").replace(".", "_")
+    _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? key_start, Tensor? query_end"
 
     # Opaque, and not `torch.library.triton_op`, with which torch could compile the kernels ahead of time. Inductor

@@ -6,7 +6,7 @@ def register() -> None:
 
     The model itself is imported only where a FoX is served.
     """
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry  # pyright: ignore[reportAttributeAccessIssue] (vLLM is not installed here)
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 

@@ -48,8 +48,10 @@ class FoxAttention(nn.Module):
         local.num_attention_heads, local.num_key_value_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
         if config.forget_gate == "fixed":
             local.forget_gate = "bias_only"  # vLLM loads parameters, and no buffers
-        self.config, self.head_dim, self.scaling = local, config.head_dim, config.head_dim**-0.5
-        self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, local.num_key_value_heads))
+        self.config, self.head_dim = local, config.sizes.head_dim
+        self.scaling = self.head_dim**-0.5
+        sizes = local.sizes
+        self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, sizes.num_key_value_heads))
 
         def linear(kind, *sizes, name, bias=False):
             return kind(*sizes, bias=bias, quant_config=quant_config, prefix=f"{prefix}.{name}")
@@ -83,6 +85,7 @@ class FoxAttention(nn.Module):
             self.rotary_emb = get_rope(self.head_dim, max_position=limit, rope_parameters=config.rope_parameters)
 
         self.gates_per_key, self.width = gates_per_key(local), vllm_head_size(config)
+        self.query_columns: torch.Tensor
         self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
         gates = local.num_key_value_heads * self.gates_per_key
         shifted = 2 * self.kv_size if config.k_shift or config.v_shift else 0
@@ -123,7 +126,7 @@ class FoxAttention(nn.Module):
         o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         o = self.o_norm(o.view(n, -1, self.width)[..., : self.head_dim]).flatten(1)
         if self.g_proj is not None:
-            o = o * self.g_act(self.g_proj(x)[0])
+            o = o * self.g_act(self.g_proj(x)[0])  # pyright: ignore[reportOptionalCall] (both are there or neither)
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):

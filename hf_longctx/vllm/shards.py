@@ -41,5 +41,5 @@ def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
     """Give the parameters of a module, which hold a rank's rows, the loader for them."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-        parameter.weight_loader = partial(load_rows, rank=rank, ranks=ranks)
+        setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)
     return module
