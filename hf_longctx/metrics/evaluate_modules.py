@@ -165,7 +165,7 @@ def prepare(
         tokenizer, and its BOS and EOS where none are given.
 
     Raises:
-        ValueError: a text came without a tokenizer.
+        ValueError: the corpus is missing, or a text came without a tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -173,6 +173,8 @@ def prepare(
     from .run.model import load_language_model
     from .run.reader import reader_for
 
+    if corpus is None and options.get("data_type") != "random":  # before the model is loaded
+        raise ValueError(f"{name} needs a text: corpus=...")
     run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
     keywords = {key: value for key, value in options.items() if key not in run}
     model_kwargs = keywords.pop("model_kwargs", None) or {}
@@ -299,15 +301,11 @@ def measure_loss(
 
     Returns:
         plain JSON types, see `loss_result`.
-
-    Raises:
-        ValueError: the corpus is missing.
     """
     from .loss.measure import position_loss
 
     reader, tokens, keywords = prepare("position_loss", model, corpus, tokenizer, options)
-    if tokens is None:
-        raise ValueError("the per-token loss needs a text: corpus=...")
+    assert tokens is not None  # as `prepare` refuses
     if context_length is None:
         context_length = min(reader.claimed_context or len(tokens), len(tokens))
     return loss_result(position_loss(reader, tokens, context_length=context_length, **keywords))
