@@ -8,7 +8,6 @@ Examples:
 """
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from . import measuring
 
 
 if TYPE_CHECKING:
-    from ..metrics import Result
+    from ..metrics import ForgettingCurve, Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,22 +47,24 @@ def run(args: argparse.Namespace) -> None:
         )
     results = [read_result(file) for file in files]
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    if args.test_sources:
-        check_sources(results.values())
+    curves = curves_of_sources(results) if args.test_sources else None
     output = measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
-    if args.test_sources:
-        for test in irrelevant_source_test(results):
+    if curves is not None:
+        for test in irrelevant_source_test(curves):
             print(f"length {test.length}: p = {test.anova_p:.3g} (ANOVA), {test.kruskal_p:.3g} (Kruskal-Wallis)")
 
 
-def check_sources(results: "Iterable[Result]") -> None:
-    """Raise ValueError unless the results are forgetting curves that differ in their irrelevant text only."""
+def curves_of_sources(results: "dict[str, Result]") -> "dict[str, ForgettingCurve]":
+    """Return the results; raise ValueError unless they are curves that differ in their irrelevant text only."""
+    from ..metrics import ForgettingCurve
+
     for name in ("kind", "model", "protocol", "data_type", "seed", "corpus_sha256"):
-        values = {result.kind if name == "kind" else result.settings.get(name) for result in results}
+        values = {result.kind if name == "kind" else result.settings.get(name) for result in results.values()}
         if len(values) > 1 or (name == "kind" and values != {"forgetting_curve"}):
             raise ValueError(
                 f"--test-sources compares forgetting curves that differ in their irrelevant text only; their {name} is "
                 f"{' and '.join(map(str, values))}."
             )
+    return {name: result for name, result in results.items() if isinstance(result, ForgettingCurve)}

@@ -194,7 +194,7 @@ def dry_run(reader: "Reader", lengths: list[int], args: argparse.Namespace) -> s
         tokens = min(tokens, BUDGET * input_tokens(lengths[-1]))
         cost = min(cost, BUDGET * reader.cost(input_tokens(lengths[-1])))
     length = max([n for n in lengths if input_tokens(n) <= TIMED_TOKENS], default=lengths[0])
-    ids = np.random.default_rng(args.seed).integers(0, min(reader.vocab_size, 2**15), input_tokens(length))
+    ids = np.random.default_rng(args.seed).integers(0, int(min(reader.vocab_size, 2**15)), input_tokens(length))
     with reader.reading(ids, args.tokens_per_pass):
         for _ in range(2):  # the first one warms up
             start = time.perf_counter()

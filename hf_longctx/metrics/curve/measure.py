@@ -50,7 +50,7 @@ class PositionLimitError(ValueError):
 
 def forgetting_curve(
     model: nn.Module | Reader,
-    tokens: Sequence[int] | None,
+    tokens: Sequence[int] | np.ndarray | None,
     *,
     lengths: Sequence[int],
     repeats: int = 10,
@@ -58,7 +58,7 @@ def forgetting_curve(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
     data_type: str = "order",
-    irrelevant_tokens: Sequence[int] | None = None,
+    irrelevant_tokens: Sequence[int] | np.ndarray | None = None,
     irrelevant_name: str | None = None,
     id_range: tuple[int, int] | None = None,
     protocol: str = "reference",

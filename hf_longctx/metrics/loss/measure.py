@@ -18,7 +18,7 @@ from .result import PositionLoss, window_starts
 
 def position_loss(
     model: nn.Module | Reader,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
     *,
     context_length: int,
     sequences: int | None = None,

@@ -14,6 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..curve.measure import forgetting_curve
 from ..curve.protocol import default_lengths, log_lengths, longest_length
 from ..curve.result import ForgettingCurve
@@ -54,7 +56,7 @@ class Subject(NamedTuple):
 
     reader: Reader
     tokenizer: Any
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     config: Any
     context_length: int | None
     train_length: int | None
@@ -154,7 +156,7 @@ METRICS: dict[str, tuple[type[Result], Callable[[Subject, Run], Result]]] = {
 def measure_all(
     model: Any,
     tokenizer: Any,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
     folder: str | PathLike,
     *,
     context_length: int | None = None,

@@ -36,7 +36,7 @@ from .lines import LineRetrieval, LinesPoint, Record, draw_record
 def needle_in_a_haystack(
     model: nn.Module | Reader,
     tokenizer: Any,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
     *,
     lengths: Sequence[int],
     depths: Sequence[float] = DEPTHS,

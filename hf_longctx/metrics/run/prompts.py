@@ -58,7 +58,8 @@ def scores_of_entries(entries: list[dict[int, float]], ids: list[int]) -> Scores
 class PromptReader:
     """The part of the `reader.Reader` protocol that such readers share."""
 
-    can_reply, device = True, None
+    can_reply = True
+    device: str | None = None
     is_distributed = False
 
     def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
