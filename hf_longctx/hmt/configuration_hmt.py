@@ -211,7 +211,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def single_pass(self) -> bool:
-        """Whether `recall_mode` is "single_pass"."""
+        """True where `recall_mode` is "single_pass"."""
         return self.recall_mode == "single_pass"
 
     @property

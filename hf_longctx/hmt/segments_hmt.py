@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
     @property
     def shape(self) -> tuple:
-        """What passes must have in common to run together."""
+        """The properties that passes must share to run together."""
         return self.embeds.shape[1], columns_of(self.spans)
 
     def targets(self, columns: list[int]) -> Tensor:

@@ -62,7 +62,7 @@ class QueryOutput(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a recall pass reads of a segment.
+    """The input of a recall pass over a segment.
 
     embeds: (B, n, d).
     spans: the tokens in them.

@@ -35,9 +35,8 @@ def build_space(name: str) -> Bundle:
     """
     folder = Path(module_path(name))
     modules = closure(ROOTS[name])
-    files: dict[str, Path | bytes] = {
-        path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")
-    } | package_files()
+    files: dict[str, Path | bytes] = {**package_files()}
+    files |= {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
     files["requirements.txt"] = (APP / "requirements.txt").read_bytes() + EVALUATE
     files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
     lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]

@@ -1,4 +1,4 @@
-"""How far a language model really remembers.
+"""Measure how far a language model really remembers.
 
 Names are imported on first use, so that the metric you want is all you load. No module has the name of a function:
 once imported, it would take the function's place.

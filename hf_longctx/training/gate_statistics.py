@@ -1,4 +1,4 @@
-"""How far the heads of a FoX remember, measured while the model runs."""
+"""Statistics of the forget gates: the distance that the heads of a FoX remember, measured while the model runs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What a training says on stderr: what it trains, a line every few seconds, and how it ended."""
+"""Reports of a training on stderr: what it trains, a line every few seconds, and how it ended."""
 
 import os
 import re

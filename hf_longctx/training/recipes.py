@@ -1,4 +1,4 @@
-"""What trainings are made of: their settings, the defaults, and where the defaults come from.
+"""Settings of trainings, their defaults, and where the defaults come from.
 
 "FoX" as a source is arXiv 2503.02130, "HMT" 2405.06067, "Men" 2405.14591 (RoPE base), "LongLoRA" 2309.12307. This file
 imports no torch, so that a command line is read at once.
@@ -18,7 +18,7 @@ RECALL_MODES = ("single_pass", "three_pass", "paper")
 
 @dataclass
 class RunSettings:
-    """What every training has. None: the preset or the recipe decides, see `ResolvedSettings`."""
+    """Settings that every training has; where one is None, the preset or the recipe decides (`ResolvedSettings`)."""
 
     # Of data, tokenizer and model the contents must stay, not the names.
     data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset, or tokens as .npy", may_change=True)

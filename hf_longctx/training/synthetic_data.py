@@ -24,7 +24,7 @@ FILLER = "$"
 
 @dataclass(frozen=True)
 class Construction:
-    """How documents are made of those of a source.
+    """Make documents from those of a source.
 
     Args:
         kind: one of `KINDS`.

@@ -21,9 +21,8 @@ from scripts.bench import common
 
 
 TABLE = """
-| pass | neighbour | eager ms | compiled ms | floor ms | faster | reached | of layer |
-| {direction} | {name} | {eager_ms:.2f} | {compiled_ms:.2f} | {floor_ms:.2f} | {faster:.2f}x | {reached:.0%} |\
- {of_layer:.1%} |
+| pass | neighbour | eager ms | compiled ms | floor ms | of layer |
+| {direction} | {name} | {eager_ms:.2f} | {compiled_ms:.2f} | {floor_ms:.2f} | {of_layer:.1%} |
 """
 LAYER = "attention layer"
 DEFAULTS = {"cpu": {"length": 2048, "hidden": 768, "dtype": "float32"},

@@ -28,8 +28,8 @@ from scripts.fetch_smollm2 import FOLDER as SMOLLM2
 
 TEXT = common.ROOT / "demo_output" / "corpus" / "held_out.txt"
 TABLE = """
-| memories | of | asked by | flat ms | pages ms | tags | recalled | found | weight | found by neighbours | weight by neighbours |
-| {memories} | {of} | {asked_by} | {flat_ms:.2f} | {pages_ms:.2f} | {tags} | {recalled:.0f} | {found:.1%} | {weight:.1%} | {neighbours_found:.1%} | {neighbours_weight:.1%} |
+| memories | of | asked by | flat ms | pages ms | recalled | found | found by neighbours |
+| {memories} | {of} | {asked_by} | {flat_ms:.2f} | {pages_ms:.2f} | {recalled:.0f} | {found:.1%} | {neighbours_found:.1%} |
 """
 ASKED = 200
 
@@ -131,7 +131,8 @@ def neighbours(embeddings, score, count, pages):
 
 
 def table(result):
-    return common.markdown(result["rows"], TABLE)
+    rows = [row for row in result["rows"] if row["memories"] >= 1000]
+    return common.markdown(rows or result["rows"], TABLE)
 
 
 def main(arguments=None):

@@ -312,6 +312,7 @@ def measure(args):
 def table(result):
     s, lines = result["settings"], []
     counts = sorted({count for row in result["rows"] for count in row["accuracy"]}, key=int)
+    counts = [counts[0], counts[len(counts) // 2], counts[-1]] if len(counts) > 3 else counts
     for method in METHODS:
         rows = [row for row in result["rows"] if row["model"] == method]
         if rows:

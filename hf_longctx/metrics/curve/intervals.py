@@ -1,4 +1,4 @@
-"""How surely the counts of a forgetting curve show a memory length: t tests, and the interval that follows from them.
+"""Confidence intervals of the memory lengths of a forgetting curve: t tests, and the interval that follows from them.
 
 A method ("fine" or "coarse") has a margin: by how much a target passes, with mean mu_n at length n. If memory only
 fades as targets grow, the memory length reaches n if mu_n > 0, and ends before n if mu_n < 0. So the claim that it
@@ -81,7 +81,7 @@ def test_result(margins: np.ndarray, scored_tokens: int, level: float) -> int:
 
 
 def windows(lengths: int) -> list[int]:
-    """How many neighbouring lengths are tested together: 1, 2, 4 ... up to all.
+    """Return how many neighbouring lengths are tested together: 1, 2, 4 ... up to all.
 
     >>> windows(5)
     [1, 2, 4]
@@ -111,7 +111,7 @@ def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: in
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """How many hypotheses are rejected before the first that is not; (..., lengths) to (...)."""
+    """Return how many hypotheses are rejected before the first that is not; (..., lengths) to (...)."""
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 
@@ -142,7 +142,7 @@ class LengthInterval(NamedTuple):
         return f">={self.low}" if self.repeats_needed is None else f">={self.low} ({self._needed} to say more)"
 
     def in_words(self) -> str:
-        """What is sure, in the words of pictures and tables.
+        """Return what is sure, in the words of pictures and tables.
 
         >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
         ('1,400 to 2,048', 'below 64')
@@ -208,7 +208,7 @@ def length_interval(
 
 
 def adaptive_tests(lengths: int, repeats: int) -> int:
-    """How many tests the adaptive protocol makes of so many lengths, which have up to so many repeats.
+    """Return how many tests the adaptive protocol makes of so many lengths, which have up to so many repeats.
 
     >>> adaptive_tests(6, 10), adaptive_tests(6, 20)
     (24, 30)

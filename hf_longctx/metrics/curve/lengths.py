@@ -48,7 +48,7 @@ def check_method(method: str) -> None:
 
 
 def passes(copy: int, lm: int, scored: int, method: str) -> bool:
-    """Whether a length passes as "fine" or as "coarse", decided in integers.
+    """Return whether a length passes as "fine" or as "coarse", decided in integers.
 
     Args:
         copy, lm, scored: correct copy tokens, correct LM tokens and scored tokens, summed over repeats.

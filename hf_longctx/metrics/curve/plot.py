@@ -61,7 +61,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
 
 
 def logarithmic(lengths) -> bool:
-    """Whether the lengths ask for a logarithmic axis: a geometric grid has its middle far below that of its range.
+    """Return whether the axis of lengths is logarithmic: a geometric grid has its middle far below that of its range.
 
     >>> logarithmic([8, 64, 512]), logarithmic([8, 48, 88, 128])
     (True, False)
@@ -95,7 +95,7 @@ def mark_failures(axes, curve) -> None:
 
 
 def area_of(point, intervals) -> str:
-    """What a length shows: "fine", "coarse" or "amnesia" for sure, "fine?" by its counts only, or "unsure"."""
+    """Return what a length shows: "fine", "coarse" or "amnesia" for sure, "fine?" by its counts only, or "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
     if point.passes("fine") and (fine.high is None or point.length < fine.high):
         return "fine" if point.length <= fine.low else "fine?"

@@ -97,7 +97,7 @@ class CurvePoint:
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
     def passes(self, method: str) -> bool:
-        """Whether the counts pass as "fine" or "coarse", whatever their noise; see `lengths.passes`."""
+        """Return whether the counts pass as "fine" or "coarse", whatever their noise; see `lengths.passes`."""
         return passes(sum(self.copy_correct), sum(self.lm_correct), self.repeats * self.scored_tokens, method)
 
     def test_result(self, method: str, level: float) -> int:
@@ -169,7 +169,7 @@ class ForgettingCurve(Result):
 
     @property
     def repeats_range(self) -> str:
-        """How many repeats a point has, such as "10", or "3 to 10" of an adaptive curve."""
+        """Return how many repeats a point has, such as "10", or "3 to 10" of an adaptive curve."""
         counts = sorted({p.repeats for p in self.points})
         return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 

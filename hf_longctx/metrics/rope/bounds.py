@@ -1,4 +1,4 @@
-"""How far a rotary position embedding can tell a similar token from a random one (arXiv 2405.14591).
+"""The distance at which a rotary position embedding tells a similar token from a random one (arXiv 2405.14591).
 
 With frequencies theta_i = base^(-2i/d), i < d/2, the paper shows that at relative distance m a query prefers a
 similar key over a random one by an amount proportional to
