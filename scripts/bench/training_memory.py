@@ -43,9 +43,8 @@ DEFAULTS = {
 
 
 def make_config(name, length, vocab):
-    return FoxConfig.pro(
-        vocab_size=vocab, **TrainSettings(preset=name, pro=True, sequence_length=length).model_sizes()
-    )
+    settings = TrainSettings(preset=name, pro=True, sequence_length=length, data="-", tokenizer="-", output="-")
+    return FoxConfig.pro(vocab_size=vocab, **settings.resolve().model_sizes())
 
 
 def make_model(name, length, vocab, device):
