@@ -89,7 +89,9 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     assert all(row["first_steps"] == 2 for row in rows), "trained until one fact is solved, or for the budget"
     assert (rows[3]["steps"], rows[4]["steps"]) == (1, 2), "RMT trains until it solves two facts, or for its budget"
     output = capsys.readouterr().out
-    assert "| HMT, single pass: oracle recall |" in output and output.count("**The answer after the question**") == 2
+    assert (
+        "| HMT, single pass: oracle recall |" in output and output.count("Share of right answers among 16 facts") == 2
+    )
     assert (tmp_path / "x.png").stat().st_size > 10_000
     monkeypatch.setattr(proof, "measure", None)
     proof.main(arguments)
