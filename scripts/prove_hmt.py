@@ -350,14 +350,10 @@ def table(result):
                 continue
             line = lines.setdefault(name, {"name": name})
             line[heading.replace(" ", "_")] = statistics.mean(shares[most])
-        for row in rows:
-            lines[row["method"]].setdefault("seconds", []).append(row["training_cpu_seconds"])
-    for line in lines.values():
-        line["seconds"] = round(statistics.mean(line["seconds"])) if "seconds" in line else ""
     cells = " | ".join(f"{{{heading.replace(' ', '_')}:.2f}}" for heading in HEADINGS)
     form = f"""
-    | model | {" | ".join(HEADINGS)} | CPU s to train |
-    | {{name}} | {cells} | {{seconds}} |
+    | model | {" | ".join(HEADINGS)} |
+    | {{name}} | {cells} |
     """
     return f"{text}\n\n{common.markdown(list(lines.values()), form)}"
 

@@ -102,8 +102,9 @@ def measure(args):
 def table(result):
     s = result["settings"]
     fastest, slowest = s["decay_times"]
+    rows = [row for row in result["rows"] if row["cache"] in ("full cache", "tolerance 0", "tolerance 0.0001")]
     sizes = f"FoX (Pro), {s['layers']} layers of {s['heads']} heads, decay times {fastest:g} to {slowest:g} tokens"
-    return f"{sizes}, {s['dtype']}.\n\n{common.markdown(result['rows'], TABLE)}"
+    return f"{sizes}, {s['dtype']}.\n\n{common.markdown(rows, TABLE)}"
 
 
 def main(arguments=None):

@@ -24,8 +24,8 @@ from scripts.client_checks.checks import CHECKS, MODELS, make_model
 
 BUILD = common.ROOT / "build"
 TABLE = """
-| client | FoX (LLaMA) | FoX (Pro) | Llama | at most |
-| {name} | {fox_llama} | {fox_pro} | {llama} | {limit:g} |
+| client | FoX (LLaMA) | FoX (Pro) | Llama |
+| {name} | {fox_llama} | {fox_pro} | {llama} |
 """
 
 

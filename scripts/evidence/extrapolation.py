@@ -11,6 +11,7 @@ Sizes and steps are options: `--train-length 512 --read-length 2048 --rows 8` ta
 """
 
 import math
+import statistics
 import time
 from itertools import product
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from scripts.bench import common
 from scripts.evidence.panels import Line, draw_panels
-from scripts.evidence.parts import make_parser, mean_and_range, measure_parts, run
+from scripts.evidence.parts import make_parser, measure_parts, run
 
 
 MODELS = ("FoX", "RoPE")
@@ -29,7 +30,7 @@ BINS = 16  # of positions, over the row that is read
 ROWS = 64  # that are read
 TABLE = """
 | model | passages | loss within the training length | at its end | at {read_length} tokens |
-| {model} | {passages} | {within} | {end} | {far} |
+| {model} | {passages} | {within:.2f} | {end:.2f} | {far:.2f} |
 """
 
 
@@ -119,7 +120,7 @@ def table(result):
         curves = [row[name] for row in result["rows"] if row["model"] == model]
         bins = {"within": range(last + 1), "end": [last], "far": [BINS - 1]}
         figures = {
-            key: mean_and_range([sum(curve[i] for i in places) / len(places) for curve in curves])
+            key: statistics.mean(curve[i] for i in places for curve in curves)
             for key, places in bins.items()
             if curves and all(curve[i] is not None for curve in curves for i in places)
         }
@@ -128,7 +129,7 @@ def table(result):
     text = (
         f"{s['layers']} layers of width {s['width']}, trained in {s['steps']} steps on {s['rows']} rows of "
         f"{s['train_length']} tokens, passages of {SHORTEST} to {half}; longer ones have {half + 1} to {longest}. "
-        f"Mean (and range) over {len(s['seeds'])} seeds; guessing costs {math.log(s['vocabulary']):.2f}."
+        f"Mean over {len(s['seeds'])} seeds; guessing costs {math.log(s['vocabulary']):.2f}."
     )
     return f"{text}\n\n{common.markdown(lines, TABLE.replace('{read_length}', str(s['read_length'])))}"
 

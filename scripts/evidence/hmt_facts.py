@@ -321,8 +321,8 @@ def table(result):
                 if name in rows[0]:
                     lines.append(line_of(f"{method}: {title}", [row[name] for row in rows]))
     form = f"""
-    | model | seeds | {" | ".join(f"{count} facts" for count in counts)} |
-    | {{name}} | {{seeds}} | {" | ".join(f"{{of{count}:.2f}}" for count in counts)} |
+    | model | {" | ".join(f"{count} facts" for count in counts)} |
+    | {{name}} | {" | ".join(f"{{of{count}:.2f}}" for count in counts)} |
     """
     text = (
         f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; rounds of {s['first_steps']} "
@@ -336,7 +336,7 @@ def table(result):
 
 def line_of(name, shares):
     means = {f"of{count}": statistics.mean(x[count] for x in shares) for count in shares[0]}
-    return {"name": name.replace(AS_IT_IS, ", untrained"), "seeds": len(shares), **means}
+    return {"name": name.replace(AS_IT_IS, ", untrained"), **means}
 
 
 def plot(result, path):

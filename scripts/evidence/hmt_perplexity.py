@@ -59,8 +59,8 @@ PICTURED = {  # lines of the picture, by their names there
     f"HMT, single pass: {SWAPPED}": "memories of another text",
 }
 FORM = """
-| model and reading | seeds | positions per token | perplexity | to overlapping blocks | to its own memories |
-| {name} | {seeds} | {positions:.2f} | {perplexity} | {change} | {content} |
+| model and reading | positions per token | perplexity | to overlapping blocks | to its own memories |
+| {name} | {positions:.2f} | {perplexity} | {change} | {content} |
 """
 
 
@@ -256,7 +256,7 @@ def change(entries, reference, parts=(1, 2)):
 
 def line_of(name, several):
     entries, reference = several[name], several.get(REFERENCE)
-    line = {"name": name, "seeds": len(entries)}
+    line = {"name": name}
     line["positions"] = next(iter(entries.values()))["positions"]
     if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
         line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))

@@ -44,12 +44,12 @@ RUNS = {  # of hf-longctx finetune: name of the model, options
 CONVERTED = {"FoX, open gates": None, "FoX, gates of one row": "row"}
 CHUNK = 512  # tokens that are read at once before the cache is pruned
 LOSSES = """
-| model | loss | to the untrained Llama | largest change of logits | training loss, first and last quarter |
-| {model} | {loss:.4f} | {difference:+.4f} ± {error:.4f} | {change:.1e} | {training} |
+| model | loss | to the untrained Llama | largest change of logits |
+| {model} | {loss:.4f} | {difference:+.4f} ± {error:.4f} | {change:.1e} |
 """
 GATES = """
-| model | fastest | 5 % | 25 % | median | 75 % | slowest | heads below a row |
-| {model} | {fastest:.0f} | {q05:.0f} | {q25:.0f} | {median:.0f} | {q75:.0f} | {slowest:.0f} | {fast:.1%} |
+| model | fastest | median | slowest | heads below a row |
+| {model} | {fastest:.0f} | {median:.0f} | {slowest:.0f} | {fast:.1%} |
 """
 
 
@@ -166,7 +166,6 @@ def measure(args):
 def table(result):
     s = result["settings"]
     rows = {kind: [row for row in result["rows"] if row["kind"] == kind] for kind in PARTS}
-    training = {row["model"]: row["losses"] for row in rows["training"]}
     losses = []
     for row in rows["loss"]:
         entry = {"model": row["model"], "loss": statistics.mean(row["losses"]), "change": row.get("change")}
@@ -174,14 +173,11 @@ def table(result):
             differences = [a - b for a, b in zip(row["losses"], rows["loss"][0]["losses"])]
             error = statistics.stdev(differences) / len(differences) ** 0.5
             entry |= {"difference": statistics.mean(differences), "error": error}
-        if steps := training.get(row["model"]):
-            quarter = max(1, len(steps) // 4)
-            entry["training"] = f"{statistics.mean(steps[:quarter]):.3f}, {statistics.mean(steps[-quarter:]):.3f}"
         losses.append(entry)
     quantiles = []
     for row in rows["gates"]:
         times = row["decay_times"]
-        names = {"fastest": 0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "slowest": 1}
+        names = {"fastest": 0, "median": 0.5, "slowest": 1}
         entry = {name: np.quantile(times, share) for name, share in names.items()}
         quantiles.append({"model": row["model"], "fast": np.mean(np.array(times) < s["length"]), **entry})
     full = f" (of all parameters {s['full_steps']} and {s['full_learning_rate']:g})" if s["full_steps"] else ""
