@@ -99,6 +99,11 @@ def check_settings(model: "HMTWrapper") -> None:
             )
     if not config.single_pass or config.recall_mask is False or model.device.type == "meta":
         return
+    if config.recall_mask is None:
+        raise ValueError(
+            "config.recall_mask is not decided: this model was built on the meta device and has got its weights since. "
+            "Call model.decide_recall_mask()."
+        )
     if not lm.takes_masks(config.positions_per_segment):
         attention = getattr(lm.model.config, "_attn_implementation", None)
         raise ValueError(

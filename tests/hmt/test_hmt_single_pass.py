@@ -160,3 +160,14 @@ def test_recall_is_free_of_scale():
     torch.testing.assert_close(memory.recall(20 * query, 20 * bank, valid)[1], weights, atol=1e-6, rtol=0)
     # 1e-4 of the squared length stays, and with it 0.3 % of the cosines
     torch.testing.assert_close(memory.recall(query + 3, bank + 3, valid)[1], weights, atol=0, rtol=0.05)
+
+
+def test_a_model_from_the_meta_device_has_to_decide_on_its_mask(make_wrapper, tokens):
+    """Left open, a model that can follow the mask would be read without it."""
+    model = make_wrapper()
+    expected = model(tokens).logits
+    model.config.recall_mask = None  # as `HMTWrapper` leaves it on the meta device
+    with pytest.raises(ValueError, match=r"decide_recall_mask\(\)"):
+        model(tokens)
+    model.decide_recall_mask()
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
