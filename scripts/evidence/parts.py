@@ -62,16 +62,3 @@ def measure_parts(measure, keys, args, so_far=False):
                 journal.append(key, {"commit": commit(common.ROOT)} | measure(*key, args))
             if key in journal.done:
                 yield journal.done[key]
-
-
-def mean_and_range(values, decimals=2):
-    """
-    >>> mean_and_range([0.5, 0.25, 0.75])
-    '0.50 (0.25 to 0.75)'
-    >>> mean_and_range([0.5])
-    '0.50'
-    """
-    if len(values) == 1:
-        return f"{values[0]:.{decimals}f}"
-    mean, low, high = sum(values) / len(values), min(values), max(values)
-    return f"{mean:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
