@@ -37,11 +37,13 @@ def with_memory(model):
     return HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4)).eval()
 
 
-def adapted(model):
+LORA = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
+def adapted(name, adapter="LoraConfig", task_type="CAUSAL_LM", width=16, **options):
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    ).eval()
+    model = build(name, **SMALL | {"hidden_size": width})
+    return peft.get_peft_model(model, getattr(peft, adapter)(task_type=task_type, **options)).eval()
 
 
 class Int8Linear(nn.Module):
@@ -72,7 +74,13 @@ MODELS = {
     "fox": lambda: build("fox", **SMALL),
     "hmt": lambda: with_memory(build("llama", **SMALL, max_position_embeddings=64)),
     "hmt around fox": lambda: with_memory(build("fox", **SMALL)),
-    "adapted": lambda: adapted(build("llama", **SMALL)),
+    "LoRA without task": lambda: adapted("llama", task_type=None, **LORA),
+    "LoRA": lambda: adapted("llama", **LORA),
+    "LoRA, logits as wide as hidden states": lambda: adapted("llama", width=VOCAB, **LORA),
+    "DoRA around fox": lambda: adapted("fox", use_dora=True, **LORA),
+    "prompt tuning": lambda: adapted("llama", "PromptTuningConfig", num_virtual_tokens=3),
+    "prompt tuning of fox": lambda: adapted("fox", "PromptTuningConfig", num_virtual_tokens=3),
+    "prefix tuning": lambda: adapted("llama", "PrefixTuningConfig", num_virtual_tokens=3),
     "quantized": lambda: quantized(build("llama", **SMALL)),
     "bfloat16": lambda: build("llama", **SMALL).to(torch.bfloat16),
 }
@@ -86,7 +94,7 @@ def model(request):
 def all_logits(model, ids):
     """(T, V)"""
     with torch.inference_mode():
-        return model(torch.tensor(ids)[None]).logits[0].float()
+        return model(torch.tensor(ids)[None]).logits[0, -len(ids) :].float()  # after virtual tokens
 
 
 @pytest.mark.filterwarnings("ignore:length .* needs")

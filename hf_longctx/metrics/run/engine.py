@@ -241,6 +241,7 @@ class Engine:
             logits = output_logits(self._forward(self.model, ids, None))
         finally:
             hook.remove()
+        logits = logits[:, -ids.shape[1] :]  # not those of PEFT's virtual tokens
         hidden = seen[0][0] if len(seen) == 1 and self._base is not self.model else None
         return logits, hidden if isinstance(hidden, torch.Tensor) else None
 
@@ -309,6 +310,8 @@ def plain_head(
     if hidden is None or type(head) is not nn.Linear or head.weight.device.type == "meta":
         return None
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, head)):
+        return None
+    if hidden.shape != (*logits.shape[:2], head.in_features):  # logits: what PEFT calls base_model has its head on
         return None
     same = torch.equal(F.linear(hidden, head.weight, head.bias), logits)
     return (head.weight, head.bias) if same else None

@@ -33,13 +33,15 @@ def logits_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> torch
         ValueError: the model returns neither the requested logits nor those of all positions.
     """
     keep = torch.arange(positions.start, positions.stop)
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        # accelerate would move an index tensor to the first device, while the hidden states end on the last one
+    learned_prompt = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    if learned_prompt or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        # PEFT's virtual tokens in front would shift an index, and accelerate would move a tensor to the first device,
+        # while the hidden states end on the last one
         keep = len(ids) - positions.start
     options = {"use_cache": False, "logits_to_keep": keep}
     options = {name: options[name] for name in options.keys() & accepted_options(model)}
     logits = output_logits(model(torch.from_numpy(ids)[None].to(input_device(model)), **options))[0]  # (rows, V)
-    if len(logits) in (len(ids), len(ids) - positions.start):  # no logits_to_keep, or a number to keep
+    if len(logits) >= len(ids) or len(logits) == len(ids) - positions.start:  # no logits_to_keep, or a number to keep
         logits = logits[len(logits) - len(ids) + positions.start :][: len(positions)]
     check_returned(model, len(logits) == len(positions), len(logits), len(positions), len(ids))
     return logits

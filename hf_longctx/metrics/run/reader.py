@@ -213,7 +213,7 @@ class LocalReader:
         pad = getattr(self.model.generation_config, "pad_token_id", None)
         generate: Any = self.model.generate
         output = generate(
-            ids,
+            input_ids=ids,  # PEFT takes it by name only
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             do_sample=False,
