@@ -427,6 +427,13 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             return shape
         return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
 
+    def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs):
+        """Raise: code of a repository would take the place of `generate`, although the code of this model is trusted."""
+        raise OSError(
+            f"FoX runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
+            "model.generate(..., custom_generate=function)."
+        )
+
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
         if generation_config.cache_implementation == "quantized" and self.config.forget_gate != "none":
             raise NotImplementedError(NO_QUANTIZED_CACHE)

@@ -38,6 +38,13 @@ class HMTGenerationMixin(GenerationMixin):
         options = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
+    def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
+        """Raise: code of a repository would take the place of `generate`, although the code of this model is trusted."""
+        raise OSError(
+            f"HMT runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
+            "model.generate(..., custom_generate=function)."
+        )
+
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args, **kwargs) -> None:
         check_generation(generation_config)
         mixin: Any = super()

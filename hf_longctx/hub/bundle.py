@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from .. import __version__, fox, hmt
 from ..fox.checkpoint_files import TOKENIZER_FILES, Checkpoint, leads_outside, open_safetensors, read_json
 from ..fox.modeling_fox import AUTO_MAP
+from ..hmt import custom_backbone_hmt
 from ..metrics import read_result
 from ..metrics.result import Result, commit
 
@@ -43,6 +45,11 @@ PACKAGE_CODE = {
     for package, suffix in ((fox, "fox"), (hmt, "hmt"))
     for path in Path(package.__path__[0]).glob(f"*_{suffix}.py")
 }
+# What `HMTConfig.save_pretrained` writes: the classes of a backbone that transformers lacks, or none.
+BACKBONE_CODE = re.compile(
+    rf'"""{re.escape(custom_backbone_hmt.__doc__ or "")}"""\n\n(CONFIG_CLASS = MODEL_CLASS = None'
+    r"|from \.\w+ import \w+ as CONFIG_CLASS\nfrom \.\w+ import \w+ as MODEL_CLASS)\n"
+)
 PEFT_TASKS = {
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
@@ -298,7 +305,11 @@ def module_names(file, auto_map):
 def code_file(folder, name):
     """Return the package's own file, else the folder's, which alone says what the backbone of an HMT is."""
     path = folder / name
-    if name in PACKAGE_CODE and not (name == "custom_backbone_hmt.py" and path.is_file()):
+    if name == "custom_backbone_hmt.py" and path.is_file():
+        if not BACKBONE_CODE.fullmatch(path.read_text()):
+            raise ValueError(f"{path} is not what save_pretrained writes there; save the model again with it.")
+        return path
+    if name in PACKAGE_CODE:
         return PACKAGE_CODE[name]
     if not path.is_file():
         raise ValueError(

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from mistakes import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx import HMTConfig, HMTWrapper, cli
+from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper, cli
 from hf_longctx.hub import (
     build_bundle,
     build_explorer,
@@ -30,10 +30,8 @@ from hf_longctx.metrics.report.card import eval_results
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = sorted(path.parent for path in ROOT.glob("model_cards/*/config.json"))
-LLAMA = LlamaConfig(
-    **dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2),
-    max_position_embeddings=512,
-)
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
+LLAMA = LlamaConfig(**SIZES, max_position_embeddings=512)
 CURVE = ForgettingCurve(
     [CurvePoint(64, [30] * 5, [1] * 5), CurvePoint(128, [5, 6, 5, 6, 5], [5, 5, 6, 5, 6])],
     {"seed": 3, "repeats": 5, "corpus": "a novel"},
@@ -149,6 +147,18 @@ def test_a_card_of_an_hmt_names_what_looks_ahead(tmp_path, mode, sentence):
     assert ("**It looks ahead**" in text) == bool(sentence) and sentence in text
     assert "| claimed | any length | segment by segment | [config.json](config.json) |" in text
     assert "segments of 8 tokens and the 2 before them; 300 memory embeddings" in text
+
+
+def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
+    FoxForCausalLM(FoxConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / "modeling_fox.py").write_text("import os\n")  # is not what is pushed
+    sentence = "They are those of the package hf-longctx"
+    assert sentence in with_card(build_bundle(tmp_path)).text("README.md")
+    (tmp_path / "words.py").touch()
+    tokenizer = {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    text = with_card(build_bundle(tmp_path)).text("README.md")
+    assert "runs the Python files of this repository" in text and sentence not in text
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft

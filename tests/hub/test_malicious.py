@@ -2,18 +2,22 @@
 
 import gzip
 import json
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from kernels_library import kernels_library
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
-from hf_longctx.hub import build_bundle
+from hf_longctx.hub import build_bundle, build_kernel
 
 
-DEMO = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = Path(__file__).with_name("clients")
+DEMO = ROOT / "model_cards" / "fox-demo"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 CODE = """
 from pathlib import Path
@@ -108,7 +112,8 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     torch.save({"lm_head.weight": Touch(ran)}, tmp_path / "zipped.bin")
     publish(config | {"pytorch_model.bin": tmp_path / "zipped.bin"}, "mallory/zipped-pickle")
 
-    publish(saved(llama, model_type="elsewhere", auto_map=auto_map) | {"code.py": bad}, "mallory/evil")
+    for name in ("evil", "base"):
+        publish(saved(llama, model_type="elsewhere", auto_map=auto_map) | {"code.py": bad}, f"mallory/{name}")
     publish(saved(llama, model_type="elsewhere", auto_map=chain), "mallory/unknown-chain")
     publish(saved(fox, auto_map=chain), "mallory/chain")
     for i, value in enumerate(AUTO_MAPS):
@@ -119,10 +124,25 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
         publish(saved(fox, **json.loads(text)), f"mallory/field-{i}")
     tokenizer = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
     publish(weights | {"code.py": bad, "tokenizer_config.json": encoded(tokenizer)}, "mallory/tokenizer")
+    processor = {"processor_class": "Tokenizer", "auto_map": {"AutoProcessor": "code.Tokenizer"}}
+    publish(weights | {"code.py": bad, "processor_config.json": encoded(processor)}, "mallory/processor")
+    generate = f"{bad.decode()}\ndef generate(model, *args, **options):\n    return None\n".encode()
+    publish(saved(fox) | {"custom_generate/generate.py": generate}, "mallory/generate-fox")
+    publish(weights | {"custom_generate/generate.py": generate}, "mallory/generate-llama")
+    pipelines = {"custom_pipelines": {"text-generation": {"impl": "code.Tokenizer", "pt": ["AutoModelForCausalLM"]}}}
+    publish(saved(fox, **pipelines) | {"code.py": bad}, "mallory/pipeline")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "mallory/base"}
+    publish(saved(fox) | {"adapter_config.json": encoded(adapter)}, "mallory/adapter")
+    kernel = build_kernel("mallory/kernel", backend="cpu")["v1"].files
+    entrance = f"from pathlib import Path\nPath({ran!r}).touch()\n".encode()
+    for branch in ("main", "v1"):
+        publish(kernel | {"build/torch-cpu/__init__.py": entrance}, "mallory/kernel", type="kernel", branch=branch)
+    publish({"data.py": bad, "README.md": b"---\nconfigs: []\n---\n"}, "mallory/script", type="dataset")
     for i, template in enumerate(TEMPLATES):
         files = {name: DEMO / name for name in ("tokenizer.json", "tokenizer_config.json")}
         publish(files | {"chat_template.jinja": template.replace("RAN", ran).encode()}, f"mallory/template-{i}")
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=16, sensory_tokens=4))
+    publish(saved(hmt) | {"custom_generate/generate.py": generate}, "mallory/generate-hmt")
     hmt.config.backbone_in_checkpoint, hmt.config.backbone_name_or_path = False, "mallory/evil"
     publish(saved(hmt), "mallory/hmt")
 
@@ -140,7 +160,9 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     publish(saved(fox) | {"README.md": b"good"}, "mallory/bytes")
     (tmp_path / "hashes.json").write_text(json.dumps({"README.md": "0" * 64}))
     (tmp_path / "commits.json").write_text(json.dumps(commits))
-    run_client("malicious.py", ran, "hashes.json", "commits.json", with_package=True)
+    library = kernels_library(tmp_path / "library") or []
+    path = os.pathsep.join([*library, *map(str, (CLIENTS, ROOT))])
+    run_client("malicious.py", ran, "hashes.json", "commits.json", with_package=True, PYTHONPATH=path)
     assert not Path(ran).exists()
-    assert not [entry.path for entry in hub.log if "mallory/kernel" in entry.path or "mallory/quantizer" in entry.path]
+    assert not [entry.path for entry in hub.log if "mallory/quantizer" in entry.path]
     assert len([entry for entry in hub.log if "mallory/loop" in entry.path]) < 200

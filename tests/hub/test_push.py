@@ -185,6 +185,14 @@ def with_index(weight_map):
     return mistake
 
 
+def with_other_code_of_a_backbone(folder, adapter):
+    HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(folder)
+    path = folder / "custom_backbone_hmt.py"
+    assert build_bundle(folder).files[path.name] == path
+    path.write_text(path.read_text() + "import os\n")
+    build_bundle(folder)
+
+
 def of_adapter(**values):
     def mistake(folder, adapter):
         change(adapter / "adapter_config.json", **values)
@@ -213,6 +221,7 @@ MISTAKES = [
     refused("code of another repository", with_config(auto_map={"AutoModel": "bob/code--mod.C"}), "bob/code--mod.C"),
     refused("code on a path", with_config(auto_map={"AutoModel": "../../mod.C"}), "name a class of a file"),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
+    refused("other code of a backbone", with_other_code_of_a_backbone, "is not what save_pretrained writes there"),
     refused("tokenizer's code elsewhere", with_tokenizer_code, "auto_map of tokenizer_config.json"),
     refused("no configuration", without("config.json"), "lacks config.json or adapter_config.json"),
     refused("configuration that is no JSON", adding("config.json", b"{"), "is not JSON"),

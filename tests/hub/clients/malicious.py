@@ -1,5 +1,6 @@
 """Repositories that want to run code, to write where they should not, or to fill the machine: none of it happens."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import checks
 import evaluate
+import torch
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, pipeline
 
 import hf_longctx.hub
 from hf_longctx.corpus import open_source
@@ -29,6 +31,14 @@ def refused(function, *arguments, says="", **options):
     else:
         raise AssertionError("it was loaded")
     assert not RAN.exists(), "code was run"
+
+
+def runs(function, *arguments, **options):
+    """The code runs: what the table in hub/README.md says of the call, and a control of the repository."""
+    with contextlib.suppress(Exception):
+        function(*arguments, **options)
+    assert RAN.exists(), "no code was run"
+    RAN.unlink()
 
 
 def numbered(name):
@@ -96,6 +106,37 @@ def check_code_of_another_repository_needs_trust():
     refused(AutoConfig.from_pretrained, "mallory/unknown-chain", says="mallory/evil", trust_remote_code=False)
 
 
+def check_generate_is_that_of_the_package():
+    runs(load, "mallory/generate-llama", trust_remote_code=True)
+    for id in ("mallory/generate-fox", "mallory/generate-hmt"):
+        model = load(id, trust_remote_code=True)
+        assert "partial" not in type(model.generate).__name__ and not RAN.exists()
+        ids, options = torch.ones(1, 3, dtype=torch.long), {"max_new_tokens": 2, "do_sample": False}
+        assert model.generate(ids, **options).shape == (1, 5)
+        refused(model.generate, ids, custom_generate=id, trust_remote_code=True, says="give its function")
+
+
+def check_an_adapter_names_whose_code_is_trusted():
+    """Also beside a FoX: its files are then not read."""
+    refused(load, "mallory/adapter", trust_remote_code=False)
+    runs(load, "mallory/adapter", trust_remote_code=True)
+
+
+def check_a_pipeline_with_code_needs_trust():
+    options = {"task": "text-generation", "model": "mallory/pipeline"}
+    refused(pipeline, **options, trust_remote_code=False)
+    runs(pipeline, **options, trust_remote_code=True)
+
+
+def check_a_processor_with_code_needs_trust():
+    refused(AutoProcessor.from_pretrained, "mallory/processor", trust_remote_code=False)
+    runs(AutoProcessor.from_pretrained, "mallory/processor", trust_remote_code=True)
+
+
+def check_a_dataset_runs_no_code():
+    refused(lambda: next(open_source("mallory/script")[1]))
+
+
 def check_auto_maps_of_no_class():
     for id in numbered("map"):
         refused(AutoConfig.from_pretrained, id, trust_remote_code=True)
@@ -111,16 +152,21 @@ def check_fields_that_name_code():
         assert not RAN.exists(), id
 
 
-def check_a_kernel_named_by_a_file_is_not_loaded():
-    refused(load, "mallory/field-8", trust_remote_code=True)
+def check_a_kernel_needs_trust_by_its_own_name():
+    """Whoever names it: a file of the repository, or the call."""
+    refused(load, "mallory/field-8", trust_remote_code=True, says="publisher trust")
+    refused(load, "mallory/generate-fox", attn_implementation="mallory/kernel", says="publisher trust")
+    runs(load, "mallory/generate-fox", attn_implementation="mallory/kernel", allow_all_kernels=True)
 
 
 def check_a_backbone_needs_trust_by_its_own_name():
     refused(load, "mallory/hmt", says="backbone_trust_remote_code=True", trust_remote_code=True)
+    runs(load, "mallory/hmt", trust_remote_code=True, backbone_trust_remote_code=True)
 
 
 def check_a_tokenizer_with_code_needs_trust():
     refused(AutoTokenizer.from_pretrained, "mallory/tokenizer", trust_remote_code=False)
+    runs(AutoTokenizer.from_pretrained, "mallory/tokenizer", trust_remote_code=True)
 
 
 def check_chat_templates():
