@@ -171,20 +171,33 @@ def folded_width(head_dim, group, device):
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
+def cumulative_sum(x):
+    """Sum up x along its last dimension; in an order that depends on its length alone, if torch is told so.
+
+    torch.cumsum of floats has no such order on a GPU, and raises under `torch.use_deterministic_algorithms`.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(-1)
+    shift = 1
+    while shift < x.shape[-1]:
+        x, shift = x + F.pad(x[..., :-shift], (shift, 0)), 2 * shift
+    return x
+
+
 def running_sum(log_f, position_in_sequence=None):
     """Sum up the log gates, (B, H, T) -> (B, H, T) fp32: the `c` whose differences are the decay.
 
     position_in_sequence: (B, T), where rows hold several sequences. The sum then starts near 0 with every sequence, so
         its resolution is that of a sequence, not of the row. How far from 0 it starts cancels in the softmax.
     """
-    c = log_f.cumsum(-1)
+    c = cumulative_sum(log_f)
     if position_in_sequence is None:
         return c
     before = (c - log_f).detach()
     index = torch.arange(log_f.shape[-1], device=log_f.device)
     first = index - position_in_sequence  # token of the sequence
     at_border = before.gather(-1, first[:, None].expand_as(before))
-    return (log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1]))).cumsum(-1)
+    return cumulative_sum(log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1])))
 
 
 def fold_queries(q, c, scale, gates_per_key):
@@ -262,7 +275,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if token_mask is not None:
         q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
-    c = log_f.cumsum(-1)
+    c = cumulative_sum(log_f)
     keys = fold_keys(k, c, scale)
     if token_mask is not None:
         # The columns of the decay hide a padding key, so the kernel needs no (T, T) mask for it.

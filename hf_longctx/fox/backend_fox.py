@@ -41,6 +41,7 @@ from .triton_fox import (
     FOX_INTERFACE,
     attention_from_sums,
     is_decoding,
+    needs_grad,
     triton_attention,
     triton_decode,
     why_not,
@@ -261,6 +262,9 @@ AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 # Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
 # Others may drop an argument that they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# FlashAttention-4 gives wrong gradients of queries, and says nothing, where the width of heads is no multiple of 32
+# (Dao-AILab/flash-attention, pull request 2896): with gradients, what may be that gets zeros on top of the fold.
+EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -366,6 +370,8 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
             f"attention implementation {name!r} is not known to compute forgetting attention exactly; choose one of "
             f"{(*ATTENTION_BACKENDS, *GATED)}: model.set_attn_implementation('sdpa')."
         )
+    if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):
+        q, k, v = (F.pad(x, (0, -x.shape[-1] % 32)) for x in (q, k, v))
     if isinstance(cache, AttendingCache):
         attention_function = cache.wrap_attention(attention_function)
     dropout = module.config.attention_dropout if module.training else 0.0

@@ -31,9 +31,14 @@ try:
     jit = triton.jit
     # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
     # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the
-    # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before.
+    # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before. Strides
+    # follow from T too, or from the width of a cache's folded keys; `whole` tells what the compiler has to know.
+    _STRIDES = (
+        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh"
+    )
     jit_any_length = triton.jit(
         do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_parts", "n_halvings", "G"]
+        + [f"s_{name}" for name in _STRIDES.split()]
     )
     LOG2E = tl.constexpr(1.4426950408889634)
     # Stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight.
@@ -67,6 +72,15 @@ def narrow(b_x, dtype: tl.constexpr):
         b_bits = b_x.to(tl.uint32, bitcast=True)
         b_x = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return b_x.to(dtype)
+
+
+@jit
+def whole(s_b, s_h, s_t, W: tl.constexpr):
+    """Strides that are multiples of W, in a form that shows it: loads of 16 bytes need W elements of so many.
+
+    The compiler would look for multiples of 16 only, and rows of folded keys are 72 or 136 elements apart.
+    """
+    return s_b // W * W, s_h // W * W, s_t // W * W
 
 
 @jit
@@ -280,7 +294,7 @@ def forward_kernel(
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
-    BS: tl.constexpr,
+    BS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
 
@@ -292,6 +306,10 @@ def forward_kernel(
     i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
     i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM  # the longest rows start first
     past = tl.cast(Tk - Tq, tl.int64)
+    s_qb, s_qh, s_qt = whole(s_qb, s_qh, s_qt, W)
+    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
+    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
+    s_ob, s_oh, s_ot = whole(s_ob, s_oh, s_ot, W)
     p_q += i_b * s_qb + i_h * s_qh - past * s_qt
     p_o += i_b * s_ob + i_h * s_oh - past * s_ot
     p_k += i_b * s_kb + i_h // G * s_kh
@@ -381,7 +399,7 @@ def dq_kernel(
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
-    BS: tl.constexpr,
+    BS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row, as
     a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o) - dlse.
@@ -395,6 +413,12 @@ def dq_kernel(
     i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
     i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM
     past = tl.cast(Tk - Tq, tl.int64)
+    s_qb, s_qh, s_qt = whole(s_qb, s_qh, s_qt, W)
+    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
+    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
+    s_ob, s_oh, s_ot = whole(s_ob, s_oh, s_ot, W)
+    s_dob, s_doh, s_dot = whole(s_dob, s_doh, s_dot, W)
+    s_dqb, s_dqh, s_dqt = whole(s_dqb, s_dqh, s_dqt, W)
     p_q += i_b * s_qb + i_h * s_qh - past * s_qt
     p_o += i_b * s_ob + i_h * s_oh - past * s_ot
     p_do += i_b * s_dob + i_h * s_doh - past * s_dot
@@ -486,6 +510,7 @@ def dkdv_kernel(
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
     Tq, Tk, Hq, G, n_parts, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of one block of keys, summed over G query heads that share it; the keys' share of each head's dc.
 
@@ -500,6 +525,12 @@ def dkdv_kernel(
     i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
     i_last = tl.minimum(i_col + BN, Tk) - 1
     past = tl.cast(Tk - Tq, tl.int64)
+    s_qb, s_qh, s_qt = whole(s_qb, s_qh, s_qt, W)
+    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
+    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
+    s_dob, s_doh, s_dot = whole(s_dob, s_doh, s_dot, W)
+    s_dkb, s_dkh, s_dkt = whole(s_dkb, s_dkh, s_dkt, W)
+    s_dvb, s_dvh, s_dvt = whole(s_dvb, s_dvh, s_dvt, W)
     o_j = i_col + tl.arange(0, BN)
     b_k = load_rows(p_k + i_b * s_kb + i_hk * s_kh, i_col, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
     b_v = load_rows(p_v + i_b * s_vb + i_hk * s_vh, i_col, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
@@ -623,10 +654,8 @@ def decode_kernel(
     i_s = tl.program_id(0) // n_r % n_split
     i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
-    # Rows of folded keys are multiples of 8 elements apart, seldom of 16. The compiler would miss the 8 and load
-    # elements one by one.
-    s_kb, s_kh, s_kt = s_kb // W * W, s_kh // W * W, s_kt // W * W
-    s_vb, s_vh, s_vt = s_vb // W * W, s_vh // W * W, s_vt // W * W
+    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
+    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
     o_r = i_r * BM + tl.arange(0, BM)
@@ -682,19 +711,23 @@ def decode_kernel(
 @jit_any_length
 def merge_kernel(p_o_split, p_lse, p_o, s_ob, s_oh, s_ot, Tq, Hq, n_rows, n_split,
                  D: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Joins the splits of one query row."""
+    """Joins the splits of one query row, of which 16 are on their way at a time."""
     i_row = tl.cast(tl.program_id(0), tl.int64)  # (b * Hq + h) * Tq + t
     o_d = tl.arange(0, BD)
     b_o = tl.zeros([BD], tl.float32)
     b_l, b_m = 0.0, float("-inf")
-    for i_n in range(n_split):
-        i_x = i_n * n_rows + i_row
-        b_s = tl.load(p_lse + i_x)
-        b_m_new = tl.maximum(b_m, b_s)
+    for i_n in range(0, n_split, 16):
+        o_n = i_n + tl.arange(0, 16)
+        m_n = o_n < n_split
+        o_x = o_n.to(tl.int64) * n_rows + i_row
+        b_s = tl.load(p_lse + o_x, mask=m_n, other=float("-inf"))  # [16]
+        p_x = p_o_split + o_x[:, None] * D + o_d[None, :]
+        b_x = tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)  # [16, BD]
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 0))
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
         b_alpha, b_p = tl.exp2(b_m - b_shift), tl.exp2(b_s - b_shift)
-        b_l = b_l * b_alpha + b_p
-        b_o = b_o * b_alpha + b_p * tl.load(p_o_split + i_x * D + o_d, mask=o_d < D, other=0.0)
+        b_l = b_l * b_alpha + tl.sum(b_p, 0)
+        b_o = b_o * b_alpha + tl.sum(b_p[:, None] * b_x, 0)
         b_m = b_m_new
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)
     p_o += i_row // (Tq * Hq) * s_ob + i_row // Tq % Hq * s_oh + i_row % Tq * s_ot

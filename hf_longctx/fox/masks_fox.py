@@ -8,6 +8,7 @@ the keys (attention_fox.py) and is added to the logits, as (B, H, T, keys) numbe
 import torch
 import torch.nn.functional as F
 
+from .attention_fox import cumulative_sum
 from .state_fox import AttendingCache
 
 
@@ -92,5 +93,5 @@ def decay_along_paths(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tenso
         (B, H, T, keys) fp32.
     """
     seen = log_f[:, :, None] * visible  # (B, H, T, keys)
-    later = F.pad(seen[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
+    later = F.pad(cumulative_sum(seen[..., 1:].flip(-1)).flip(-1), (0, 1))
     return later.masked_fill(~visible, torch.finfo(log_f.dtype).min)

@@ -10,6 +10,7 @@ them, on checked inputs: `triton_attention` starts from log f, `attention_from_s
 import contextlib
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from .kernels_fox import (
     INTERPRETED,
@@ -67,6 +68,12 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
+def _unit(*tensors: torch.Tensor) -> int:
+    """How many elements of 16 bytes all strides are multiples of, or 1."""
+    unit = 16 // tensors[0].itemsize
+    return 1 if any(s % unit for s in _strides(*tensors)) else unit
+
+
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy whose rows are contiguous and so near that 32 bits hold the offsets in a block of 128 of them."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
@@ -82,7 +89,7 @@ def _bound(bound: torch.Tensor | None, B: int, H: int) -> tuple[torch.Tensor | N
 
 
 def _empty_output(q: torch.Tensor) -> torch.Tensor:
-    """(B, H, T, D) in the memory order (B, T, H, D), which the output projection reads without a copy."""
+    """(B, H, T, D) in the memory order (B, T, H, D), which projections write and read without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -153,7 +160,7 @@ def launch_forward(q, k, v, c, key_start, query_end, logit_bound, scale):
             q, k, v, c, e, d, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, KNOWN=logit_bound is not None,
-            BS=min(tile.BN, MASKED_KEYS),
+            BS=min(tile.BN, MASKED_KEYS), W=_unit(q, k, v, o),
         )  # fmt: skip
     return o, lse
 
@@ -162,7 +169,7 @@ def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     do, dlse = _readable(do), dlse.contiguous()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = map(_empty_output, (q, k, v))
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d = split_sum(c, tiles.dq.BN)
     dc, rows = torch.zeros_like(c), torch.empty_like(lse, dtype=torch.int64)
@@ -176,7 +183,7 @@ def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
             *_strides(q, k, v, o, do, dq), *s_start,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
-            BS=min(tiles.dq.BN, MASKED_KEYS),
+            BS=min(tiles.dq.BN, MASKED_KEYS), W=_unit(q, k, v, o, do, dq),
         )  # fmt: skip
         programs, G = triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, Hq // Hkv
         n_parts = parts_of_group(programs, G, processors(q.device))
@@ -188,6 +195,7 @@ def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
             q, k, v, c, e, query_end, lse, do, rows, *parts, dc, *_strides(q, k, v, do, *parts), *s_end,
             Tq, Tk, Hq, G // n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
+            W=_unit(q, k, v, do, *parts),
         )  # fmt: skip
     if n_parts > 1:
         for whole, part in zip((dk, dv), parts):
@@ -211,7 +219,7 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = triton.cdiv(G * Tq, tile.BM) * B * Hkv
     # as many programs as run at once: one more would wait for all of them, and take as long again
-    n_split = min(max(1, 2 * processors(q.device) // rows), triton.cdiv(Tk, tile.BN))
+    n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), triton.cdiv(Tk, tile.BN))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)
@@ -225,7 +233,7 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
             q, k, v, gates, key_start, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_start,
             Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, P=parts, ENDS=ends,
-            W=1 if any(s % 8 for s in _strides(k, v)) else 8,
+            W=_unit(k, v),
         )  # fmt: skip
         launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
@@ -292,7 +300,7 @@ if triton is not None:
 
     @fox_backward.register_fake
     def _(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
-        return *map(torch.empty_like, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)
+        return *map(_empty_output, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)
 
     @fox_decode.register_fake
     def _(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance):
@@ -345,10 +353,23 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
     return None
 
 
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    """Return True if a backward pass may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def is_decoding(*tensors: torch.Tensor) -> bool:
     """Return True if the split-KV kernel computes a call: up to 16 queries (the first tensor), without gradients."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad
+    return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
+
+
+def _refuse_tangents(*tensors: torch.Tensor) -> None:
+    """Raise in forward-mode differentiation, where the operators below would silently give tangents of 0."""
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "The Triton kernels have no forward-mode derivative (torch.func.jvp, jacfwd). Use another backend, such as "
+            "'folded' or attn_implementation='sdpa', or reverse mode: torch.func.vjp."
+        )
 
 
 def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
@@ -378,6 +399,7 @@ def triton_attention(
     Returns:
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens.
     """
+    _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
     q, k, v, c, key_start, query_end = sort_inputs(q, k, v, log_f, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -401,6 +423,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
         The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
         Both have gradients.
     """
+    _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)
     with torch.no_grad():
         if logit_bound is not None:
@@ -433,6 +456,7 @@ def triton_decode(
     Returns:
         (B, Hq, Tq, D) in q.dtype.
     """
+    _refuse_tangents(q, k, v, gates)
     q, k, v = _readable(q), _readable(k), _readable(v)
     bound = None if log_pruning_tolerance is None else bound
     tolerance = log_pruning_tolerance or 0.0

@@ -18,9 +18,11 @@ pytest.importorskip("triton")
 from budget import EPS
 from tiny_fox import ROPE, TINY, check_logits, logits, tokens
 from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, triton_fox
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, backend_fox, triton_fox
+from hf_longctx.fox.attention_fox import folded_width
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
 from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 
@@ -184,6 +186,28 @@ def test_generation(variant, options):
     assert torch.equal(got.sequences, want.sequences)
     for x, y in zip(got.logits, want.logits):
         check(x, y)
+
+
+def test_flash_attention_4_gets_a_width_whose_gradients_are_right(monkeypatch):
+    """A multiple of 32 where a backward pass may follow; the fold alone is wide enough for everything else."""
+    widths = []
+
+    def flash(module, query, key, value, attention_mask, **kwargs):
+        widths.append({x.shape[-1] for x in (query, key, value)})
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        return backend_fox.eager_attention_forward(module, query, key, value, mask, kwargs["scaling"])
+
+    monkeypatch.setattr(backend_fox, "flash_attention_forward", flash)
+    for name in ("flash_attention_3", "flash_attention_4"):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, flash)
+    ids, eager = draw(1, 6), make("llama", "eager")
+    folded = folded_width(eager.config.head_dim, 2, torch.device(DEVICE))
+    for name, grad, width in (("3", True, folded), ("4", False, folded), ("4", True, 32)):
+        eager.config._attn_implementation = f"flash_attention_{name}"
+        with torch.set_grad_enabled(grad):
+            got = eager(ids, use_cache=False).logits.detach()
+        assert widths.pop() == {width}
+        check(got, logits(make("llama", "eager"), ids, use_cache=False))
 
 
 def test_a_gradient_through_the_cache():

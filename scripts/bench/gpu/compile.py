@@ -102,27 +102,26 @@ class Target:
 
 
 def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
-    """Calls the launcher of a kernel on uninitialised tensors; decoding as from a static cache of folded keys."""
-    T, scale = 64, D**-0.5
+    """Calls the launcher of a kernel on uninitialised tensors; keys are folded, as in a cache."""
+    T, scale, group = 64, D**-0.5, H // Hkv
+    keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
+    k = v = keys[..., :D]
     first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
     if kernel == "running_sum":
         fox.launch_running_sum(torch.empty(B, H, T), first)
     elif kernel in ("split_sum", "forward", "dq", "dkdv"):
         q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
-        k, v = (torch.empty(B, T, Hkv, D, dtype=dtype).transpose(1, 2) for _ in range(2))
         c, lse = torch.empty(B, H, T, dtype=torch.float64), torch.empty(B, H, T)
         if kernel in ("split_sum", "forward"):
             fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H), scale)
         else:
             fox.launch_backward(do, lse, q, k, v, c, first, first, o, lse, scale)
     else:
-        group = H // Hkv
-        keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
         gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
         q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
         first = torch.empty(1, 1, 1, dtype=torch.int32) if bounded else None
         bound = torch.empty(H) if kernel == "prune" else None
-        fox.launch_decode(q, keys[..., :D], keys[..., :D], gates, first, end, bound, scale, 1.0, 1.0, -10.0)
+        fox.launch_decode(q, k, v, gates, first, end, bound, scale, 1.0, 1.0, -10.0)
 
 
 def compile_launch(capability, kernel, tiles, *case):
