@@ -5,9 +5,8 @@ made (`.npy`, one or two dimensions of integers). No label crosses a border, and
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -41,8 +40,11 @@ class TokenDataset(torch.utils.data.Dataset):
             tokens = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is not a whole file of numpy ({error}); write one by np.save.") from error
-        if tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path} holds {tokens.dtype}; a file of tokens holds integers, such as uint16.")
+        if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
+            raise ValueError(
+                f"{path} holds {tokens.dtype} of {tokens.ndim} dimensions; a file of tokens holds integers, such as "
+                "uint16, in one dimension or two."
+            )
         self.path, self.tokens = Path(path), tokens.reshape(-1)
         self.length, self.eos_token_id = length, eos_token_id
         if not len(self):
@@ -167,31 +169,27 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def source_fingerprint(source: str) -> str:
-    """Return sizes and times of the files of a local source, which tell whether it changed; "[]" for a dataset."""
+def source_digest(source: str) -> str:
+    """Return the hash of the files of a local source, in their order; of a dataset, its name."""
     path = Path(source)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.is_file()
-    return json.dumps([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+    if not path.exists():
+        return source
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 
-def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collate rows to a batch whose entries are (B, T)."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def collate_without_positions(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collate rows for a model that counts positions itself, such as one with memory."""
-    return {name: value for name, value in stack(rows).items() if name != "position_ids"}
+def stack(rows: list[dict[str, torch.Tensor]], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Collate rows to a batch whose entries are (B, T), without the entries that the model does not take."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
 
 
 __all__ = [
     "StreamedTokenDataset",
     "TokenDataset",
-    "collate_without_positions",
     "digest",
     "encode",
     "make_row",
     "pack",
-    "source_fingerprint",
+    "source_digest",
     "stack",
 ]

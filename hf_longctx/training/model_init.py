@@ -1,5 +1,6 @@
 """The model that a training starts from: a new one, a pretrained one, or a pretrained one that is changed."""
 
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.utils import logging
 
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import from_llama
@@ -24,12 +26,17 @@ from .recipes import ResolvedFinetuning, ResolvedTraining
 def build_new_model(settings: ResolvedTraining, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
     """Return a FoX or a Llama with initial weights, for the tokenizer, in float32."""
     make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
+    sizes = settings.model_sizes()
+    if settings.architecture == "llama":
+        head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+        base = settings.rope_base or choose_rope_base(settings.sequence_length, head_dim)
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
     config = make_config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **settings.model_sizes(),
+        **sizes,
     )
     torch.manual_seed(settings.seed)
     disable_zero3_init()
@@ -57,17 +64,54 @@ def load_changed_model(settings: ResolvedFinetuning, tokenizer) -> Any:
         return with_memory(config, settings)
     if settings.recipe == "rope-extend":
         extend_rope(config, settings)
-    try:
-        model: Any = load_language_model(settings.model, config=config, dtype=torch.float32)
-    except SafetensorError as error:
-        raise ValueError(
-            f"the weights of {settings.model} cannot be read ({error}); its files are damaged."
-        ) from error
+    model = load_whole(settings.model, config)
     check_length(model, settings.sequence_length)
     check_sees_the_past_only(model)
+    if settings.packing and config.model_type != "hmt":
+        check_borders(model)
     if settings.recipe == "fox-from-llama":
         model = from_llama(model, decay_time=settings.decay_time)
     return model
+
+
+def load_whole(name: str, config) -> Any:
+    """Load a pretrained model in float32.
+
+    Raises:
+        ValueError: weights are damaged, missing, or not of the shapes that the configuration says.
+    """
+    try:
+        loaded: Any = load_language_model(
+            name, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name} cannot be read ({error}); its files are damaged.") from error
+    model, info = loaded
+    lacking = sorted(info["missing_keys"]) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
+    if lacking:
+        raise ValueError(
+            f"{name} lacks weights that its config.json describes, which would begin at random: {', '.join(lacking[:3])}"
+            f"{' ...' if lacking[3:] else ''}. Take the config.json and the weights of one model."
+        )
+    return model
+
+
+@torch.no_grad()
+def check_borders(model) -> None:
+    """Raise ValueError if a document has other logits packed behind another than alone.
+
+    The tolerance is that of `check_causal`. No cache is made, as a training makes none: with one, no borders are seen.
+    """
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    documents = torch.arange(1, 16).split([6, 9])
+    positions = {"position_ids": torch.cat([torch.arange(6), torch.arange(9)])[None]} if takes_positions else {}
+    packed = model(torch.cat(documents)[None], use_cache=False, **positions).logits[0, 6:].float()
+    alone = model(documents[1][None], use_cache=False).logits[0].float()
+    if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
+        raise ValueError(
+            f"{type(model).__name__} reads on behind the end of a document: packed behind another one, a document has "
+            f"logits that are up to {(packed - alone).abs().max():.1g} off. Give --no-packing."
+        )
 
 
 def disable_zero3_init() -> None:
@@ -110,19 +154,22 @@ def check_sees_the_past_only(model) -> None:
 def with_memory(config, settings: ResolvedFinetuning) -> Any:
     """Load a model with memory at the stage that comes next (arXiv 2405.06067, section 4).
 
-    A model without one gets a memory that recalls nothing; one that such a stage has trained recalls.
+    A model without one gets a memory that recalls nothing; one that a stage has trained recalls, and goes on so.
     """
     sizes = {name: getattr(settings, name) for name in ("segment_length", "sensory_tokens", "recall_mode")}
     if config.model_type != "hmt":
         return HMTWrapper.from_backbone(settings.model, HMTConfig(**sizes, recall=False), dtype=torch.float32)
-    if config.recall:
-        raise ValueError(f"{settings.model} has been through both stages of --recipe hmt; train it by --recipe lora.")
     trained = {name: getattr(config, name) for name in sizes}
     if trained != sizes:
         raise ValueError(
             f"{settings.model} was trained with {trained}, this run has {sizes}. Both stages need the same."
         )
-    return HMTWrapper.from_pretrained(settings.model, recall=True, dtype=torch.float32)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a first stage has no weights for the recall, which transformers calls missing
+    try:
+        return HMTWrapper.from_pretrained(settings.model, recall=True, dtype=torch.float32)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def extend_rope(config, settings: ResolvedFinetuning) -> str:
@@ -156,7 +203,7 @@ def extend_rope(config, settings: ResolvedFinetuning) -> str:
         )
     bound = rope_base_bound(context - 1, head_dim)
     if settings.rope_base is None:
-        base = round_up(bound.settled_base or bound.base, 2)
+        base = choose_rope_base(context, head_dim)
     elif settings.rope_base < bound.base and not settings.allow_below_bound:
         raise ValueError(
             f"--rope-base {settings.rope_base:g} is below the bound of {bound.base:.0f} for {context} tokens and heads "
@@ -166,6 +213,12 @@ def extend_rope(config, settings: ResolvedFinetuning) -> str:
         base = settings.rope_base
     rope["rope_theta"], config.max_position_embeddings = float(base), context
     return f"RoPE base {old:g}, which reaches {reach} tokens, becomes {base:g}; {context} tokens need {bound.base:.0f}"
+
+
+def choose_rope_base(context: int, head_dim: int) -> float:
+    """Return the first RoPE base above which no length up to the context violates the bound, in two digits."""
+    bound = rope_base_bound(context - 1, head_dim)
+    return round_up(bound.settled_base or bound.base, 2)
 
 
 def round_up(value: float, digits: int) -> float:

@@ -46,6 +46,7 @@ class RunSettings:
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", may_change=True)
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
+    packing: bool = setting(True, "rows hold several documents; else chunks of one, padded")
     repeated_rows: float = setting(0.0, "share of rows in which passages come twice, to teach memory", bounds=SHARE)
     seed: int = setting(0, "of new weights, dropout and the order of rows", bounds=SEED)
     save_steps: int = setting(100, "steps between checkpoints", bounds=POSITIVE, may_change=True)
@@ -118,6 +119,12 @@ class ResolvedSettings(RunSettings):
             )
         if self.repeated_rows and self.streaming:
             raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
+        if not self.packing and (
+            self.streaming or self.repeated_rows or self.sequence_parallel > 1 or self.carry_state
+        ):
+            raise ValueError(
+                "--no-packing goes with none of --streaming, --repeated-rows, --sequence-parallel and --carry-state."
+            )
         if self.sequence_length % self.sequence_parallel:
             raise ValueError(
                 f"--sequence-parallel {self.sequence_parallel} does not divide the {self.sequence_length} tokens of a "
@@ -205,6 +212,9 @@ class TrainSettings(RunSettings):
     architecture: str = setting("fox", "llama: a Transformer with RoPE, to compare with", ("fox", "llama"))
     pro: bool = setting(False, "FoX (Pro) instead of FoX (LLaMA)")
     dropout: float = setting(0.0, "of attention weights", bounds=BELOW_ONE)
+    rope_base: float | None = setting(
+        None, "of a llama; default: as of rope-extend (the official code of FoX: 500000)", (), POSITIVE
+    )
 
     def resolve(self) -> "ResolvedTraining":
         return ResolvedTraining(**vars(self)).complete()
@@ -228,6 +238,8 @@ class ResolvedTraining(ResolvedSettings, TrainSettings):
         self.set_defaults(warmup_steps=min(preset.warmup_tokens // self.batch_tokens, self.steps // 10))
         if self.pro and self.architecture != "fox":
             raise ValueError(f"--pro is a FoX; --architecture {self.architecture} has no such blocks. Leave one out.")
+        if self.rope_base and self.architecture != "llama":
+            raise ValueError("--rope-base is of --architecture llama; a FoX has no RoPE. Leave it out.")
 
     def model_sizes(self) -> dict[str, Any]:
         """Return the fields of a `FoxConfig` or a `LlamaConfig` that the settings decide."""

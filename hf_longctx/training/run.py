@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +30,17 @@ from .copy_data import CopyDataset
 from .data import (
     StreamedTokenDataset,
     TokenDataset,
-    collate_without_positions,
     digest,
     pack,
-    source_fingerprint,
+    source_digest,
     stack,
 )
-from .model_init import build_new_model, disable_zero3_init, extend_rope, load_changed_model
+from .model_init import build_new_model, disable_zero3_init, extend_rope, load_changed_model, read_config
 from .progress import Progress, describe, is_first_process, print_status
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining, RunSettings
 from .run_folder import (
+    RunLock,
     check_checkpoint,
-    check_lock,
     explain_full_disk,
     find_checkpoint,
     prepare_folder,
@@ -89,10 +89,9 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
     tokenizer = load_tokenizer(run.tokenizer)
     with arguments.main_process_first(local=False):
         in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
-        check_lock(folder, {**locked(run), "tokenizer": digest_of(tokenizer.get_vocab())})
-        datasets = prepare_datasets(run, tokenizer)
-    if is_first_process():
-        (folder / "config.yaml").write_text(write_settings(run))
+        lock = RunLock(folder, resume)
+        lock.check(**locked(run), tokenizer=digest_of(tokenizer.get_vocab()))
+        datasets = prepare_datasets(run, tokenizer, lock)
     measured = datasets.train if datasets.evaluation is None else datasets.evaluation
     if (folder / "model").exists():
         evaluate_context(run, tokenizer, measured, "after")
@@ -101,12 +100,15 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
 
     checkpoint = find_checkpoint(folder / "checkpoints", resume)
     step = 0 if checkpoint is None else check_checkpoint(checkpoint)
-    model, base = make_model(run, tokenizer)
+    model, base = make_model(run, tokenizer, lock)
     stops = StopAtSignal()
     trainer = make_trainer(run, model, arguments, datasets, stops)
     if checkpoint is not None:
         trainer.check_sharding(checkpoint)
+    wait()  # until all processes have read what the first one changes now
     if is_first_process():
+        lock.write()
+        (folder / "config.yaml").write_text(write_settings(run))
         truncate_metrics(trainer.metrics, step)
         remove_checkpoints_after(folder / "checkpoints", step)
     print_status(describe(run, trainer, arguments, step))
@@ -201,12 +203,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def prepare_datasets(run: ResolvedSettings, tokenizer) -> Datasets:
+def prepare_datasets(run: ResolvedSettings, tokenizer, lock: RunLock) -> Datasets:
     """Read or pack the data; raises ValueError if they are less than a step, or not those of the run's lock."""
     data = Path(run.output) / "data"
-    rows = prepare_rows(run, run.data, data / "tokens.npy", tokenizer, "train", run.streaming)
+    rows = prepare_rows(run, run.data, data / "tokens.npy", tokenizer, run.streaming, bool(lock.before))
     is_packed = isinstance(rows, TokenDataset)
-    check_lock(Path(run.output), {"data": digest(rows.path) if is_packed else run.data})
+    lock.check(data=digest(rows.path) if is_packed else source_digest(run.data))
     if is_packed and len(rows) * run.sequence_length < run.batch_tokens:  # Trainer would make a smaller step
         raise ValueError(
             f"{run.data} holds {len(rows)} rows of {run.sequence_length} tokens, less than the {run.batch_tokens} "
@@ -214,9 +216,9 @@ def prepare_datasets(run: ResolvedSettings, tokenizer) -> Datasets:
         )
     evaluation = None
     if run.eval_data is not None:  # never streamed, because a stream has no end
-        evaluation = prepare_rows(run, run.eval_data, data / "eval_tokens.npy", tokenizer, "held_out", False)
-    if is_packed and run.carry_state:
-        count = run.batch_tokens // run.sequence_length
+        evaluation = prepare_rows(run, run.eval_data, data / "eval_tokens.npy", tokenizer, held_out=True)
+    if is_packed and (run.carry_state or not run.packing):
+        count = run.batch_tokens // run.sequence_length if run.carry_state else 1
         chunks = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, count)
         print_status(
             f"{len(chunks)} chunks of documents in {count} streams; {1 - chunks.text_share():.0%} of them is padding"
@@ -230,13 +232,20 @@ def prepare_datasets(run: ResolvedSettings, tokenizer) -> Datasets:
 
 
 def prepare_rows(
-    run: ResolvedSettings, source: str, path: Path, tokenizer, part: str, streaming: bool
+    run: ResolvedSettings,
+    source: str,
+    path: Path,
+    tokenizer,
+    streaming: bool = False,
+    goes_on: bool = False,
+    held_out: bool = False,
 ) -> TokenDataset | StreamedTokenDataset:
     """Return the rows of a file of tokens, of a text that is packed into `path` first, or of a stream.
 
-    `part`, "train" or "held_out", is read of a source that has several.
+    A run that goes on has its tokens already, and needs the text no more. Tokens of another text are not replaced, but
+    packed into a new file beside them, which `RunLock.write` gives their name.
     """
-    border = None if run.recipe == "hmt" else tokenizer.eos_token_id  # a memory reads on behind the end of a document
+    border = None if reads_on(run) else tokenizer.eos_token_id
     construction = run.synthetic_texts()
     if source.endswith(".npy"):
         if construction is not None:
@@ -244,13 +253,30 @@ def prepare_rows(
         return TokenDataset(source, run.sequence_length, border, len(tokenizer))
     if streaming:
         return StreamedTokenDataset(source, tokenizer, run.sequence_length, border, construction)
-    state = f"{digest_of(tokenizer.get_vocab())}\n{source_fingerprint(source)}"
-    packed_from = path.with_suffix(".source")
-    if not path.exists() or not packed_from.exists() or packed_from.read_text() != state:
-        packed_from.unlink(missing_ok=True)
-        pack(source, tokenizer, path, construction, part)
-        packed_from.write_text(state)
-    return TokenDataset(path, run.sequence_length, border, len(tokenizer))
+    state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}"
+    new = path.with_name(f"new_{path.name}")
+    packed = {file: file.with_suffix(".source") for file in (path, new)}
+    for file, packed_from in packed.items():
+        if file.exists() and packed_from.exists() and packed_from.read_text() == state:
+            return TokenDataset(file, run.sequence_length, border, len(tokenizer))
+    if goes_on and path.exists():
+        if Path(source).exists():
+            raise ValueError(
+                f"{source} is not the text that the run in {run.output} has packed. Go on with that, by --data {path}; "
+                "or take a new folder, or begin again with --resume never."
+            )
+        print_status(f"there is no {source}; the run goes on with the tokens it has packed, {path}")
+        return TokenDataset(path, run.sequence_length, border, len(tokenizer))
+    target = new if path.exists() else path
+    packed[target].unlink(missing_ok=True)
+    pack(source, tokenizer, target, construction, "held_out" if held_out else "train")
+    packed[target].write_text(state)
+    return TokenDataset(target, run.sequence_length, border, len(tokenizer))
+
+
+def reads_on(run: ResolvedSettings) -> bool:
+    """Return whether the model has a memory, which reads on behind the end of a document."""
+    return isinstance(run, ResolvedFinetuning) and (run.recipe == "hmt" or read_config(run.model).model_type == "hmt")
 
 
 def digest_of(value: Any) -> str:
@@ -258,7 +284,7 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def make_model(run: ResolvedSettings, tokenizer) -> tuple[Any, dict[str, str] | None]:
+def make_model(run: ResolvedSettings, tokenizer, lock: RunLock) -> tuple[Any, dict[str, str] | None]:
     """Return the model to train, and the fingerprint of its adapter's base (None if all parameters are trained)."""
     if isinstance(run, ResolvedTraining):
         return build_new_model(run, tokenizer), None
@@ -273,7 +299,7 @@ def make_model(run: ResolvedSettings, tokenizer) -> tuple[Any, dict[str, str] | 
     from .adapters import add_lora, model_fingerprint
 
     base = model_fingerprint(model)
-    check_lock(Path(run.output), {"model": base["weights"]})
+    lock.check(model=base["weights"])
     return (model, None) if run.full else (add_lora(model, run), base)
 
 
@@ -290,7 +316,7 @@ def make_trainer(
         args=arguments,
         train_dataset=datasets.train,
         eval_dataset=datasets.evaluation,
-        data_collator=choose_collator(model) if shard is None else shard.collate,
+        data_collator=choose_collator(model, run) if shard is None else shard.collate,
         metrics=Path(run.output) / "metrics.jsonl",
         shard=shard,
         stops=stops,
@@ -303,10 +329,11 @@ def make_trainer(
     return trainer
 
 
-def choose_collator(model) -> Callable:
-    """Return a collator with `position_ids`, or without for a model that counts positions itself, as HMT does."""
+def choose_collator(model, run: ResolvedSettings) -> Callable:
+    """Return a collator that makes a batch of what the model, or its Trainer, takes."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return stack if "position_ids" in inspect.signature(base.forward).parameters else collate_without_positions
+    without = () if "position_ids" in inspect.signature(base.forward).parameters else ("position_ids",)
+    return partial(stack, without=without if run.packing else ("stream", "begins"))
 
 
 def evaluate_context(run: ResolvedSettings, tokenizer, rows: Dataset, when: str) -> None:
@@ -341,7 +368,14 @@ def save_model(trainer: ResumableTrainer, tokenizer, run: ResolvedSettings, base
     if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
-    with explain_full_disk(trainer.model, unfinished):
+    model: Any = trainer.model
+    broken = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
+    if broken:
+        raise FloatingPointError(
+            f"after the last step {broken[0]} is not finite, and {len(broken) - 1} other tensors. No model is written; "
+            "lower --learning-rate, and begin again with --resume never."
+        )
+    with explain_full_disk(model, unfinished):
         trainer.save_model(str(unfinished))
     if not trainer.is_world_process_zero():
         return

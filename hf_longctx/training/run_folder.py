@@ -2,10 +2,11 @@
 
 config.yaml      all settings
 lock.json        what must stay when the run is resumed: settings, hashes of tokens, tokenizer, pretrained weights
-data/            the packed tokens
+data/            the packed tokens, which are the run's: the text may be moved
 checkpoints/     complete ones only
 metrics.jsonl    a line a step, see `ResumableTrainer`
 model/           model and tokenizer, once all steps are done
+old-N/           checkpoints of a run that --resume never has replaced
 """
 
 import errno
@@ -22,10 +23,11 @@ from typing import Any, TextIO
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import get_last_checkpoint
 
-from .progress import is_first_process
+from .progress import is_first_process, print_status
 from .settings import option
 
 
+LOCK = "lock.json"
 IN_USE = ".in_use"  # locked by the process that trains in a folder
 UNFINISHED = ".saving"
 # Parts of a complete checkpoint: files, or folders where FSDP or DeepSpeed divides the model.
@@ -39,7 +41,7 @@ PARTS = {
 
 
 def prepare_folder(folder: Path, resume: str) -> TextIO | None:
-    """Make the folder of a run, or empty it for a new beginning.
+    """Make the folder of a run, and leave what it holds as it is.
 
     Returns:
         a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
@@ -47,7 +49,11 @@ def prepare_folder(folder: Path, resume: str) -> TextIO | None:
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; --output is the folder of the run.")
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE} and not (folder / "lock.json").exists():
+    if (
+        folder.is_dir()
+        and {path.name for path in folder.iterdir()} - {IN_USE, "data"}
+        and not (folder / LOCK).exists()
+    ):
         raise ValueError(f"{folder} holds other files than those of a run; give --output a new folder.")
     if resume == "never" and (folder / "model").exists():
         raise ValueError(f"{folder} holds a finished model, which --resume never would lose; give a new folder.")
@@ -59,51 +65,86 @@ def prepare_folder(folder: Path, resume: str) -> TextIO | None:
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"another process trains in {folder}; wait for it, or give --output a new folder.") from error
-    checkpoints = folder / "checkpoints"
-    if resume == "never" or not (last_checkpoint(checkpoints) or (folder / "model").exists()):
-        for path in (checkpoints, folder / "evaluation"):
-            shutil.rmtree(path, ignore_errors=True)
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
-        (folder / "lock.json").write_text("{}\n")  # there is nothing to go on from, so all settings may be others
     for name in (".model", f"checkpoints/{UNFINISHED}"):  # of a run that was killed while it saved
         shutil.rmtree(folder / name, ignore_errors=True)
     return in_use
 
 
+class RunLock:
+    """What a run depends on: compared with the lock file as soon as it is known, written once all of it is.
+
+    Args:
+        folder: of the run.
+        resume: as for `train`.
+
+    Attributes:
+        before: what the run in the folder depends on; empty if there is nothing to go on from.
+    """
+
+    def __init__(self, folder: Path, resume: str):
+        self.folder, self.file = folder, folder / LOCK
+        self.facts: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
+        checkpoints = folder / "checkpoints"
+        if resume != "never" and (last_checkpoint(checkpoints) or (folder / "model").exists()):
+            try:
+                self.before = dict(json.loads(self.file.read_text()))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self.file} is damaged ({error}); begin again with --resume never.") from error
+
+    def check(self, **facts: Any) -> None:
+        """Raise ValueError if the run in the folder depends on something else."""
+        changed = [
+            f"{option(name)}: {self.before[name]} -> {value}"
+            for name, value in facts.items()
+            if name in self.before and self.before[name] != value
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.folder} holds a run with other settings ({'; '.join(changed)}). Go on with the old ones, take a "
+                "new folder, or begin again with --resume never."
+            )
+        self.facts |= facts
+
+    def write(self) -> None:
+        """Write what was checked; to be called when nothing else can be refused.
+
+        Where the run begins, the checkpoints of an older one and what belongs to them are moved to a folder old-N.
+        """
+        folder = self.folder
+        if not self.before:
+            of_a_run = [folder / name for name in ("checkpoints", "evaluation", "metrics.jsonl", LOCK, "config.yaml")]
+            if last_checkpoint(folder / "checkpoints"):
+                set_aside(folder, *of_a_run)
+            else:
+                shutil.rmtree(folder / "evaluation", ignore_errors=True)
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("tokens", "eval_tokens"):
+            for suffix in (".npy", ".source"):
+                if (folder / "data" / f"new_{name}{suffix}").exists():
+                    (folder / "data" / f"new_{name}{suffix}").rename(folder / "data" / f"{name}{suffix}")
+        unfinished = self.file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.before | self.facts, indent=1) + "\n")
+        unfinished.rename(self.file)
+
+
+def set_aside(folder: Path, *paths: Path) -> None:
+    """Move what exists of the paths to the first free folder old-N."""
+    number = next(n for n in range(1, 10**6) if not (folder / f"old-{n}").exists())
+    (folder / f"old-{number}").mkdir()
+    for path in paths:
+        if path.exists():
+            path.rename(folder / f"old-{number}" / path.name)
+    print_status(f"the checkpoints that {folder} held are in {folder / f'old-{number}'} now")
+
+
 def find_checkpoint(folder: Path, resume: str) -> Path | None:
     """Return the checkpoint to resume from, or None at the beginning."""
     if resume in ("auto", "never"):
-        return last_checkpoint(folder)
+        return last_checkpoint(folder) if resume == "auto" else None
     if Path(resume).resolve().parent != folder.resolve():
         raise ValueError(f"--resume is {resume}; it must be auto, never, or a checkpoint of this run, in {folder}.")
     return Path(resume)
-
-
-def check_lock(folder: Path, facts: dict[str, Any]) -> None:
-    """Compare what the run depends on with the lock file of the folder, and add to it what is new.
-
-    Raises:
-        ValueError: they differ.
-    """
-    file = folder / "lock.json"
-    try:
-        before = json.loads(file.read_text()) if file.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); begin again with --resume never.") from error
-    changed = [
-        f"{option(name)}: {before[name]} -> {value}"
-        for name, value in facts.items()
-        if name in before and before[name] != value
-    ]
-    if changed:
-        raise ValueError(
-            f"{folder} holds a run with other settings ({'; '.join(changed)}). Go on with the old ones, take a new "
-            "folder, or begin again with --resume never."
-        )
-    if is_first_process():
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(before | facts, indent=1) + "\n")
-        unfinished.rename(file)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -115,7 +156,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 def remove_checkpoints_after(folder: Path, step: int) -> None:
     """Remove the checkpoints after a step, which a run that is resumed from that step would mix with its own."""
     for checkpoint in folder.glob("checkpoint-*"):
-        if int(checkpoint.name.rpartition("-")[2]) > step:
+        number = checkpoint.name.removeprefix("checkpoint-")
+        if number.isdecimal() and int(number) > step:  # not a copy that a user has made
             shutil.rmtree(checkpoint)
 
 
@@ -136,7 +178,10 @@ def check_checkpoint(folder: Path) -> int:
             f"{folder} is damaged: {', '.join(damaged)} cannot be read. Remove this folder, and the run goes on from "
             "the checkpoint before it."
         )
-    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+    step = json.loads((folder / "trainer_state.json").read_text())["global_step"]
+    if folder.name != f"checkpoint-{step}":
+        raise ValueError(f"{folder} was saved after step {step}; name it checkpoint-{step} again.")
+    return step
 
 
 def _is_damaged(file):
@@ -156,11 +201,16 @@ def truncate_metrics(metrics: Path, step: int) -> None:
         return
     lines = metrics.read_text().splitlines(keepends=True)
     try:
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.strip() and line.endswith("\n") and json.loads(line)["step"] <= step]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{metrics} has a line that this training did not write ({error}). Remove the line, or the file."
         ) from error
+    lost = step - sum('"loss"' in line for line in kept)
+    if lost:
+        print_status(
+            f"{metrics} lacks the lines of {lost} steps before step {step}, which were not written to the disk"
+        )
     unfinished = metrics.with_suffix(".unfinished")
     unfinished.write_text("".join(kept))
     unfinished.rename(metrics)
@@ -201,8 +251,8 @@ def flush(folder: str | Path) -> None:
 
 __all__ = [
     "UNFINISHED",
+    "RunLock",
     "check_checkpoint",
-    "check_lock",
     "explain_full_disk",
     "find_checkpoint",
     "flush",

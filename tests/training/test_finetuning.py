@@ -181,10 +181,10 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
     assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single_pass"
     assert not torch.equal(first.memory.initial, second.memory.initial)
-    with pytest.raises(ValueError, match="has been through both stages of --recipe hmt; train it by --recipe lora"):
-        train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts))
+    assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts, carry_state=True)) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model").config.recall
     plain = dict(sequence_length=160, batch_tokens=160, steps=1)
-    assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **plain | texts)) == 0
+    assert train(settings(tmp_path / "second" / "model", tmp_path / "fourth", **plain | texts)) == 0
 
 
 def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, monkeypatch):

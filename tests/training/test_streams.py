@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, 
 
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.training.data import collate_without_positions
+from hf_longctx.training.data import stack
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.run import train
 from hf_longctx.training.streams import CarriesStates, DocumentStreams
@@ -93,7 +93,7 @@ def make_trainer(model, folder, dataset, **arguments):
         arguments,
         train_dataset=dataset,
         eval_dataset=dataset,
-        data_collator=collate_without_positions,
+        data_collator=stack,
         processing_class=None,
     )
 
@@ -109,7 +109,7 @@ def test_each_chunk_has_the_loss_that_it_has_behind_the_chunks_before_it(setting
     with torch.no_grad():
         trainer = make_trainer(model, tmp_path, chunks)
         for first in range(0, len(chunks), 2):
-            batch = collate_without_positions([chunks[first], chunks[first + 1]])
+            batch = stack([chunks[first], chunks[first + 1]])
             losses.append(trainer.compute_loss(model.eval(), batch, num_items_in_batch=1))
             expected = 0
             for row in range(2):
@@ -149,10 +149,10 @@ def test_evaluation_begins_without_states_and_leaves_those_of_the_training(tmp_p
             "without a stream to carry a state in.*remove_unused_columns",
         ),
         (
-            lambda chunks: collate_without_positions([chunks[4], chunks[5]]),
+            lambda chunks: stack([chunks[4], chunks[5]]),
             "2 rows from stream 0 on .* of no rows. Read the chunks in",
         ),
-        (lambda chunks: collate_without_positions([chunks[4]]), "1 rows from stream 0 on go on .* of 2 rows"),
+        (lambda chunks: stack([chunks[4]]), "1 rows from stream 0 on go on .* of 2 rows"),
     ],
     ids=["columns removed", "chunks shuffled", "other rows at once"],
 )
@@ -160,7 +160,7 @@ def test_a_state_that_does_not_fit_the_batch_is_refused(batch, message, tmp_path
     chunks = DocumentStreams(TOKENS, T, EOS, 2)
     trainer = make_trainer(tiny_hmt(), tmp_path, chunks)
     if "of 2 rows" in message:
-        trainer.compute_loss(trainer.model, collate_without_positions([chunks[0], chunks[1]]))
+        trainer.compute_loss(trainer.model, stack([chunks[0], chunks[1]]))
     with pytest.raises(ValueError, match=message):
         trainer.compute_loss(trainer.model, batch(chunks))
 

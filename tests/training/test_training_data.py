@@ -12,10 +12,10 @@ from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.training.data import (
     StreamedTokenDataset,
     TokenDataset,
-    collate_without_positions,
     encode,
     make_row,
     pack,
+    stack,
 )
 
 
@@ -75,7 +75,7 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenize
 
 def test_a_batch_holds_tensors_only_which_accelerate_hands_to_other_processes():
     rows = [make_row(PACKED[:8], EOS), make_row(PACKED[3:11], EOS)]
-    shapes = {name: value.shape for name, value in collate_without_positions(rows).items()}
+    shapes = {name: value.shape for name, value in stack(rows, without=("position_ids",)).items()}
     assert shapes == dict.fromkeys(("input_ids", "labels"), (2, 8))
 
 

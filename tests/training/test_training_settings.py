@@ -3,6 +3,7 @@
 import pytest
 
 from hf_longctx.cli import main, parser
+from hf_longctx.metrics import rope_context_bound
 from hf_longctx.training.recipes import PRESETS, FinetuneSettings, TrainSettings
 from hf_longctx.training.settings import read_settings, write_settings
 
@@ -66,6 +67,7 @@ def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
         settings = TrainSettings(**NEEDED, preset="5M", **options).resolve()
         model = build_new_model(settings, Tokenizer())
         sizes[model.config.model_type] = model.num_parameters()
+    assert rope_context_bound(base=model.config.rope_parameters["rope_theta"], head_dim=32) >= 511
     assert sizes["fox"] == pytest.approx(sizes["llama"], rel=0.01)
     assert sizes["fox"] == pytest.approx(5.3e6, rel=0.01)
 
