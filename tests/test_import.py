@@ -18,23 +18,33 @@ def test_importing_the_package_imports_nothing_heavy():
     assert run(f"import sys, hf_longctx, hf_longctx.metrics; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import hf_longctx; from transformers import AutoConfig, AutoModelForCausalLM",
-        "from transformers import AutoConfig, AutoModelForCausalLM; import hf_longctx",
-        "import hf_longctx.fox.modeling_fox; from transformers import AutoConfig, AutoModelForCausalLM",
-        "import hf_longctx; from transformers import Trainer, AutoModelForCausalLM, AutoConfig",
-    ],
-)
-def test_the_auto_classes_know_fox(imports):
-    code = """
-config = AutoConfig.for_model("fox", vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-print(type(AutoModelForCausalLM.from_config(config)).__name__, "triton" in sys.modules)
+AUTO = "from transformers import AutoConfig, AutoModelForCausalLM"
+ORDERS = [
+    f"import hf_longctx; {AUTO}",
+    f"{AUTO}; import hf_longctx",
+    f"import hf_longctx.fox.modeling_fox; {AUTO}",
+    f"import hf_longctx; from transformers import Trainer; {AUTO}",
+]
+# An order of imports takes a process that has imported neither transformers nor this package. What both need is there.
+IMPORT_IN_FORKS = f"""
+import contextlib, os, sys, torch._dynamo, torch.distributed.tensor
+with contextlib.suppress(ImportError):
+    import datasets  # Trainer imports it
+assert "transformers" not in sys.modules
+for order in {ORDERS}:
+    if os.fork() == 0:
+        exec(order)
+        config = AutoConfig.for_model("fox", vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+        print(type(AutoModelForCausalLM.from_config(config)).__name__, flush=True)
+        os._exit(0)
+    os.wait()
 """
-    name, _ = run(f"import sys; {imports}{code}").split()
-    assert name == "FoxForCausalLM"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_the_auto_classes_know_fox():
+    assert run(IMPORT_IN_FORKS).split() == ["FoxForCausalLM"] * len(ORDERS)
 
 
 def test_every_public_name_can_be_imported():

@@ -1,10 +1,12 @@
 """hf-longctx report: it hands its options to `measure_all`, also in two processes."""
 
 import json
-import subprocess
-import sys
+import os
+import socket
+from contextlib import ExitStack
 
 import pytest
+from commands import Command
 from demo_model import VOCABULARY
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -38,22 +40,23 @@ def test_nothing_to_measure(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_processes_write_one_report(folder, tmp_path):
+    """Two processes have the environment that torchrun gives them."""
     llama, text, output = tmp_path / "llama", tmp_path / "text.txt", tmp_path / "report"
-    sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=640)).save_pretrained(llama)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=VOCABULARY, **sizes, max_position_embeddings=640)
+    LlamaForCausalLM(config).save_pretrained(llama)
     AutoTokenizer.from_pretrained(folder).save_pretrained(llama)
     text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(100)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hf_longctx", "report"]
-    command += [str(llama), "--text", str(text), "--repeats", "1", "--context-length", "256", "--output", str(output)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("report.html") == 1 and run.stderr.count("text: ") == 1
-    assert {path.stem for path in output.glob("*.png")} == {
-        "curve",
-        "loss",
-        "needle",
-        "rope",
-    }  # 256 tokens are too few for lines
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = ["hf-longctx", "report", llama, "--text", text, "--repeats", 1, "--context-length", 256]
+    with ExitStack() as stack:
+        ranks = [os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        first, second = (stack.enter_context(Command([*command, "--output", output], env=env)) for env in ranks)
+        assert (first.wait(300), second.wait(300)) == (0, 0), first.stderr + second.stderr
+        assert first.stdout.count("report.html") == 1 and first.stderr.count("text: ") == 1
+        assert not second.stdout and "text: " not in second.stderr
+    pictures = {path.stem for path in output.glob("*.png")}
+    assert pictures == {"curve", "loss", "needle", "rope"}  # 256 tokens are too few for lines
     assert not (output / "unfinished").exists()
