@@ -428,7 +428,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs):
-        """Raise: code of a repository would take the place of `generate`, although the code of this model is trusted."""
+        """Raise: code of a repository would replace `generate`, although only the code of this model is trusted."""
         raise OSError(
             f"FoX runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
             "model.generate(..., custom_generate=function)."

@@ -39,7 +39,7 @@ class HMTGenerationMixin(GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
-        """Raise: code of a repository would take the place of `generate`, although the code of this model is trusted."""
+        """Raise: code of a repository would replace `generate`, although only the code of this model is trusted."""
         raise OSError(
             f"HMT runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
             "model.generate(..., custom_generate=function)."
