@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .attention_fox import forgetting_attention_ref
 from .configuration_fox import FoxConfig
@@ -41,6 +42,8 @@ for auto_class, model_class in {
 }.items():
     auto_class.register(FoxConfig, model_class)
     model_class.register_for_auto_class(auto_class.__name__)
+# Trainer shifts the labels of label smoothing for the classes named here, which `register` does not extend
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(FoxConfig.model_type, FoxForCausalLM.__name__)
 
 __all__ = [
     "FoxConfig",
