@@ -174,6 +174,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if self.config.recall_mask is None and self.config.single_pass and self.device.type != "meta":
             self.config.recall_mask = self.lm.takes_masks(self.config.positions_per_segment)
 
+    def initialize_weights(self) -> None:
+        """Initialise the backbone as a model of its own first, then what is left.
+
+        transformers passes over modules without parameters in a model whose code is not its own, and with them over
+        buffers that they fill for their children, such as `mup_vector` of Falcon-H1.
+        """
+        if isinstance(self.backbone, PreTrainedModel):
+            self.backbone.initialize_weights()
+        super().initialize_weights()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, HMTMemory):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from commands import run
 from safetensors.torch import load_file
 from tiny_hmt import ROUNDING, tiny_llama
@@ -350,3 +351,16 @@ def test_prompt_tuning_is_refused(llama):
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="adds its own positions"):
         HMTWrapper.from_backbone(peft.get_peft_model(llama, config), HMTConfig(**SETTINGS))
+
+
+def test_buffers_of_the_backbone_are_filled_after_loading(tmp_path):
+    """Falcon-H1 fills a buffer of its layers from a module that has no parameter of its own."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    mamba = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8}
+    backbone = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**sizes, **heads, **mamba))
+    model = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=8, sensory_tokens=3))
+    model.save_pretrained(tmp_path)
+    loaded = dict(HMTWrapper.from_pretrained(tmp_path).named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(loaded[name], buffer, rtol=0, atol=0, msg=name)
