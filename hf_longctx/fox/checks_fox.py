@@ -162,12 +162,5 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
             raise ValueError(f"the keys in this {kind} carry no decay, so another model has filled it. {make_one}")
     if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):
         raise ValueError(f"this {kind} has no place for the token shift. {make_one}")
-    state = getattr(layer, "conv_states", [None])[0]
-    if isinstance(state, torch.Tensor) and state.shape[0] != batch:
-        raise ValueError(
-            f"this {kind} has a token shift of {state.shape[0]} rows and keys of {batch}: batch_repeat_interleave and "
-            "batch_select_indices of transformers leave the token shift out. Use cache.reorder_cache(indices), which "
-            "may repeat and leave out rows too."
-        )
     cached = cache.get_seq_length()
     return cached if isinstance(cached, int) else int(cached) if cached.device.type == "cpu" else None

@@ -40,7 +40,7 @@ from .configuration_fox import FoxConfig
 from .inputs_fox import can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, paged_hidden_states
-from .state_fox import CachedLayer, previous_tokens
+from .state_fox import CachedLayer, keep_token_shift, previous_tokens
 
 
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
@@ -364,6 +364,8 @@ class FoxModel(FoxPreTrainedModel):
         )
         if use_cache and past_key_values is None and can_be_cached(call):
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            keep_token_shift(past_key_values)
         hidden_states = inputs_embeds
         positions = call.position_ids
         if shard is not None and positions is not None:

@@ -37,13 +37,13 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from .attention_fox import fold_keys, folded_width, unfold_decay
 from .backend_fox import ROUNDING, logit_bound_of_norms
 from .modeling_fox import FoxDecoderLayer
-from .state_fox import AttendingCache
+from .state_fox import AttendingCache, GrowingLayer
 
 
 logger = logging.get_logger(__name__)
@@ -343,7 +343,7 @@ class PrunedLayer(DynamicLayer):
             self.reorder_cache(torch.arange(self.groups[0].keys.shape[0]).repeat_interleave(repeats))
 
 
-class PrunedHybridLayer(PrunedLayer, LinearAttentionAndFullAttentionLayer):
+class PrunedHybridLayer(PrunedLayer, GrowingLayer):
     """A pruned layer that also keeps the state of a token shift."""
 
 

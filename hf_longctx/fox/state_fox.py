@@ -1,17 +1,110 @@
 """What an attention layer reads back from a cache of transformers, and what it stores there.
 
 A FoX carries two states from token to token, and transformers' caches have a place for both. The running sum of log f
-is part of the last cached key, into which it was folded (attention_fox.py). The last key and value before the token
-shift are the state of a convolution that reaches back one token.
+is part of the last cached key, into which it was folded (attention_fox.py). The last keys and values before the token
+shift are the state of a convolution, in layers that take it along wherever rows or tokens of the keys go.
 """
 
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from .attention_fox import unfold_decay
 from .call_fox import Call
+
+
+# Tokens before the token shift that a growing cache keeps. All but one of them can be taken back.
+KEPT = 32
+
+
+class ShiftLayer(LinearAttentionLayer):
+    """What transformers' layers of attention beside a convolution lack (5.23); `attention` is theirs without one."""
+
+    attention: Any
+    conv_states: dict[int, Any]
+    get_seq_length: Any
+
+    def get_max_length(self) -> int:
+        return self.attention.get_max_length(self)
+
+
+class GrowingShiftLayer(ShiftLayer):
+    """The same where tokens can be appended: the state follows the keys when rows are chosen and tokens taken back."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.attention.batch_repeat_interleave(self, repeats)
+        if self.has_previous_state[0]:
+            self.conv_states[0] = self.conv_states[0].repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.attention.batch_select_indices(self, indices)
+        if self.has_previous_state[0]:
+            self.conv_states[0] = self.conv_states[0][indices]
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Append to the state, (B, channels, T), and keep its last tokens, or all while the past is recorded."""
+        if not self.is_conv_states_initialized[0]:
+            self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
+        if self.has_previous_state[0]:
+            conv_states = torch.cat([self.conv_states[0], conv_states], dim=-1)
+        self.conv_states[0] = conv_states if self.record_past else conv_states[..., -KEPT:]
+        self.has_previous_state[0] = True
+        return self.conv_states[0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take tokens back, given as a negative number.
+
+        Raises:
+            ValueError: the token before them is no longer kept.
+        """
+        removed, length = -int(tokens_to_remove), self.get_seq_length()
+        kept = self.conv_states[0].shape[-1] if self.has_previous_state[0] else 0
+        if kept <= removed < length:
+            raise ValueError(
+                f"crop takes {removed} of {length} tokens back, but the token shift of this FoX is kept for the last {kept} "
+                "only. Call cache.activate_past_recording() before more tokens that may be taken back."
+            )
+        self.attention.crop(self, tokens_to_remove)
+        if kept:
+            self.conv_states[0] = self.conv_states[0][..., : max(kept - removed, 0)][..., -KEPT:]
+
+
+class GrowingLayer(GrowingShiftLayer, LinearAttentionAndFullAttentionLayer):
+    attention = DynamicLayer
+
+
+class GrowingWindow(GrowingShiftLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+    attention = DynamicSlidingWindowLayer
+
+
+class StaticShiftLayer(ShiftLayer, LinearAttentionAndStaticFullAttentionLayer):
+    attention = StaticLayer
+
+
+class StaticShiftWindow(ShiftLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer):
+    attention = StaticLayer
+
+
+OURS = {layer.__bases__[1]: layer for layer in (GrowingLayer, GrowingWindow, StaticShiftLayer, StaticShiftWindow)}
+
+
+def keep_token_shift(cache: Cache) -> None:
+    """Put our layers in the place of transformers' layers of attention beside a convolution."""
+    for i, layer in enumerate(cache.layers):
+        if type(layer) in OURS:
+            cache.layers[i] = OURS[type(layer)].__new__(OURS[type(layer)])
+            vars(cache.layers[i]).update(vars(layer))
 
 
 class AttendingCache(Cache):
@@ -48,13 +141,15 @@ class CachedLayer:
         """
         if not self.cache.has_previous_state(self.attention.layer_idx):
             return None
-        state = self.layer.conv_states[0]  # (B, 2 Hkv D, 1 or more if the cache records the past)
+        state = self.layer.conv_states[0]  # (B, 2 Hkv D, tokens)
         if state.shape[-1] == 0:  # the cache was cropped to nothing
             return None
         return state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim)).chunk(2, dim=2)
 
     def keep_tokens(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
+        if not self.layer.record_past:
+            k, v = k[:, -KEPT:], v[:, -KEPT:]
         states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)
 

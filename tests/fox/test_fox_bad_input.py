@@ -210,16 +210,8 @@ def without_place(model):
     model(IDS, past_key_values=DynamicCache())
 
 
-def repeated(model):
-    cache = filled(model)
-    cache.batch_repeat_interleave(2)
-    model(IDS.repeat_interleave(2, dim=0), past_key_values=cache)
-
-
-def selected(model):
-    cache = filled(model)
-    cache.batch_select_indices(torch.tensor([1]))
-    model(IDS[1:], past_key_values=cache)
+def cropped(model):
+    filled(model, tokens(2, 40)).crop(-32)
 
 
 def continued(model):
@@ -231,8 +223,7 @@ def continued(model):
 
 SHIFTED = [
     refused("cache without a place for the token shift", without_place, "no place for the token shift"),
-    refused("rows repeated but for the token shift", repeated, r"token shift of 2 rows and keys of 4.*reorder_cache"),
-    refused("rows left out but for the token shift", selected, r"token shift of 2 rows and keys of 1.*reorder_cache"),
+    refused("more tokens taken back than are kept", cropped, r"takes 32 of 40 tokens back.*the last 32 only"),
     refused("branch whose token before is gone", continued, "cached for the last one alone"),
 ]
 

@@ -29,11 +29,6 @@ common = load("test_modeling_common")
 ConfigTester = load("test_configuration_common").ConfigTester
 TrainingTesterMixin = load("test_training_mixin").TrainingTesterMixin
 
-# Tests that fail, and why that says nothing against the model. One that passes after all is an error too.
-NO_LENGTH = "it asks the static cache for its length; transformers' layers of attention beside a convolution answer they have none"
-EXPECTED_FAILURES = {
-    ("TestFoxPro", "test_generate_compilation_all_outputs"): NO_LENGTH,
-}
 SLOW = (
     "test_bc_torch_dtype",
     "test_generate_compilation_all_outputs",
@@ -118,13 +113,10 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
 
 
 def marked(tests):
-    """Class decorator: put the marks of the tables above on its tests, as far as this transformers has them."""
+    """Class decorator: mark the slow tests, as far as this transformers has them."""
     for name in SLOW:
         if hasattr(tests, name):
             setattr(tests, name, pytest.mark.slow(getattr(tests, name)))
-    for (owner, name), reason in EXPECTED_FAILURES.items():
-        if owner == tests.__name__ and hasattr(tests, name):
-            setattr(tests, name, pytest.mark.xfail(reason=reason, strict=True)(getattr(tests, name)))
     return tests
 
 
