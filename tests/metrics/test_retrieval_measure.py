@@ -38,11 +38,11 @@ class Talker(Copier):
     generation_config = SimpleNamespace(pad_token_id=None)
     generate_calls = 0
 
-    def generate(self, ids, attention_mask, max_new_tokens, do_sample, **options):
+    def generate(self, input_ids, attention_mask, max_new_tokens, do_sample, **options):
         assert not do_sample
         assert attention_mask.all()
         self.generate_calls += 1
-        ids = ids[0].tolist()
+        ids = input_ids[0].tolist()
         for _ in range(max_new_tokens):
             ids.append(copied_ids(ids, self.k, self.window)[-1])
         return torch.tensor([ids])
@@ -139,10 +139,10 @@ def test_a_number_in_other_words_counts(bytes_tokenizer):
     """Token for token it is another answer, but it has the number."""
 
     class Chatty(Talker):
-        def generate(self, ids, **options):
-            said = super().generate(ids, **options)[0].tolist()[ids.shape[1] :]
+        def generate(self, input_ids, **options):
+            said = super().generate(input_ids, **options)[0].tolist()[input_ids.shape[1] :]
             number = bytes_tokenizer.decode(said).partition("<")[2].partition(">")[0]
-            return torch.tensor([[*ids[0].tolist(), *bytes_tokenizer(f" the number {number}!")["input_ids"]]])
+            return torch.tensor([[*input_ids[0].tolist(), *bytes_tokenizer(f" the number {number}!")["input_ids"]]])
 
         def forward(self, input_ids):
             return (super().forward(input_ids)[0].roll(1, -1),)
