@@ -2,8 +2,9 @@
 
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
 so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
-DIR, tokens and paths of this machine are refused. A README.md of your own is pushed as it is; without one, the card
-is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the variable HF_TOKEN.
+DIR, and what looks like a token or a path of one machine are refused. A README.md of your own is pushed as it is;
+without one, the card is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the
+variable HF_TOKEN.
 
 Examples:
   hf-longctx push model alice/fox --dry-run

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import pickletools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,12 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_imports
 
 from .. import __version__, fox, hmt
-from ..fox.checkpoint_files import TOKENIZER_FILES, Checkpoint, leads_outside, open_safetensors, read_json
+from ..fox.checkpoint_files import TOKENIZER_FILES, Checkpoint, leads_outside, read_json
 from ..fox.modeling_fox import AUTO_MAP
 from ..hmt import custom_backbone_hmt
 from ..metrics import read_result
 from ..metrics.result import Result, commit
+from .weights import check_safetensors, check_weights
 
 
 CONTENTS = "hf_longctx.json"  # versions and hashes
@@ -28,8 +30,7 @@ NOTES = "card_notes.md"  # a person's words for the card
 ADAPTER = "adapter_model.safetensors"
 BASE = "base.json"  # beside an adapter of `hf-longctx finetune`: which weights it was trained on
 TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, and what metrics.jsonl says
-KNOWN = ("README.md", NOTES, "LICENSE*", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
-PICKLED = (b"\x80", b"PK\x03\x04")  # how pickles and PyTorch's archives begin
+KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 # Patterns of names that are refused, and why.
 REFUSED = {
     ("training_args.bin",): "a pickle of the training's arguments, which hold a token where one was given: remove it",
@@ -162,8 +163,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
 
     Raises:
         ValueError: a file is refused (a pickle, state of a training, a hidden file, a link that leaves the folder);
-            weights are missing or damaged; code is missing or in another repository; the base of an adapter or of an
-            HMT has no name on the Hub; a file is not JSON.
+            weights are missing, damaged, incomplete or NaN; code is missing or in another repository; the base of an
+            adapter or of an HMT has no name on the Hub; a file is not JSON.
         FileNotFoundError, NotADirectoryError: there is no such folder.
     """
     folder = Path(folder)
@@ -171,17 +172,18 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     evaluations = [f"{EVALUATIONS}/{path.name}" for path in sorted((folder / EVALUATIONS).glob("*.yaml"))]
     check_names(folder, [*names, *evaluations])
     files: dict[str, Path | bytes] = {name: folder / name for name in evaluations}
-    results, documents, base_type = {}, {}, None
+    results, documents, base_type, checkpoint = {}, {}, None, None
     for path in (folder / name for name in names if (folder / name).is_file()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
-            refuse_pickle(path)
             files[path.name] = path
         elif path.suffix == ".json" and path.name not in ("config.json", "adapter_config.json", BASE, CONTENTS):
             read_measurement(path, results, documents)
     files |= {name: folder / name for name in documents}
     if "config.json" in names:
         config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
-        files |= weight_files(folder, checkpoint) | auto_map_and_code(folder, config)
+        files |= auto_map_and_code(folder, config) | {path.name: path for path in checkpoint.files.values()}
+        index = transformers.utils.SAFE_WEIGHTS_INDEX_NAME
+        files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
         config = read_json(folder / "adapter_config.json")
@@ -194,6 +196,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     bundle = Bundle(files, left_out, config, tensors, results, documents, base_type in AUTO_MAPS)
     if bundle.base is not None:
         check_base(folder, bundle)
+    if checkpoint is not None:
+        check_weights(folder, checkpoint, config, bundle.auto_class)
     return with_contents(bundle)
 
 
@@ -221,16 +225,20 @@ def check_names(folder, names):
             reasons.clear()
         if path.is_symlink() and leads_outside(path, folder):
             reasons.append(f"a link to {path.resolve()}, outside of the folder: remove it")
+        elif any(fnmatch.fnmatch(path.name, pattern) for pattern in TOKENIZER_FILES) and is_pickle(path):
+            reasons.append("a pickle, which can run code when it is loaded: remove it")
         errors += [f"{path.name} is {why}" for why in reasons[:1]]
     if errors:
         raise ValueError(f"{folder} cannot be pushed. {'. '.join(errors)}.")
 
 
-def refuse_pickle(path):
-    """Raise ValueError for the pickle of a tokenizer, such as X.model."""
-    with path.open("rb") as file:
-        if file.read(4).startswith(PICKLED):
-            raise ValueError(f"{path} is a pickle, which can run code when it is loaded: remove it.")
+def is_pickle(path):
+    """Return whether a file is a pickle, of any protocol, or a zip file, as PyTorch's are."""
+    content = path.read_bytes()
+    try:
+        return content.startswith(b"PK\x03\x04") or bool(list(pickletools.genops(content)))
+    except ValueError:  # no opcode
+        return False
 
 
 def read_measurement(path, results, documents):
@@ -242,30 +250,6 @@ def read_measurement(path, results, documents):
         documents[path.name] = document
     except ValueError:
         return
-
-
-def weight_files(folder, checkpoint):
-    """Return the safetensors files of a model, with their index."""
-    files = {path.name: path for path in checkpoint.files.values()}
-    index = folder / transformers.utils.SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        absent = sorted(read_json(index)["weight_map"].keys() - checkpoint.files.keys())
-        if absent:
-            raise ValueError(f"{index} lists {absent[0]}, which no file has; save the model again.")
-        files[index.name] = index
-    return files
-
-
-def check_safetensors(path: Path) -> dict[str, int]:
-    """Return the numbers in each tensor of a file.
-
-    Raises:
-        ValueError: there is no such file, or it is damaged.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path.parent} lacks {path.name}; save the model or adapter with save_pretrained.")
-    with open_safetensors(path) as tensors:
-        return {name: math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
 
 
 def auto_map_and_code(folder, config):

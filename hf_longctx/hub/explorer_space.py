@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..fox.checkpoint_files import leads_outside, read_json
 from ..metrics import read_result
-from .bundle import Bundle, check_safetensors, with_contents
+from .bundle import Bundle, with_contents
+from .weights import check_safetensors
 
 
 APP = Path(__file__).with_name("explorer")

@@ -1,7 +1,7 @@
 """Checks of a bundle before it is pushed, beyond those of the Hub: secrets, paths of a machine, and the card.
 
-The Hub validates the YAML of a card. That a licence exists, that a link leads somewhere, that the model-index is that
-of the results, and that no token or path of a machine is published, is checked here.
+The Hub validates the YAML of a card. That a licence exists, that a link leads somewhere, and that the model-index is
+that of the results, is checked here. Secrets and paths are found by what they look like; others stay unnoticed.
 """
 
 import ast
@@ -26,14 +26,28 @@ TASKS = [
     "table-question-answering", "text-classification", "text-generation", "text-ranking", "text2text-generation",
     "token-classification", "translation", "zero-shot-classification",
 ]  # fmt: skip
-# Text, but for vocabularies, which may hold anything.
-TEXTS = re.compile(
-    r"(.*/)?(?!tokenizer\.|vocab|added_tokens|special_tokens_map)"
-    r"(LICENSE[^/]*|[^/]*\.(md|json|jsonl|ya?ml|txt|py|svg|jinja|toml|nix))"
+# Files without text, and vocabularies and code, which may hold any path.
+BINARY = (".png", ".model")
+ANY_PATH = re.compile(r"(.*/)?((tokeniz|vocab|added_tokens|special_tokens_map|chat_template|merges)[^/]*|[^/]*\.py)")
+# What tokens and keys look like. Each part begins at a fixed text, so that no file takes long.
+SECRET = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+    hf_[A-Za-z0-9]{30,} | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{40,} | glpat-[\w-]{20,}
+    | xox[abeoprs]-[\w-]{20,} | AIza[\w-]{35} | A[KS]IA[A-Z0-9]{16} | sk-[\w-]{32,} | pypi-[\w-]{50,}
+    | npm_[A-Za-z0-9]{36} )
+    | (?<![\w-])eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}
+    | -----BEGIN\ (?:[A-Z]+\ ){0,2}PRIVATE\ KEY
+    | ://[^\s/:@]{1,64}:[^\s/@]{1,64}@
+    | (?:KEY|TOKEN|SECRET|PASSWORD|(?i:api_?key|secret|password|(?:access|auth)_?token))
+      ["']?\s{0,3}[=:]\s{0,3}["']?(?=[^\s"']{0,64}\d)[\w/+.-]{16,}""",
+    re.VERBOSE,
 )
-SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[A-Z0-9]{16})\b")
 MACHINE = re.compile(
-    r"(?<![\w.:/-])(/(home|Users|root|mnt|scratch|work|workspace)/|[A-Z]:\\+Users\\|file://)[^\s\"'`)<>,]+"
+    r"""(?<![\w.:/~\\-])(?:
+    /(?:home|Users|root|mnt|scratch|work|workspace|data|tmp|gpfs|lustre|nfs|content|kaggle|var|opt|srv|media)/
+    | ~/(?!\.) | [A-Z]:[\\/]+(?=\w) | \\{2,4}[\w.-]+\\{1,2}(?=\w) | file://
+    )[^\s"'`)<>,]+""",
+    re.VERBOSE,
 )
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -81,12 +95,20 @@ def missing_fields(bundle: Bundle) -> list[str]:
 
 
 def find_secrets(bundle: Bundle) -> Iterator[str]:
-    """Yield errors for tokens, and for paths of a machine, in the text files."""
+    """Yield errors for tokens in all files, and for paths of a machine, as far as they look like those we know."""
     secret = get_token()
-    for path, text in bundle.texts(TEXTS.fullmatch).items():
+    for path in sorted(bundle.files):
+        content = bundle.files[path]
+        if path.endswith(BINARY):
+            continue
+        if path.endswith(".safetensors") and isinstance(content, Path):
+            with content.open("rb") as file:  # metadata and names of tensors
+                text = file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
+        else:
+            text = bundle.read(path).decode(errors="replace")
         if SECRET.search(text) or (secret and secret in text):
             yield f"{path} holds a token or key; remove it, and revoke it if it was ever published"
-        where = None if path.endswith(".py") else MACHINE.search(text)
+        where = None if ANY_PATH.fullmatch(path) else MACHINE.search(text)
         if where:
             yield f"{path} names {where[0]}, a path of one machine; write a name that others can use"
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from mistakes import refused
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper, cli
@@ -268,6 +269,40 @@ def writing_the_card(text, file):
 
 
 TOKEN = "hf_" + "a" * 34
+SECRETS = {
+    **{
+        prefix: prefix + "aB3dE5fG7hI9" * 5
+        for prefix in ("hf_", "sk-", "sk-ant-", "ghp_", "github_pat_", "glpat-", "npm_")
+    },
+    "pypi": "pypi-" + "AgEIcHlwaS5vcmc" * 5,
+    "Slack": "xoxb-" + "123456789012-1234567890123-aBcDeFgH",
+    "Google": "AIza" + "SyA1bC2dE3fG4hI5jK6lM7nO8pQ9rS0tU1v",
+    "SSH": "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "Weights & Biases": "WANDB_API_KEY=" + "0123456789abcdef" * 2,
+    "AWS": "AWS_SECRET_ACCESS_KEY=" + "wJalrXUtnFEMI/K7MDENG/bPxRfiCY",
+    "JWT": ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJzdWIiOiIxMjM0NTY3ODkwIn0", "SflKxwRJSMeKKF2QT4fwpM"]),
+    "URL": "https://alice:" + "hunter2@example.org/x",
+    "behind an underscore": "x_" + TOKEN,
+    "JSON": json.dumps({"api_key": "0123456789abcdef"}),
+}
+PATHS = [
+    *(
+        "/home/alice/x",
+        "/data/x",
+        "/tmp/x",
+        "/gpfs/x",
+        "/lustre/x",
+        "/nfs/x",
+        "/content/drive/x",
+        "/kaggle/x",
+        "/var/x",
+    ),
+    *("~/x", "C:/x/y", r"C:\x", r"\\server\x", json.dumps(r"\\server\x"), "file:///x"),
+]
+HARMLESS = (
+    "HF_TOKEN=$HF_TOKEN ~/.cache https://alice@example.org/data/x s3://data/x and/or/home/x a\\b tokens: 1234567890123456 "
+    "sk-learn hf_longctx --max-new-tokens=64 'eos_token': '<|im_end|>' https://example.org:8000/x@y 12:00/home"
+)
 MISTAKES = [
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
     refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml does not hold settings"),
@@ -281,9 +316,6 @@ MISTAKES = [
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),
     refused("a link out of the repository", adding("\n[code](../../README.md)"), r"links to \.\./\.\./README\.md"),
     refused("code that does not parse", adding("\n```python\nx = (\n```\n"), "Python does not parse"),
-    refused("a token in the card", adding(f"\n`{TOKEN}`"), "README.md holds a token"),
-    refused("a token in the log", adding(json.dumps({"key": TOKEN}), "training_log.jsonl"), "jsonl holds a token"),
-    refused("a path in the card", adding("\n`/home/alice/models`"), "names /home/alice/models, a path of one machine"),
     refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
     refused("results of no benchmark", adding("- value: 1\n", ".eval_results/x.yaml"), "not a list of results"),
 ]
@@ -292,6 +324,33 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_mistakes(mistake, folder, record_property):
     record_property("mistake", mistake.check(folder))
+
+
+@pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
+def test_secrets_of_known_looks_are_refused(secret, folder):
+    with pytest.raises(ValueError, match=r"training\.txt holds a token or key; remove it, and revoke it"):
+        adding(f"python train.py {secret}\n", "training.txt")(folder)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_of_a_machine_are_refused(path, folder):
+    with pytest.raises(ValueError, match=r"training\.txt names .*, a path of one machine"):
+        adding(f"python train.py --data {path}\n", "training.txt")(folder)
+
+
+def test_every_file_is_searched_for_secrets(folder):
+    for file in ("LICENSE.txt", "tokenizer.json", "README.md", "card_notes.md"):
+        with pytest.raises(ValueError, match=f"{file} holds a token"):
+            adding(TOKEN, file)(folder)
+        write(folder / file, HARMLESS)
+        check(build_bundle(folder))
+    write(folder / "LICENSE.env", TOKEN)
+    assert "LICENSE.env" in build_bundle(folder).left_out
+    (folder / "model.safetensors").unlink()
+    model = LlamaForCausalLM(LLAMA)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt", "key": TOKEN})
+    with pytest.raises(ValueError, match=r"model\.safetensors holds a token"):
+        check(build_bundle(folder))
 
 
 def test_the_token_in_use_is_noticed_whatever_it_looks_like(folder, monkeypatch):

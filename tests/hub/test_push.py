@@ -2,14 +2,17 @@
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from demo_model import DEMO
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from mistakes import refused
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -21,6 +24,7 @@ from hf_longctx.hub import Bundle, build_bundle, loading_lines, push
 
 
 ROOT = Path(__file__).resolve().parents[2]
+NORM = "model.norm.weight"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 
 
@@ -185,6 +189,16 @@ def with_index(weight_map):
     return mistake
 
 
+def with_tensors(changed):
+    def mistake(folder, adapter):
+        path = folder / "model.safetensors"
+        tensors = {name: tensor for name, tensor in (load_file(path) | changed).items() if tensor is not None}
+        save_file(tensors, path, metadata={"format": "pt"})
+        build_bundle(folder)
+
+    return mistake
+
+
 def with_other_code_of_a_backbone(folder, adapter):
     HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(folder)
     path = folder / "custom_backbone_hmt.py"
@@ -214,9 +228,13 @@ MISTAKES = [
     refused("a link out", with_link("tokenizer.json", "/etc/hostname"), "tokenizer.json is a link to /etc/hostname"),
     refused("a link to the folder above", with_link("up", ".."), "up is a link to"),
     refused("weights cut off", with_weights(b"{}"), "not a sound"),
+    refused("a tensor is absent", with_tensors({NORM: None}), f"has {NORM}, which the model needs"),
+    refused("a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* \(32,\)"),
+    refused("a tensor of NaN", with_tensors({NORM: torch.full((32,), torch.nan)}), "NaN in model.norm.weight"),
+    refused("a configuration of no sense", with_config(hidden_size=[1]), "transformers cannot read"),
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
-    refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "lists no.weight"),
+    refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "has no.weight, which"),
     refused("index that leads out", with_index({"x": "../../x.safetensors"}), "leads to '../../x.safetensors'"),
     refused("code of another repository", with_config(auto_map={"AutoModel": "bob/code--mod.C"}), "bob/code--mod.C"),
     refused("code on a path", with_config(auto_map={"AutoModel": "../../mod.C"}), "name a class of a file"),
@@ -231,7 +249,10 @@ MISTAKES = [
     ),
     refused("base without a name", of_adapter(base_model_name_or_path=None), "needs None, which is not a name"),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
-    refused("a tokenizer that is a pickle", adding("words.model", b"\x80\x04"), r"words\.model is a pickle"),
+    *(
+        refused(f"a pickle of protocol {i}", adding("words.model", pickle.dumps([i], i)), r"words\.model is a pickle")
+        for i in (0, 4)
+    ),
     refused("no such folder", lambda folder, adapter: build_bundle(folder / "no"), "No such file"),
 ]
 

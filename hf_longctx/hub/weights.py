@@ -1,0 +1,81 @@
+"""Checks of weights: transformers loads what is incomplete or NaN all the same, and draws at random what is absent."""
+
+import math
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from ..fox.checkpoint_files import Checkpoint, open_safetensors, read_json
+
+
+def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class: str) -> None:
+    """Compare names and shapes of tensors with the index, and with the class, if transformers or this package has it.
+
+    Args:
+        config: what config.json holds.
+        auto_class: the name of the class of transformers that loads the model.
+
+    Raises:
+        ValueError: a tensor is absent, has another shape, or holds NaN; transformers cannot read the configuration.
+    """
+    shapes, tied = shapes_of_class(folder, config, auto_class)
+    absent = shapes.keys() - checkpoint.shapes.keys()
+    absent -= {name for pair in tied.items() if not absent.issuperset(pair) for name in pair}
+    # other names beside absent ones may be those of a layout that transformers converts
+    if config.get("model_type") != "fox" and not checkpoint.shapes.keys() <= shapes.keys():
+        absent = set()
+    index = folder / transformers.utils.SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        absent |= read_json(index)["weight_map"].keys() - checkpoint.shapes.keys()
+    if absent:
+        raise ValueError(f"no file of {folder} has {min(absent)}, which the model needs; save the model again.")
+    for name, shape in checkpoint.shapes.items():
+        if shapes.get(name, shape) != shape:
+            raise ValueError(
+                f"{checkpoint.files[name]} has {name} of shape {shape}, and config.json asks for {shapes[name]}; save the "
+                "model again."
+            )
+    for name in checkpoint.dtypes:
+        refuse_nan(checkpoint.files[name], name, checkpoint.read(name, 0, checkpoint.shapes[name][0]))
+
+
+def shapes_of_class(folder, config, auto_class):
+    """Return {name: shape} of the tensors of a model, and the names of those that are tied; empty if not known."""
+    if config.get("model_type") not in transformers.CONFIG_MAPPING or "quantization_config" in config:
+        return {}, {}
+    try:
+        known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, "auto_map": {}})
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"transformers cannot read {folder / 'config.json'} ({reason}).") from error
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, auto_class).from_config(known)
+    except (AttributeError, ValueError):  # there is no such class
+        return {}, {}
+    pointer = not config.get("backbone_in_checkpoint", True)
+    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {k: v for k, v in tensors.items() if not pointer or k.startswith("memory.")}, model.all_tied_weights_keys
+
+
+def refuse_nan(file, name, tensor):
+    if tensor.is_floating_point() and tensor.float().isnan().any():
+        raise ValueError(f"{file} has NaN in {name}: a training that diverged, or a damaged file. Push sound weights.")
+
+
+def check_safetensors(path: Path) -> dict[str, int]:
+    """Return the numbers in each tensor of a file.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, or it holds NaN.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} lacks {path.name}; save the model or adapter with save_pretrained.")
+    sizes = {}
+    with open_safetensors(path) as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (a file, not a dictionary)
+            sizes[name] = math.prod(tensors.get_slice(name).get_shape())
+            refuse_nan(path, name, tensors.get_tensor(name))
+    return sizes
