@@ -12,8 +12,6 @@ Examples:
   hf-longctx card model
 """
 
-from .push import check_reference, check_repo
-
 
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
@@ -24,13 +22,12 @@ def add_arguments(parser):
 def run(args):
     from pathlib import Path
 
-    from ..hub import build_bundle, check, missing_fields, with_card
+    from ..hub import build_bundle, check, check_destination, missing_fields, with_card
 
     if args.tag is not None and args.repo is None:
         raise ValueError("--tag needs --repo.")
     if args.repo is not None:
-        check_repo(args.repo)
-        check_reference("--tag", args.tag)
+        check_destination(args.repo, tag=args.tag)
     given = build_bundle(args.folder)
     bundle = with_card(given, args.repo, args.tag)
     path = Path(args.folder, "README.md")

@@ -12,8 +12,6 @@ Examples:
   hf-longctx push model alice/fox --tag v1
 """
 
-import re
-
 
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
@@ -40,13 +38,15 @@ def add_destination(parser, branch=True):
     else:
         parser.set_defaults(revision=None, tag=None)
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be pushed, and send nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be pushed and removed, and send nothing"
+    )
 
 
 def run(args):
-    from ..hub import build_bundle, loading_lines, pin_base, verify_push, with_card
+    from ..hub import build_bundle, check_destination, loading_lines, pin_base, verify_push, with_card
 
-    check_destination(args)
+    check_destination(args.repo, args.revision, args.tag, args.create_pr)
     bundle = build_bundle(args.folder)
     if not args.dry_run:
         bundle = pin_base(bundle)
@@ -59,44 +59,21 @@ def run(args):
         print(verify_push(args.folder, bundle.hashes(), args.repo, commit.oid, bundle.auto_class))
 
 
-def check_destination(args):
-    """Raise ValueError for names and combinations that the Hub would refuse."""
-    check_repo(args.repo)
-    check_reference("--revision", args.revision)
-    check_reference("--tag", args.tag)
-    if args.tag is not None and args.create_pr:
-        raise ValueError(f"a pull request cannot be tagged; leave --tag {args.tag} out, and tag it when it is merged.")
-
-
-def check_repo(name):
-    """Raise ValueError unless the name is NAMESPACE/NAME."""
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name if name.count("/") == 1 else "")
-    except ValueError as error:
-        raise ValueError(
-            f"{name!r} is not the name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ and ., at "
-            "most 96 of them."
-        ) from error
-
-
-def check_reference(option, name):
-    """Raise ValueError for a name that a branch or tag cannot have."""
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*", name):
-        raise ValueError(
-            f"{option} {name!r} is not a name of a branch or tag; take letters, digits, and . - _ / between them."
-        )
-
-
 def send(bundle, args, repo_type="model"):
-    """List the files, push them, and print where they are; return the commit, or None after a dry run."""
-    from ..hub import check, missing_fields, push
+    """List the files that come and go, push, and print where they are; return the commit, or None after a dry run."""
+    from ..hub import check, missing_fields, push, removed_files
 
     for path, size in bundle.sizes().items():
         print(f"{size:>14,}  {path}")
     if bundle.left_out:
         print(f"left out: {', '.join(bundle.left_out)}")
+    try:
+        for path in removed_files(bundle, args.repo, repo_type=repo_type, revision=args.revision):
+            print(f"removes {path}, which {args.repo} has")
+    except ConnectionError as error:
+        if not args.dry_run:
+            raise
+        print(f"unknown which old files a push removes: {error}")
     for line in missing_fields(bundle):
         print(f"missing: {line}")
     if args.dry_run:

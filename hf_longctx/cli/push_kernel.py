@@ -17,9 +17,9 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..hub import build_kernel
+    from ..hub import build_kernel, check_destination
 
-    push.check_destination(args)
+    check_destination(args.repo, args.revision, args.tag, args.create_pr)
     for branch, bundle in build_kernel(args.repo).items():
         args.revision = branch
         commit = push.send(bundle, args, repo_type="kernel")

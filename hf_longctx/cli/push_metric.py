@@ -17,10 +17,15 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..hub import build_space
+    from ..hub import build_space, check_destination
 
-    push.check_destination(args)
+    check_destination(args.repo, args.revision, args.tag, args.create_pr)
     bundle = build_space(args.name)
+    if not args.repo.endswith(f"/{args.name}"):
+        raise ValueError(
+            f"evaluate.load finds {args.name} in a repository of that name only; push to "
+            f"{args.repo.partition('/')[0]}/{args.name}."
+        )
     commit = push.send(bundle, args, repo_type="space")
     if commit is not None:
         print(f'evaluate.load("{args.repo}", revision="{commit.oid}")')

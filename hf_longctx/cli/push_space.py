@@ -19,7 +19,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    from ..hub import build_explorer
+    from ..hub import build_explorer, check_destination
 
-    push.check_destination(args)
+    check_destination(args.repo, args.revision, args.tag, args.create_pr)
     push.send(build_explorer(args.examples), args, repo_type="space")

@@ -6,7 +6,7 @@ from .explorer_space import build_explorer
 from .kernel_repository import build_kernel
 from .lint import check, missing_fields
 from .metric_space import build_space
-from .push import pin_base, push
+from .push import check_destination, pin_base, push, removed_files
 from .verify import verify_push
 
 
@@ -17,10 +17,12 @@ __all__ = [
     "build_kernel",
     "build_space",
     "check",
+    "check_destination",
     "loading_lines",
     "missing_fields",
     "pin_base",
     "push",
+    "removed_files",
     "verify_push",
     "with_card",
 ]

@@ -2,53 +2,116 @@
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
     HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
 from .bundle import Bundle, with_contents
 from .lint import check
 
 
-# Files that are removed from a repository where the bundle lacks them, by the type of the repository. An adapter that
-# stays beside a model would be loaded in its place.
+# Files that are removed from a repository where the bundle lacks them, by the type of the repository.
 REPLACED = {
-    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_(config\.json|model\.\w+)"),
+    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+"),
     "kernel": re.compile(r"(build|torch-ext)/.*"),
 }
+# Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
+REFERENCE = re.compile(r"(?!refs/|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
 
 @contextmanager
-def named_errors():
+def named_errors(left: str = "") -> Iterator[None]:
     """Turn errors on the way to the Hub into built-in ones that say what to do.
 
+    Args:
+        left: what the Hub keeps if this step fails, in a sentence; the message ends with it.
+
     Raises:
-        ValueError: HF_HUB_OFFLINE is set.
         PermissionError: the token is not known, or may not do this.
-        ConnectionError: the Hub cannot be reached.
+        ConnectionError: the Hub cannot be reached, HF_HUB_OFFLINE is set, or something else answers in its place.
+        HfHubHTTPError: the Hub refuses.
     """
+    left = f" {left}" if left else ""
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise ValueError("HF_HUB_OFFLINE is set, and a push needs the Hub; unset it.") from error
+        raise ConnectionError(f"HF_HUB_OFFLINE is set, and this needs the Hub; unset it.{left}") from error
+    except UnicodeEncodeError as error:
+        raise PermissionError(f"The token has characters that no token has; see `hf auth whoami`.{left}") from error
     except HfHubHTTPError as error:
-        if error.response.status_code in (401, 403):
-            raise PermissionError(f"The token is unknown or may not do this; see `hf auth whoami`. {error}") from error
+        status = error.response.status_code
+        if status in (401, 403):
+            raise PermissionError(
+                f"The token is unknown or may not do this; see `hf auth whoami`. {error}{left}"
+            ) from error
+        error.append_to_message(" The branch has changed meanwhile; push again." * (status == 412) + left)
         raise
     except HTTPError as error:  # of the connection
-        raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error}).") from error
+        raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error}).{left}") from error
+    except (json.JSONDecodeError, KeyError) as error:  # of huggingface_hub, which reads the answer
+        raise ConnectionError(f"{constants.ENDPOINT} does not answer as the Hub does ({error!r}).{left}") from error
+
+
+def check_destination(repo: str, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
+    """Raise ValueError for names and combinations that the Hub would refuse, or confuse."""
+    try:
+        validate_repo_id(repo if repo.count("/") == 1 else "")
+    except ValueError as error:
+        raise ValueError(
+            f"{repo!r} is not the name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ and ., at "
+            "most 96 of them."
+        ) from error
+    for name in (revision, tag):
+        if name is not None and not REFERENCE.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a name of a branch or tag; take letters, digits, and . - _ / between them, and not what looks "
+                "like a commit."
+            )
+    if tag is not None and tag in (revision, "main"):
+        raise ValueError(f"the tag {tag} would have the name of a branch, which moves; give another name, such as v1.")
+    if tag is not None and create_pr:
+        raise ValueError(f"a pull request cannot be tagged; leave the tag {tag} out, and tag it when it is merged.")
 
 
 @named_errors()
+def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revision: str | None = None) -> list[str]:
+    """List the files of a repository that a push of the bundle removes.
+
+    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards,
+    and old files of a kernel.
+
+    Raises:
+        ValueError: it holds a model, which an adapter would hide, or an adapter, which would hide a model. Others:
+            `named_errors`.
+    """
+    try:
+        present = set(HfApi().list_repo_files(repo, repo_type=repo_type, revision=revision))
+    except RevisionNotFoundError:  # a new branch begins with the files of main
+        return removed_files(bundle, repo, repo_type=repo_type)
+    except RepositoryNotFoundError:
+        return []
+    own, other = ("adapter", "model") if bundle.is_adapter else ("model", "adapter")
+    if repo_type == "model" and ("config.json" if bundle.is_adapter else "adapter_config.json") in present:
+        raise ValueError(
+            f"{repo} holds a{'n' * (other == 'adapter')} {other}; beside each other, transformers would load the base of the "
+            f"adapter, and not the model. Push the {own} to another name."
+        )
+    pattern = REPLACED.get(repo_type)
+    return sorted(path for path in present - bundle.files.keys() if pattern and pattern.fullmatch(path))
+
+
 def push(
     bundle: Bundle,
     repo: str,
@@ -61,9 +124,7 @@ def push(
 ) -> CommitInfo:
     """Push a bundle in one commit; where nothing has changed, no commit is made.
 
-    The repository and the branch are created if they do not exist. Old weights that the bundle lacks are removed from
-    the repository, because transformers prefers an old `model.safetensors` to new shards, and an old adapter on its
-    own base to both. Old files of a kernel are removed, too.
+    The repository and the branch are created if they do not exist. `removed_files` are removed in the same commit.
 
     The token is that of `hf auth login` or of the environment variable HF_TOKEN.
 
@@ -73,51 +134,53 @@ def push(
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
-        tag: a name for the commit, which the repository must not have yet.
+        tag: a name for the commit, which no tag or branch has yet.
 
     Raises:
-        ValueError: the bundle must not be pushed (`lint.check`), a token is missing, `repo` is not a name, the
-            repository is public although `private`, it holds a model that an adapter would hide, or it has the tag.
+        ValueError: the bundle must not be pushed (`lint.check`), a token is missing, a name does not hold
+            (`check_destination`), the repository is public although `private`, a tag or branch has the name already,
+            or the files do not fit (`removed_files`).
         HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile. Others:
             `named_errors`.
     """
     check(bundle)
-    if tag is not None and create_pr:
-        raise ValueError(f"a pull request cannot be tagged; leave tag={tag!r} out, and tag it when it is merged.")
+    check_destination(repo, revision, tag, create_pr)
     if get_token() is None:
         raise ValueError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
     api = HfApi(library_name="hf_longctx", library_version=__version__)
-    sdk = "gradio" if repo_type == "space" else None
-    api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None, exist_ok=True)
-    if private and not api.repo_info(repo, repo_type=repo_type).private:
-        raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
-    if tag is not None and tag in {ref.name for ref in api.list_repo_refs(repo, repo_type=repo_type).tags}:
-        raise ValueError(f"{repo} has a tag {tag} already, and those who pinned it rely on it; give another name.")
-    if revision is not None:
-        api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
-    head = api.repo_info(repo, repo_type=repo_type, revision=revision)
-    present = set(api.list_repo_files(repo, repo_type=repo_type, revision=head.sha))
-    if bundle.is_adapter and "config.json" in present:
-        raise ValueError(
-            f"{repo} holds a model, which an adapter beside it would hide: transformers would load the adapter's base. Push "
-            "the adapter to another name."
-        )
-    operations = []
-    if repo_type in REPLACED:
-        old = sorted(path for path in present - bundle.files.keys() if REPLACED[repo_type].fullmatch(path))
+    with named_errors():
+        is_new = not api.repo_exists(repo, repo_type=repo_type)
+        if is_new:
+            sdk = "gradio" if repo_type == "space" else None
+            api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None)
+    with named_errors(f"{repo} was created, and stays without these files." if is_new else ""):
+        if private and not api.repo_info(repo, repo_type=repo_type).private:
+            raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
+        if revision is not None or tag is not None:
+            refs = api.list_repo_refs(repo, repo_type=repo_type)
+            tags, branches = ({ref.name for ref in names} for names in (refs.tags, refs.branches))
+            if tag in tags | branches:
+                raise ValueError(f"{repo} has a tag or branch {tag}, on which others rely; give another name.")
+            if revision in tags:
+                raise ValueError(f"{repo} has a tag {revision}, which a branch would hide; give another name.")
+        if revision is not None:
+            api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
+        head = api.repo_info(repo, repo_type=repo_type, revision=revision)
+        old = removed_files(bundle, repo, repo_type=repo_type, revision=head.sha)
         operations = [CommitOperationDelete(path) for path in old]
-    operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
-    commit = api.create_commit(
-        repo,
-        operations,
-        repo_type=repo_type,
-        commit_message=f"Push with hf-longctx {__version__}",
-        revision=revision,
-        parent_commit=head.sha,
-        create_pr=create_pr,
-    )
+        operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
+        commit = api.create_commit(
+            repo,
+            operations,
+            repo_type=repo_type,
+            commit_message=f"Push with hf-longctx {__version__}",
+            revision=revision,
+            parent_commit=head.sha,
+            create_pr=create_pr,
+        )
     if tag is not None:
-        api.create_tag(repo, repo_type=repo_type, tag=tag, revision=commit.oid)
+        with named_errors(f"{repo} has the files, in commit {commit.oid}; only the tag is missing."):
+            api.create_tag(repo, repo_type=repo_type, tag=tag, revision=commit.oid)
     return commit
 
 
@@ -126,13 +189,16 @@ def pin_base(bundle: Bundle) -> Bundle:
     """Return the bundle with the commit that the base of an adapter, or the backbone of an HMT, has on the Hub now.
 
     Raises:
-        ValueError: the Hub has no such repository or revision. Others: `named_errors`.
+        ValueError: the Hub has no such repository or revision.
+        PermissionError: it is gated, and the token may not read it. Others: `named_errors`.
     """
     if bundle.base is None:
         return bundle
     name, revision = bundle.base
     try:
         base = HfApi().model_info(name, revision=revision)
+    except GatedRepoError as error:
+        raise PermissionError(f"the base {name} is gated; ask for access on its page, with this token.") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(f"the base {name} (revision {revision}) is not on the Hub; push it first.") from error
     path, field = ("adapter_config.json", "revision") if bundle.is_adapter else ("config.json", "backbone_revision")

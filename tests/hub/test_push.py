@@ -5,12 +5,13 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from demo_model import DEMO
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from mistakes import refused
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +21,8 @@ import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
 from hf_longctx.hmt import custom_backbone_hmt
-from hf_longctx.hub import Bundle, build_bundle, loading_lines, push
+from hf_longctx.hub import Bundle, build_bundle, check_destination, loading_lines, pin_base, push
+from hf_longctx.hub.push import named_errors
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,22 +271,52 @@ def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
         push(build_bundle(folder), "alice/fox")
 
 
+def response(status):
+    return SimpleNamespace(status_code=status, headers={}, request=None)
+
+
 @pytest.mark.parametrize(
     "error, raised, words",
     [
         (HTTPError("[Errno 111] Connection refused"), ConnectionError, r"https?://.* cannot be reached .*Errno 111"),
-        (OfflineModeIsEnabled(), ValueError, "HF_HUB_OFFLINE is set"),
+        (OfflineModeIsEnabled(), ConnectionError, "HF_HUB_OFFLINE is set"),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), ConnectionError, "does not answer as the Hub does"),
+        (KeyError("commitUrl"), ConnectionError, "does not answer as the Hub does .*commitUrl"),
+        (UnicodeEncodeError("ascii", "\xe4", 0, 1, "no"), PermissionError, "has characters that no token has"),
+        (HfHubHTTPError("no", response=response(403)), PermissionError, "may not do this"),
+        (HfHubHTTPError("no", response=response(412)), HfHubHTTPError, "The branch has changed"),
     ],
-    ids=["no network", "offline"],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_without_the_hub_the_reason_is_said(error, raised, words, monkeypatch):
-    def fail(*args, **options):
+def test_errors_of_the_hub_say_why_and_what_it_keeps(error, raised, words):
+    with pytest.raises(raised, match=f"{words}.* The rest stays."), named_errors("The rest stays."):
         raise error
 
-    monkeypatch.setenv("HF_TOKEN", "hf_of_alice")
-    monkeypatch.setattr(HfApi, "create_repo", fail)
-    with pytest.raises(raised, match=words):
-        push(Bundle({}, (), {}), "alice/fox")
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("alice/fox/v1",), "not the name of a repository"),
+        (("alice/fox", 40 * "a"), "looks like a commit"),
+        (("alice/fox", "refs/pr/1"), "not a name of a branch or tag"),
+        (("alice/fox", None, 40 * "0"), "looks like a commit"),
+        (("alice/fox", None, "main"), "the tag main would have the name of a branch"),
+        (("alice/fox", "v1", "v1"), "the tag v1 would have the name of a branch"),
+        (("alice/fox", None, "v1", True), "a pull request cannot be tagged"),
+    ],
+)
+def test_names_that_confuse_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        check_destination(*arguments)
+
+
+def test_a_gated_base_is_there(monkeypatch, adapter):
+    def gated(*arguments, **options):
+        raise GatedRepoError("gated", response=response(403))
+
+    monkeypatch.setattr(HfApi, "model_info", gated)
+    with pytest.raises(PermissionError, match="the base alice/fox is gated"):
+        pin_base(build_bundle(adapter))
 
 
 @pytest.mark.slow

@@ -36,6 +36,12 @@ def test_a_dry_run_needs_no_hub(capsys):
     assert "loss_result.py" in capsys.readouterr().out
 
 
+def test_a_line_that_would_not_load_is_not_printed(capsys):
+    """evaluate looks for the script NAME.py in a repository called NAME."""
+    assert cli.main(["push-metric", "position_loss", "alice/my-loss", "--dry-run"]) == 2
+    assert "push to alice/position_loss" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_spaces(run_client, publish, bare_python):
     pytest.importorskip("evaluate")

@@ -63,8 +63,19 @@ def check_a_killed_push_leaves_nothing_and_can_be_repeated():
 
 def check_a_dry_run_sends_nothing():
     text = push(DEMO, "alice/fox", "--dry-run")
-    assert "model.safetensors" in text and "training_log.jsonl" in text
+    assert "model.safetensors" in text and "training_log.jsonl" in text and "removes" not in text
     assert not api.repo_exists("alice/fox")
+
+
+def check_a_push_that_fails_says_what_the_hub_keeps():
+    turn(fail="/commit/")
+    assert "alice/failed was created, and stays without these files" in push(DEMO, "alice/failed", code=1)
+    turn(fail="/tag/")
+    text = push(DEMO, "alice/failed", "--tag", "v1", code=1)
+    turn()
+    sha = api.repo_info("alice/failed").sha
+    assert f"alice/failed has the files, in commit {sha}; only the tag is missing" in text
+    assert "was created" not in text and push(DEMO, "alice/failed", "--tag", "v1")
 
 
 def check_a_push_is_one_commit_that_loads_without_the_package():
@@ -116,7 +127,11 @@ def check_private():
 def check_old_weights_do_not_stay_beside_new_ones():
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     model.save_pretrained("shards", max_shard_size="1MB")
-    push("shards", "alice/fox-private")
+    line, head = "removes model.safetensors, which alice/fox-private has", api.repo_info("alice/fox-private").sha
+    for revision in ([], ["--revision", "new"]):
+        assert line in push("shards", "alice/fox-private", "--dry-run", *revision)
+    assert api.repo_info("alice/fox-private").sha == head
+    assert line in push("shards", "alice/fox-private")
     files = api.list_repo_files("alice/fox-private")
     assert "model.safetensors" not in files and "model.safetensors.index.json" in files
     push(DEMO, "alice/fox-private")
@@ -138,9 +153,10 @@ def check_an_adapter_pins_its_base_and_never_hides_a_model():
     assert config["revision"] == api.repo_info("alice/fox").sha
     card = Path(hf_hub_download("alice/adapter", "README.md")).read_text()
     assert f"alice/fox at {config['revision']}" in card and "More Information Needed" not in card
-    assert "alice/fox holds a model, which an adapter beside it would hide" in push("adapter", "alice/fox", code=2)
-    push(DEMO, "alice/adapter")
-    assert "adapter_config.json" not in api.list_repo_files("alice/adapter")
+    for words in ([], ["--dry-run"]):
+        assert "alice/fox holds a model; beside" in push("adapter", "alice/fox", *words, code=2)
+        assert "alice/adapter holds an adapter; beside" in push(DEMO, "alice/adapter", *words, code=2)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(api.list_repo_files("alice/adapter"))
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/no-such"}')
     assert "the base alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
 
@@ -152,8 +168,15 @@ def check_a_tag_is_what_the_card_pins():
     card = ModelCard.load("alice/tagged")
     lines = 'AutoModelForCausalLM.from_pretrained("alice/tagged", revision="v1", trust_remote_code=True)'
     assert lines in card.text and {entry.source_name for entry in card.data.eval_results} == {"the results, as JSON"}
-    assert "has a tag v1 already" in push(DEMO, "alice/tagged", "--tag", "v1", code=2)
-    assert "a pull request cannot be tagged" in push(DEMO, "alice/tagged", "--tag", "v2", "--create-pr", code=2)
+    push(DEMO, "alice/tagged", "--revision", "dev")
+    for option, name, says in (
+        ("--tag", "v1", "has a tag or branch v1"),
+        ("--tag", "dev", "has a tag or branch dev"),
+        ("--revision", "v1", "has a tag v1, which a branch would hide"),
+    ):
+        assert says in push(DEMO, "alice/tagged", option, name, code=2)
+    refs = api.list_repo_refs("alice/tagged")
+    assert [ref.name for ref in (*refs.branches, *refs.tags)] == ["main", "dev", "v1"]
 
 
 def check_the_configuration_of_an_hmt_goes_with_its_code():

@@ -39,6 +39,7 @@ class Knobs:
     xet: bool = True  # without it, files are offered by plain HTTP only
     slow: float = 0.0  # seconds to wait before each 64 KiB of a blob
     cut: int | None = None  # the next download of a blob ends after so many bytes
+    fail: str | None = None  # addresses with this part are answered with 500
     loop: str | None = None  # the files of this repository redirect to themselves
 
 
@@ -156,6 +157,8 @@ def application(hub):
         path, problem = request.scope["raw_path"].decode().partition("?")[0], None
         response = Response(status_code=404)
         try:
+            if hub.knobs.fail and hub.knobs.fail in path:
+                raise Refusal(500, "this failure is asked for")
             for pattern, methods, function in ENDPOINTS:
                 if (match := pattern.fullmatch(path)) and request.method in methods:
                     response = await function(hub, request, **match.groupdict())
