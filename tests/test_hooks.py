@@ -72,17 +72,6 @@ HOOKS = [
     ),
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
     ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),
-    ("MODELS_CONFIG_MAP", "vllm.model_executor.models.config", "MODELS_CONFIG_MAP", "checks of a served FoX"),
-    (
-        "MODEL_ARCH_CONFIG_CONVERTORS",
-        "vllm.transformers_utils.model_arch_config_convertor",
-        "MODEL_ARCH_CONFIG_CONVERTORS",
-        "sizes of a served FoX",
-    ),
-    ("_encode_layer_name", "vllm.utils.torch_utils", "def _encode_layer_name", "the state of a served FoX"),
-    ("_resolve_layer_name", "vllm.utils.torch_utils", "def _resolve_layer_name", "the state of a served FoX"),
-    ("static_forward_context", "vllm.config:CompilationConfig", "static_forward_context", "the state of a served FoX"),
-    ("splitting_ops", "vllm.config:CompilationConfig", "splitting_ops", "no CUDA graph captures the state"),
 ]
 
 

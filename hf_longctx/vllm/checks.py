@@ -1,13 +1,14 @@
 """Refusals of FoX options in the main process, because errors of vLLM's workers do not reach the user."""
 
-from vllm.model_executor.models.config import VerifyAndUpdateConfig
+import logging
+from typing import Any
 
+from .compat import READ, TESTED, VerifyAndUpdateConfig, check_release
 from .sums import TOKENS_PER_STATE
 
 
 EXACT = ("auto", "bfloat16", "float16", "float32")  # dtypes of a cache that hold the parts of the running sum
-# The classes in which vLLM runs a model of transformers.
-BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersEmbeddingModel", "TransformersForSequenceClassification")
+logger = logging.getLogger("vllm.hf_longctx")
 
 
 def check_cache_dtype(dtype: str) -> None:
@@ -28,6 +29,11 @@ class FoxChecks(VerifyAndUpdateConfig):
         """Raise ValueError for options of vLLM that this plugin lacks."""
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
         cache = vllm_config.cache_config
+        if check_release() == READ:
+            logger.warning(
+                "hf-longctx was tested with vLLM %s, and has not run with %s: compare some replies with transformers.",
+                *(TESTED, READ),
+            )
         check_cache_dtype(cache.cache_dtype)
         if cache.kv_offloading_size is not None or vllm_config.kv_transfer_config is not None:
             raise ValueError(
@@ -50,16 +56,37 @@ class FoxChecks(VerifyAndUpdateConfig):
                 f"hidden_act is {config.hidden_act!r}; vLLM's MLP of a Llama, which a FoX shares, knows 'silu' only. "
                 "Serve this model with: hf-longctx serve FOLDER."
             )
+        check_rope(config, vllm_config.model_config.max_model_len)
 
 
-class NotByTransformers(VerifyAndUpdateConfig):
-    """The refusal of a FoX in the classes that run models of transformers."""
+def check_rope(config, length: int) -> None:
+    """Raise ValueError for contexts in which frequencies depend on the length of a text, which in vLLM they do not."""
+    rope = config.rope_parameters or {}
+    limits = {
+        "dynamic": config.max_position_embeddings,
+        "longrope": rope.get("original_max_position_embeddings", config.max_position_embeddings),
+    }
+    limit = limits.get(rope.get("rope_type"), length)
+    if length > limit:
+        raise ValueError(
+            f"max_model_len is {length}, beyond the {limit} positions of a FoX with {rope['rope_type']!r} RoPE; from there on "
+            "its frequencies depend on the length of a text, and in vLLM they are those of the engine. Give "
+            f"--max-model-len {limit}, or serve it with: hf-longctx serve FOLDER."
+        )
 
-    @staticmethod
-    def verify_and_update_model_config(model_config):
-        """Raise ValueError where vLLM would run the FoX of transformers, whose gate its attention leaves out."""
-        if model_config.hf_config.model_type == "fox":
-            raise ValueError(
-                "--model-impl transformers cannot run a FoX, because vLLM's attention would leave out the forget gate. Leave "
-                "--model-impl out: hf_longctx.vllm has the architecture FoxForCausalLM, for causal language models."
-            )
+
+def not_by_transformers(checks: Any = None) -> Any:
+    """Return a class of vLLM's `checks` for an architecture that runs models of transformers, which refuses a FoX."""
+
+    class NotByTransformers(checks or VerifyAndUpdateConfig):
+        @classmethod
+        def verify_and_update_model_config(cls, model_config):
+            """Raise ValueError where vLLM would run the FoX of transformers, whose gate its attention leaves out."""
+            if model_config.hf_config.model_type == "fox":
+                raise ValueError(
+                    "--model-impl transformers cannot run a FoX, because vLLM's attention would leave out the forget gate. "
+                    "Leave --model-impl out: hf_longctx.vllm has the architecture FoxForCausalLM, for causal language models."
+                )
+            super().verify_and_update_model_config(model_config)
+
+    return NotByTransformers

@@ -8,19 +8,23 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.config import get_current_vllm_config
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.utils.torch_utils import (
+
+from .compat import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayerBase,
+    AttentionMetadataBuilder,
+    FullAttentionSpec,
     LayerNameType,
+    MultipleOf,
+    SlidingWindowSpec,
     _encode_layer_name,
     _resolve_layer_name,
     direct_register_custom_op,
+    eager_break_during_capture,
+    get_current_vllm_config,
+    get_forward_context,
 )
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
 from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 
@@ -56,7 +60,7 @@ class FoxState(nn.Module, AttentionLayerBase):
     def forward(self, log_f: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return c of every token and `tokens` of the token before it; see `sums.carry`."""
         c, before = torch.empty_like(log_f), torch.empty_like(tokens)
-        torch.ops.vllm.fox_carry(log_f, tokens, c, before, _encode_layer_name(self.prefix))
+        torch.ops.hf_longctx.fox_carry(log_f, tokens, c, before, _encode_layer_name(self.prefix))
         return c, before
 
     def get_kv_cache_spec(self, vllm_config):
@@ -147,5 +151,7 @@ def fox_carry_fake(
 
 # An op, because compiled code cannot read the forward context. Its results are tensors that it is given: pieces of a
 # CUDA graph read their inputs at fixed addresses.
-CARRY = "vllm::fox_carry"
-direct_register_custom_op("fox_carry", fox_carry, mutates_args=["c", "before"], fake_impl=fox_carry_fake)
+CARRY = "hf_longctx::fox_carry"
+NAMESPACE = torch.library.Library("hf_longctx", "FRAGMENT")  # the operator lives as long as this
+options = dict(mutates_args=["c", "before"], fake_impl=fox_carry_fake, target_lib=NAMESPACE)
+direct_register_custom_op("fox_carry", fox_carry, **options)

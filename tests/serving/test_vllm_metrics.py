@@ -21,7 +21,7 @@ def test_an_offline_engine_gives_the_counts_of_the_model():
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     options = dict(lengths=[8, 64, 200], repeats=3, data_type="random")
     text = torch.randint(3, 1000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    with engine(DEMO) as llm:
+    with engine(DEMO, max_model_len=512) as llm:
         curve = forgetting_curve(OfflineModel(llm), None, **options)
         loss = position_loss(OfflineModel(llm), text, context_length=256)
     assert curve.points == forgetting_curve(model, None, **options).points

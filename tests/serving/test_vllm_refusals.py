@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from served_fox import SIZES, save_fox, vllm
@@ -39,6 +40,22 @@ def test_refused_with_the_way_out(folder, options, message):
         configured(folder, **options)
 
 
+def test_checks_of_vllm_for_models_of_transformers_stay():
+    from hf_longctx.vllm.checks import not_by_transformers
+    from hf_longctx.vllm.compat import VerifyAndUpdateConfig
+
+    class Theirs(VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_model_config(model_config):
+            raise RuntimeError("theirs")
+
+    llama, fox = (SimpleNamespace(hf_config=SimpleNamespace(model_type=name)) for name in ("llama", "fox"))
+    not_by_transformers().verify_and_update_model_config(llama)
+    for config, expected in ((llama, "theirs"), (fox, "forget gate")):
+        with pytest.raises((RuntimeError, ValueError), match=expected):
+            not_by_transformers(Theirs).verify_and_update_model_config(config)
+
+
 def test_ranks_that_do_not_fit_the_key_heads_are_refused(tmp_path):
     save_fox("one gate per key head", tmp_path)
     with pytest.raises(ValueError, match="tensor_parallel_size is 3; it must divide the 2 key heads"):
@@ -64,6 +81,25 @@ def test_another_activation_is_refused(tmp_path):
     FoxForCausalLM(FoxConfig(**SIZES, hidden_act="gelu")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*hf-longctx serve"):
         configured(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_type="dynamic", factor=4.0),
+        dict(rope_type="longrope", factor=4.0, short_factor=[1.0] * 16, long_factor=[2.0] * 16),
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_frequencies_that_depend_on_the_length_are_refused(tmp_path, rope):
+    rope |= dict(rope_theta=1e4, original_max_position_embeddings=256)
+    limit = 256 if rope["rope_type"] == "dynamic" else 1024
+    FoxForCausalLM(FoxConfig(**SIZES | dict(max_position_embeddings=limit), rope_parameters=rope)).save_pretrained(
+        tmp_path
+    )
+    configured(tmp_path, max_model_len=256)
+    with pytest.raises(ValueError, match=r"max_model_len is 512, beyond the 256 positions .* --max-model-len 256"):
+        configured(tmp_path, max_model_len=512)
 
 
 def test_without_rope_any_length_can_be_served(folder, tmp_path, monkeypatch):
