@@ -57,7 +57,8 @@ def forgetting_attention(
             device; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
             The decay is resolved to 6e-8 * |c| in the exponent, and a closed gate adds 120 to |c|; in fp16, |c| must
             stay below 64 * scale * 65504.
-            "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk.
+            "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk. It has second and
+            forward-mode derivatives, as "folded" has under `sdpa_kernel(SDPBackend.MATH)` of torch.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.

@@ -367,8 +367,8 @@ def _refuse_tangents(*tensors: torch.Tensor) -> None:
     """Raise in forward-mode differentiation, where the operators below would silently give tangents of 0."""
     if any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "The Triton kernels have no forward-mode derivative (torch.func.jvp, jacfwd). Use another backend, such as "
-            "'folded' or attn_implementation='sdpa', or reverse mode: torch.func.vjp."
+            "The Triton kernels have no forward-mode derivative (torch.func.jvp, jacfwd). Use backend='reference' or "
+            "attn_implementation='eager', or reverse mode: torch.autograd.grad."
         )
 
 
