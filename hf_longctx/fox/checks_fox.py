@@ -82,6 +82,8 @@ def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
             f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
             f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
         )
+    if position_ids.is_floating_point():
+        raise ValueError(f"position_ids is {position_ids.dtype}; positions are integers: position_ids.long().")
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if alone and processes > 1 and (position_ids[:, 0] > 0).any():
         raise ValueError(
@@ -105,6 +107,17 @@ def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> N
                 f"attention_mask holds {others[0].item()}; it must hold 1 for a token and 0 for padding. Convert a mask "
                 "that is added to logits: (mask == 0).long()."
             )
+
+
+def check_borders(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
+    """Raise ValueError if position ids (1 or B, T) start again where the borders, (B, T), have no document start."""
+    restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)) & ~starts
+    if restarts.any():
+        row, t = restarts.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids start again at token {t} of row {row}, where cu_seq_lens_q or seq_idx has no border. Leave one of "
+            "them out, or make them agree."
+        )
 
 
 def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:

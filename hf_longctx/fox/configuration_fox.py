@@ -4,6 +4,7 @@ import difflib
 import math
 from typing import NamedTuple
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
@@ -16,7 +17,7 @@ OUTPUT_GATES = ("sigmoid", "silu")
 # Settings of other models of transformers that a FoX cannot have.
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
 # Names that the base class takes beside its fields and properties.
-BASE_NAMES = {"attn_implementation", "rope_theta", "partial_rotary_factor", "auto_map", "quantization_config", *FIXED}
+BASE_NAMES = {"attn_implementation", "rope_theta", "auto_map", "quantization_config", *FIXED}
 LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 
 
@@ -154,7 +155,7 @@ class FoxConfig(PreTrainedConfig):
         self._check_names(kwargs)
         self._check_sizes()
         self._check_values(kwargs)
-        self._check_heads()
+        self.check_heads()
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
@@ -163,6 +164,8 @@ class FoxConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if without_rope:
             self.rope_parameters = None  # the base class fills in a default
+        if isinstance(self.dtype, torch.dtype) and not self.dtype.is_floating_point:
+            raise ValueError(f"dtype={self.dtype}; it must be a floating one, such as bfloat16.")
 
     @property
     def sizes(self) -> FoxSizes:
@@ -234,8 +237,22 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(
                 f"rope_type={rope_type!r} is unknown; it must be one of {('default', *ROPE_INIT_FUNCTIONS)}."
             )
-        if not (isinstance(theta, int | float) and 0 < theta < math.inf):
-            raise ValueError(f"rope_theta={theta!r}; it must be a positive number such as 500000.0.")
+        for name, value in {"rope_theta": theta, "factor": self.rope_parameters.get("factor", 1.0)}.items():
+            if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name}={value!r}; it must be a positive number such as 500000.0.")
+        if (share := self.rope_parameters.get("partial_rotary_factor", 1.0)) != 1:
+            raise ValueError(
+                f"partial_rotary_factor={share}; a FoX rotates the whole head, as a Llama of transformers does, while vLLM "
+                "would rotate a part. Leave it out."
+            )
+        for name in ("short_factor", "long_factor"):
+            factors = self.rope_parameters.get(name)
+            if rope_type == "longrope" and not (
+                isinstance(factors, list | tuple) and 2 * len(factors) == self.head_dim
+            ):
+                raise ValueError(
+                    f"{name}={factors}; it must be a list of head_dim / 2 numbers, one for each frequency."
+                )
 
     def _check_names(self, kwargs):
         """Raise ValueError for names that are not fields, unless they come from a saved configuration."""
@@ -253,7 +270,7 @@ class FoxConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={got}; a FoX is a causal decoder, so it can only be {value}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation of transformers, such as 'silu'.")
-        if not 0 <= self.initializer_range < math.inf:
+        if not 0 <= self.initializer_range <= 100:
             raise ValueError(f"initializer_range={self.initializer_range}; it is a standard deviation, such as 0.02.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
@@ -264,15 +281,16 @@ class FoxConfig(PreTrainedConfig):
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size}; it must be at least 1.")
+            if size is not None and not 1 <= size < 2**31:
+                raise ValueError(f"{name}={size}; it must be at least 1 and below 2**31.")
         for name in ("rms_norm_eps", "qk_norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be a small positive number such as 1e-6.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"attention_dropout={self.attention_dropout}; it must be at least 0 and below 1.")
 
-    def _check_heads(self):
+    def check_heads(self) -> None:
+        """Raise ValueError if heads and their sizes do not fit; fill in those that were left out."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -287,8 +305,10 @@ class FoxConfig(PreTrainedConfig):
                     f"{self.num_attention_heads}, so the head size is not an integer. Change one, or give head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.sliding_window is not None and self.sliding_window < 2:
-            raise ValueError(f"sliding_window={self.sliding_window}; it must be None or at least 2 tokens.")
+        if self.sliding_window is not None and not 2 <= self.sliding_window < 2**31:
+            raise ValueError(
+                f"sliding_window={self.sliding_window}; it must be None, or from 2 tokens to below 2**31."
+            )
         if self.rope_parameters is not None and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of dimensions.")
 

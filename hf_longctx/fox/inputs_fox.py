@@ -15,7 +15,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .backend_fox import GATED, NAME
 from .call_fox import Call, Shard
-from .checks_fox import check_call, check_restarts
+from .checks_fox import check_borders, check_call, check_restarts
 from .masks_fox import read_tree_mask
 
 
@@ -177,6 +177,8 @@ def find_sequences(
             starts = starts & token_mask & (position_ids == first)
         elif not compiling and starts[:, 1:].any():
             check_restarts(position_ids, starts)
+    if not compiling and position_ids is not None and (cu_seq_lens_q, seq_idx) != (None, None):
+        check_borders(position_ids.to(device), starts)
     if not compiling and not starts[:, 1:].any():
         return None
     index = torch.arange(length, device=device)

@@ -303,6 +303,7 @@ class FoxModel(FoxPreTrainedModel):
     """The decoder without a head: token ids or embeddings in, final hidden states out."""
 
     def __init__(self, config: FoxConfig):
+        config.check_heads()  # a field may have been set since
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -398,7 +399,7 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
         ValueError: the number is negative, which would leave out the first positions.
     """
     if isinstance(logits_to_keep, int):
-        if logits_to_keep < 0:
+        if logits_to_keep < 0 or isinstance(logits_to_keep, bool):
             raise ValueError(f"logits_to_keep={logits_to_keep}; it must be how many of the last positions, 0 for all.")
         return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.ndim != 2:
@@ -482,11 +483,12 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         )
         assert outputs.last_hidden_state is not None
         hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        if labels is not None and labels.shape != hidden_states.shape[:-1]:
-            raise ValueError(
-                f"labels is {tuple(labels.shape)}; it must be {tuple(hidden_states.shape[:-1])}: the token ids themselves, "
-                "which are shifted here, with -100 where no loss is wanted."
-            )
+        for name, given in {"labels": labels, "shift_labels": kwargs.get("shift_labels")}.items():
+            if given is not None and given.shape != hidden_states.shape[:-1]:
+                raise ValueError(
+                    f"{name} is {tuple(given.shape)}; it must be {tuple(hidden_states.shape[:-1])}: the token ids, which "
+                    "are shifted here if they are `labels`, with -100 where no loss is wanted."
+                )
         loss = logits = None
         scored = labels is not None or kwargs.get("shift_labels") is not None
         if not (scored and skip_logits and can_skip_logits(self.lm_head)):
