@@ -66,7 +66,7 @@ def check_rope(config, length: int) -> None:
         "dynamic": config.max_position_embeddings,
         "longrope": rope.get("original_max_position_embeddings", config.max_position_embeddings),
     }
-    limit = limits.get(rope.get("rope_type"), length)
+    limit = limits.get(rope.get("rope_type", ""), length)
     if length > limit:
         raise ValueError(
             f"max_model_len is {length}, beyond the {limit} positions of a FoX with {rope['rope_type']!r} RoPE; from there on "
