@@ -4,10 +4,12 @@ A command's module has `add_arguments(parser)` and `run(args)`. It imports what 
 
 Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
 fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);
-128 + the number of the signal that stopped it: 130 for Ctrl-C, 143 for SIGTERM. An error is one line on stderr.
+128 + the number of the signal that stopped it: 130 for Ctrl-C, 143 for SIGTERM, 141 where nobody reads the
+output. An error is one line on stderr.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Collection
 
@@ -85,6 +87,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser(words).parse_args(words)
     try:
         args.run(args)
+        print(end="", flush=True)
+    except BrokenPipeError:  # whoever read the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+        return 141
     except shared.EXPECTED as error:
         print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
         return shared.exit_code(error)

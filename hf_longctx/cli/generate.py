@@ -34,6 +34,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def read_prompt(args: Namespace) -> str:
+    """Return the prompt, from standard input if it is -, or raise ValueError if it is not UTF-8."""
+    try:
+        prompt = args.prompt
+        if prompt == "-":
+            prompt = sys.stdin.read().rstrip("\n") if sys.stdin else ""  # None where it is closed
+        prompt.encode()
+    except UnicodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 ({error}). Convert it, as by: iconv -t UTF-8.") from None
+    return prompt
+
+
 def check(args: Namespace, prompt: str) -> None:
     """Raise ValueError for what would be ignored, or fail only after the model has been loaded."""
     if not prompt.strip():
@@ -86,7 +98,7 @@ def is_end(token: int, eos_token_id: int | list[int] | None) -> bool:
 
 
 def run(args: Namespace) -> None:
-    prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
+    prompt = read_prompt(args)
     check(args, prompt)
     import torch
     from transformers import TextStreamer

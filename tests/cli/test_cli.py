@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 from commands import run
@@ -39,6 +42,24 @@ def test_the_demo_model_says_english(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("The import statement\n"))
     assert cli.main(["generate", demo, "-", "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == text
+
+
+def test_text_that_is_not_utf_8(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\0bad"), errors="surrogateescape"))
+    assert cli.main(["generate", str(folder), "-"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", None)  # closed
+    assert cli.main(["generate", str(folder), "-"]) == 2
+    assert "prompt is empty" in capsys.readouterr().err
+
+
+def test_who_has_read_enough_hears_nothing(folder):
+    command = f"import sys; from hf_longctx.cli import main; sys.exit(main(['generate', {str(folder)!r}, 'The']))"
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, "-c", command], stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert done.returncode == 141 and "roken" not in done.stderr
 
 
 def generate_json(capsys, *arguments):

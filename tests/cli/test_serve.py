@@ -1,5 +1,7 @@
 """hf-longctx serve, with the `openai` client: what is served is what `generate` gives."""
 
+import os
+import signal
 import socket
 import time
 import urllib.request
@@ -41,8 +43,11 @@ def client(request):
             except OSError:
                 assert server.poll() is None, server.stderr
                 time.sleep(0.1)
-        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
-        server.kill()  # an interruption does not end a server of transformers 5.23 that batches
+        client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+        client.errors = openai
+        yield client
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(30) == 130
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,15 @@ def chat(client, prompt, **options):
     messages = [{"role": "user", "content": prompt}]
     options = {"model": str(DEMO), "max_tokens": 12, "temperature": 0} | options
     return client.chat.completions.create(messages=messages, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", [""], ids=["one at a time"], indirect=True)
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(max_tokens=-1)], ids=str)
+def test_values_that_cannot_be_used_are_the_callers_mistake(client, bad):
+    for _ in range(2):  # the connection is kept
+        with pytest.raises(client.errors.BadRequestError, match=next(iter(bad)).removeprefix("max_")):
+            chat(client, PROMPTS[0], **bad)
 
 
 @pytest.mark.slow

@@ -53,3 +53,16 @@ def test_the_table_names_the_control(load):
     row = json.loads(json.dumps(module.CHECKS["torch.export, dynamic length"].row()))
     table = module.table({"rows": [row | {"fox_llama": 1.2e-6, "fox_pro": "ValueError: no", "llama": 0.0}]})
     assert "| 1.2e-06 | ValueError | 0.0e+00 |" in table and "| Llama |" in table
+
+
+def test_a_word_that_chooses_a_check_chooses_what_it_needs(load):
+    checks = load("__main__").CHECKS.values()
+    lines = Path(load("checks").ROOT / "scripts" / "clients.txt").read_text().lower().splitlines()
+    for check in checks:
+        for line in lines:
+            if line.removeprefix("# ").startswith(check.package.lower()) and check.package not in (
+                "torch",
+                "transformers",
+            ):
+                for part in (*check.name.lower().split(", "), check.package.lower()):
+                    assert part in line, f"{check.name} needs {line}, which {part!r} does not choose"
