@@ -78,11 +78,11 @@ def test_a_layer_of_fox(fox, check):
 
 
 @torch.no_grad()
-def test_a_segment_of_hmt(llama, check):
-    """The layout of a segment is about to be replaced by one without masks, with 40 functions and 60 moves."""
+def test_two_segments_of_hmt(llama, check):
+    """The second recalls the first."""
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=24, sensory_tokens=4)).eval()
-    ids = torch.randint(3, 90, (1, 24))
-    check(lambda: hmt(ids), functions=62, moves=120)
+    ids = torch.randint(3, 90, (1, 48))
+    check(lambda: hmt(ids), functions=57, moves=130)
 
 
 def test_a_curve_of_one_length(llama, check):

@@ -18,19 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
 # Layers whose cache several tokens can continue under an attention mask. "hybrid": FoX, whose token shift minds
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
-_WINDOWS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "window_size",
-    "attention_window_size",
-)  # names in configurations
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
@@ -96,7 +90,6 @@ class Backbone:
         self._continues = {}  # by what decides it
         # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
-        self._follows_masks = {}  # by the implementation of attention
         self._check_causal(embedding.weight.device)
 
     def _check_causal(self, device: torch.device) -> None:
@@ -149,57 +142,19 @@ class Backbone:
                 continue
         return False
 
-    def takes_masks(self, positions: int) -> bool:
-        """Say whether passes of up to so many positions below a cache can follow a mask of four dimensions.
+    def cuts(self, positions: int) -> bool:
+        """Say whether a cache of up to so many positions can lose its last one, and get another one in front.
 
-        Probed once for each implementation of attention. A mask of the caller replaces that of an attention window,
-        so the window must be wider than the pass.
+        So it is with keys and values of all positions; not with recurrent states, or with windows that slide.
         """
-        config = self.model.config.get_text_config()
-        windows = [getattr(config, name, None) or math.inf for name in _WINDOWS]
-        attention = getattr(self.model.config, "_attn_implementation", None)
-        device = self.model.get_input_embeddings().weight.device
-        if not self.continues or min(windows) <= positions or device.type == "meta":
+        if not self.continues:
             return False
-        if attention not in self._follows_masks:
-            try:
-                self._follows_masks[attention] = self._probe_masks(device)
-            except Exception:  # a backbone that does not take such a mask may raise anything
-                self._follows_masks[attention] = False
-        return self._follows_masks[attention]
-
-    def _probe_masks(self, device: torch.device) -> bool:
-        """Run three positions and, below their cache, three more, under a mask, and with changed positions.
-
-        Of the first three, the last three see the middle one alone, and the first of the last three sees none.
-        """
-        seen = torch.tensor([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
-                             [0, 0, 0, 1, 0, 0], [0, 1, 0, 1, 1, 0], [0, 1, 0, 1, 1, 1]], device=device)  # fmt: skip
-        with self._probing(device, 6) as embeds:
-            mask = torch.zeros(seen.shape, dtype=embeds.dtype, device=device)
-            mask = mask.masked_fill(seen == 0, torch.finfo(embeds.dtype).min)[None, None]
-
-            def below_cache(embeds: Tensor) -> Tensor:
-                kv_cache = DynamicCache(config=self.model.config)
-                self.run(embeds[:, :3].clone(), None, None, kv_cache)
-                return self.run(embeds[:, 3:].clone(), None, None, kv_cache, visible=mask[:, :, 3:])[1]
-
-            changed = [
-                embeds * torch.tensor([-1 if i == column else 1 for i in range(6)], device=device)[:, None].to(embeds)
-                for column in (1, 2)
-            ]
-            expected = self.run(embeds.clone(), None, None, visible=mask)[1][:, 3:]
-            result, of_token, of_hidden = map(below_cache, (embeds, *changed))
-            follows = (
-                equal_up_to_rounding(result, expected)
-                and equal_up_to_rounding(of_hidden, result)
-                and equal_up_to_rounding(of_token[:, :1], result[:, :1])
-            )
-            # The token may change less than half precision rounds, but far more than what must not change.
-            changes = of_token.float() - result.float()
-            rest = max(changes[:, :1].norm(), (of_hidden.float() - result.float()).norm())
-            effect = changes[:, 1:].norm()
-            return bool(follows and effect > 4 * rest)
+        for layer in DynamicCache(config=self.model.config).layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return False
+            if getattr(layer, "sliding_window", math.inf) <= positions:
+                return False
+        return True
 
     @contextmanager
     def _probing(self, device: torch.device, positions: int = 3, autocast: bool = False) -> Iterator[Tensor]:
@@ -298,7 +253,7 @@ class Backbone:
         keep: Tensor | None,
         kv_cache: Cache | None = None,
         skip_padding: bool = False,
-        visible: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Run the backbone once.
 
@@ -308,8 +263,7 @@ class Backbone:
             keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
             skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
-            visible: what each position sees, added to attention scores in place of `mask`, (B, 1, T, cached + T); or
-                None.
+            positions: position ids, (B, T) long, where the backbone takes them and continues caches; None is its own.
 
         Returns:
             logits (B, n, V) or None, last hidden state (B, T, d).
@@ -321,16 +275,12 @@ class Backbone:
         if mask is not None:
             inputs["attention_mask"] = mask.long()
             if skip_padding and "position_ids" in self.forward_arguments:
-                positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-                inputs["position_ids"] = positions[:, -embeds.shape[1] :]
+                counted = (mask.long().cumsum(1) - 1).clamp(min=0)
+                inputs["position_ids"] = counted[:, -embeds.shape[1] :]
         if kv_cache is not None:
             inputs["past_key_values"] = kv_cache
-        if visible is not None:
-            inputs["attention_mask"] = visible
-            if mask is None and "position_ids" in self.forward_arguments:  # OPT would count them in the mask
-                start = 0 if kv_cache is None else kv_cache.get_seq_length()
-                places = torch.arange(start, start + embeds.shape[1], device=embeds.device)
-                inputs["position_ids"] = places.expand(len(embeds), -1)
+        if positions is not None and "position_ids" in self.forward_arguments and self.continues:
+            inputs["position_ids"] = positions
         logits, base_outputs = None, []
         # Several threads may run the same model: a hook keeps the outputs of its own call. Dynamo cannot trace
         # get_ident.
@@ -381,21 +331,24 @@ def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
 
 
-def fork(kv_cache: Cache, rows: slice | Tensor = slice(None), length: int | None = None) -> Cache:
+def fork(kv_cache: Cache, rows: slice | list[int] | Tensor = slice(None), length: int | None = None) -> Cache:
     """Make a cache with the `rows` of another one, which stays as it is when this one grows.
 
     Layers of attention put new tensors in place of the old ones, so they are shared. The states of convolutions are
-    overwritten, so they are copied. With `length`, only so many positions; `can_cut` says whether that is possible.
+    overwritten, so they are copied. With `length`, only the first so many positions, or with -length the last.
     """
+    part = slice(length, None) if length is not None and length < 0 else slice(length)
     forked = copy.copy(kv_cache)
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
     for layer in forked.layers:
         for name, value in vars(layer).items():
             if isinstance(value, Tensor) and value.dim() > 1:
-                setattr(layer, name, value[rows] if length is None else value[rows, :, :length])
+                setattr(layer, name, value[rows][:, :, part])
             elif isinstance(value, dict):
                 states = {i: x[rows].clone() if isinstance(x, Tensor) else x for i, x in value.items()}
                 setattr(layer, name, states)
+            elif name == "cumulative_length" and length is not None:
+                setattr(layer, name, abs(length))
     return forked
 
 
@@ -414,9 +367,44 @@ def split(kv_cache: Cache, parts: int) -> list[Cache]:
     return shares
 
 
-def can_cut(kv_cache: Cache) -> bool:
-    """Say whether all layers hold keys and values of all positions, and nothing else."""
-    return all(type(layer) is DynamicLayer for layer in kv_cache.layers)
+def put_in_front(front: Cache, kv_cache: Any) -> Cache:
+    """Append the keys and values of a cache to those of `front`, in place, and return it."""
+    for i, layer in enumerate(kv_cache.layers):
+        if layer.get_seq_length():  # layers may share those of another
+            front.update(layer.keys, layer.values, i)
+    return front
 
 
-__all__ = ["Backbone", "can_cut", "fork", "split"]
+def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
+    """Join caches of some rows each; short ones stand at the right.
+
+    Returns:
+        the cache, and what in it is no padding, (B, P) bool, or None if all is.
+    """
+    order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+    lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]
+    width, joined = int(lengths.max()), fork(parts[0][1])
+
+    def join(values: list[Tensor]) -> Tensor:
+        longest = max(x.shape[2] for x in values)
+        # FoX knows its keys by numbers in the first, so that padding repeats it
+        padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
+        return torch.cat(padded)[order.to(values[0].device)]
+
+    for i, layer in enumerate(joined.layers):
+        for name, value in vars(layer).items():
+            values: list[Any] = [getattr(cache.layers[i], name) for _, cache in parts]
+            if isinstance(value, Tensor) and value.dim() > 1:
+                setattr(layer, name, join(values))
+            elif isinstance(value, dict):
+                tensors = {n: join([x[n] for x in values]) for n, x in value.items() if isinstance(x, Tensor)}
+                setattr(layer, name, value | tensors)
+            elif name == "cumulative_length":
+                setattr(layer, name, width)
+    if lengths.min() == width:
+        return joined, None
+    device = next(x.device for x in vars(joined.layers[0]).values() if isinstance(x, Tensor) and x.dim() > 1)
+    return joined, (torch.arange(width) >= width - lengths[:, None]).to(device)
+
+
+__all__ = ["Backbone", "fork", "put_in_front", "side_by_side", "split"]

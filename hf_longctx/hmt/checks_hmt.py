@@ -88,7 +88,7 @@ def check_settings(model: "HMTWrapper") -> None:
     shapes = {
         "recall": (config.recall, config.recall and hasattr(memory, "wq")),
         "recall_mode": (config.single_pass, memory.single_pass),
-        "memory_tokens": (config.memory_tokens, len(memory.initial)),
+        "memory_tokens": (config.memory_tokens, memory.memory_tokens),
     }
     for name, (now, built) in shapes.items():
         if now != built:
@@ -97,21 +97,6 @@ def check_settings(model: "HMTWrapper") -> None:
                 "other parameters. Build a new one: HMTWrapper.from_backbone(model.backbone, config); or set it when "
                 f"the checkpoint is loaded: HMTWrapper.from_pretrained(folder, {name}=...)."
             )
-    if not config.single_pass or config.recall_mask is False or model.device.type == "meta":
-        return
-    if config.recall_mask is None:
-        raise ValueError(
-            "config.recall_mask is not decided: this model was built on the meta device and has got its weights since. "
-            "Call model.decide_recall_mask()."
-        )
-    if not lm.takes_masks(config.positions_per_segment):
-        attention = getattr(lm.model.config, "_attn_implementation", None)
-        raise ValueError(
-            f"config.recall_mask is {config.recall_mask}, and {type(lm.model).__name__} cannot follow the mask of the "
-            f"single-pass mode: its attention is {attention!r}, and a window must be wider than "
-            f"{config.positions_per_segment} positions. Load it with attn_implementation='sdpa' or 'eager'. A model "
-            "that was trained with the mask reads otherwise without it; for a new one, set recall_mask=False."
-        )
 
 
 def check_loss_arguments(

@@ -40,14 +40,10 @@ class HMTConfig(PreTrainedConfig):
             "three_pass" (the same in three passes, with the paper's memories) or "paper" (the published algorithm,
             which reads the first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
         recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
-            another, so a text of any length takes two calls of the backbone (of `summary_batch` segments each),
+            another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each),
             gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).
             A memory then
             knows its own segment alone: what takes a chain of recalls is out of reach. See `no_recurrence_hmt.py`.
-        recall_mask: whether the single-pass mode hides `initial` and the first summary token from the tokens behind
-            its recall. That takes an attention mask of four dimensions (`single_pass_hmt.py`). None: if the backbone
-            can follow one, which the wrapper finds out and writes here when it is built or loaded, so that a
-            checkpoint is read as it was trained.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary token as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -88,7 +84,6 @@ class HMTConfig(PreTrainedConfig):
     recall_dim: int | None = None
     recall_mode: str = "single_pass"
     recurrence: bool = True
-    recall_mask: bool | None = None
     recall_init: str = "similarity"
     loss_scope: str = "all"
     bptt_segments: int | None = None
@@ -222,9 +217,8 @@ class HMTConfig(PreTrainedConfig):
     @property
     def positions_per_segment(self) -> int:
         """Positions the backbone sees for a full segment: prompts, sensory tokens, new tokens."""
-        if self.single_pass:
-            return 4 + self.sensory_tokens + self.segment_length
-        return 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
+        prompts = 2 * self.memory_tokens + (not self.recurrence)
+        return prompts + self.sensory_tokens + self.segment_length
 
     @property
     def text_config(self) -> PreTrainedConfig:

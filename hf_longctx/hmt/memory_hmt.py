@@ -32,7 +32,7 @@ FLOOR = 1e-4
 
 
 class HMTMemory(nn.Module):
-    """The parameters that HMT adds to a backbone: two learned prompts, two recall projections and a temperature.
+    """The parameters that HMT adds to a backbone: learned prompts, two recall projections and a temperature.
 
     Args:
         width: d.
@@ -41,15 +41,17 @@ class HMTMemory(nn.Module):
         single_pass: whether it is that of the single-pass mode, whose summary token is there without recall too, and
             whose scores are free of scale.
 
-    Parameters: `initial` (m, d), the prompt of a first segment; `summary_token` (1, d), the paper's H^T, and what
-    ends both passes of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,), of scale-free
-    scores. All are plain parameters, so that neither quantization nor LoRA on "all linear layers" touches them.
+    Parameters: `initial` (m, d), the prompt of a first segment, which the single-pass mode reads without any;
+    `summary_token` (1, d), the paper's H^T, and what ends both parts of a segment in the single-pass mode; `wq`, `wk`
+    (h, d); `log_temperature` (1,), of scale-free scores. All are plain parameters, so that neither quantization nor
+    LoRA on "all linear layers" touches them.
     """
 
     def __init__(self, width: int, memory_tokens: int, recall_dim: int | None, single_pass: bool = False):
         super().__init__()
-        self.single_pass = single_pass
-        self.initial = nn.Parameter(torch.empty(memory_tokens, width))
+        self.single_pass, self.memory_tokens = single_pass, memory_tokens
+        if not single_pass:
+            self.initial = nn.Parameter(torch.empty(memory_tokens, width))
         if single_pass or recall_dim is not None:
             self.summary_token = nn.Parameter(torch.empty(1, width))
         if recall_dim is not None:
@@ -96,8 +98,8 @@ class HMTMemory(nn.Module):
             origin, count: those of all memories, as in `scores`, where `bank` has only some of them.
 
         Returns:
-            prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32, 0 where not valid. A row without any memory
-            gets `initial`.
+            prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32, 0 where not valid. Both are 0 in a row
+            without any memory.
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
@@ -106,10 +108,10 @@ class HMTMemory(nn.Module):
             scores = self.scores(query, bank_wide, origin, count)
             scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
-        return self.or_initial(prompt, valid), scores
+        return prompt, scores
 
     def or_initial(self, prompt: Tensor, valid: Tensor) -> Tensor:
-        """Return `prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else `initial`."""
+        """Return `prompt` (B, m, d) where a row has a memory (`valid`, (B, c)), else `initial`, as three passes do."""
         return torch.where(valid.any(1)[:, None, None], prompt, self.initial.to(prompt))
 
 

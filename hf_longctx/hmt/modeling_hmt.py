@@ -167,12 +167,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
                 module._is_hf_initialized = True  # pyright: ignore[reportArgumentType] (transformers' flag)
         self.post_init()
-        self.decide_recall_mask()
-
-    def decide_recall_mask(self) -> None:
-        """Set `config.recall_mask` where it is None; on the meta device it stays open until weights are loaded."""
-        if self.config.recall_mask is None and self.config.single_pass and self.device.type != "meta":
-            self.config.recall_mask = self.lm.takes_masks(self.config.positions_per_segment)
 
     def initialize_weights(self) -> None:
         """Initialise the backbone as a model of its own first, then what is left.
@@ -189,14 +183,13 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
         std = self.lm.embedding_std()  # prompts stand among token embeddings, so they start at the same scale
-        init.normal_(module.initial, std=std)
         similarity = self.config.recall_init == "similarity"
-        if hasattr(module, "summary_token"):
-            # Similarity: the prompt of a first segment, so that the summary of j tokens equals the memory they would
-            # leave as a segment.
-            init.normal_(module.summary_token, std=std)
-            if similarity:
-                init.copy_(module.summary_token, module.initial)
+        for name in ("initial", "summary_token"):
+            if hasattr(module, name):
+                init.normal_(getattr(module, name), std=std)
+        if similarity and hasattr(module, "initial") and hasattr(module, "summary_token"):
+            # so that the summary of j tokens equals the memory they would leave as a segment
+            init.copy_(module.summary_token, module.initial)
         if self.config.recall:
             gain = SIMILARITY_GAIN
             if module.single_pass:
@@ -272,10 +265,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if labels is not None:
             result.loss = mean_loss(self, passes, n_scored, n_labelled, num_items_in_batch)
         pieces = [
-            [piece for output in passes if output.logits for piece in output.logits[row] if len(piece)]
+            [output.logits[row] for output in passes if output.logits and len(output.logits[row])]
             for row in range(len(input_ids))
         ]
-        logits = rows.unpack(pieces, first, tokens, self.memory.initial.new_zeros(0, self.config.vocab_size))
+        logits = rows.unpack(pieces, first, tokens, state.bank.new_zeros(0, self.config.vocab_size))
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
         result.logits = logits
@@ -333,7 +326,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             "recall",
             "memory_tokens",
             "recurrence",
-            "recall_mask",
         )
         return {
             "backbone": self.lm.model.config.model_type,
@@ -478,9 +470,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "they then change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
-            loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
-            (loaded[0] if isinstance(loaded, tuple) else loaded).decide_recall_mask()
-            return loaded  # pyright: ignore[reportReturnType] (a tuple with output_loading_info)
+            return super().from_pretrained(path, *args, config=config, **kwargs)
         # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
         hmt_names |= {"adapter_kwargs", "_commit_hash"}

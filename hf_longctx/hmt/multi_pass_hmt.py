@@ -17,11 +17,11 @@ from transformers import DynamicCache
 
 from .memory_hmt import HMTState, where_rows
 from .packing_hmt import Chunk, Span, align
-from .segments_hmt import Pass, PassOutput, SegmentOutput, Segments
+from .segments_hmt import Pass, PassOutput, Recall, SegmentOutput, Segments
 
 
 class MultiPassSegments(Segments):
-    """`recall_mode` "paper" and "three_pass"; and any mode without recall."""
+    """`recall_mode` "paper" and "three_pass"."""
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -38,6 +38,22 @@ class MultiPassSegments(Segments):
                     passes += self.run_passes(list(alike))[0]
                 first_halves = []
         return state, passes, segments
+
+    def prompt_for(self, state: HMTState, chunk: Chunk, query: Tensor | None) -> tuple[Tensor, Recall | None]:
+        """Return the prompt of a segment, (B, m, d), and its `Recall` or None.
+
+        Without memories the prompt is `initial`, without a query the latest memory, and there is no recall. In a
+        query (B, 1, d), zeros are a row that has none.
+        """
+        if state.bank.shape[1] == 0:
+            # a copy: an optimizer step must not change a state
+            return self.prompt(self.memory.initial, state.bank).clone(), None
+        latest, valid = state.latest(self.config.memory_tokens)
+        latest = self.memory.or_initial(latest, valid)
+        if query is None:
+            return latest, None
+        prompt, recall = self.recall(state, chunk, query)
+        return torch.where(query.any(2, keepdim=True) & valid[..., None], prompt, latest), recall
 
     def recall_queries(self, state: HMTState, chunks: list[Chunk]) -> Iterator[Tensor | None]:
         """Yield the recall query of each chunk, (B, 1, d), or None for a chunk in which no row recalls.
@@ -116,7 +132,7 @@ class MultiPassSegments(Segments):
             if stop != first:
                 counts = [min(j, count) for count in chunk.counts]
                 embeds, _, offset = self.layout(state, state.opening_prompt, chunk, counts)
-                first_half.append(Pass(chunk, 0, embeds, (Span(first, stop, offset),)))
+                first_half.append(Pass(chunk, 0, embeds, Span(first, stop, offset)))
             first = stop
 
         full = [count == config.segment_length for count in chunk.counts]
@@ -129,7 +145,7 @@ class MultiPassSegments(Segments):
             kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
             layout = (state, state.prompt, chunk, chunk.counts)
             embeds, mask, offset = self.layout(*layout, ends=not stays_open, left=not new_cache)
-        one = Pass(chunk, 1, embeds, (Span(first, chunk.counts, offset),))
+        one = Pass(chunk, 1, embeds, Span(first, chunk.counts, offset))
         (output,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
 
         memory = None

@@ -1,29 +1,29 @@
 """Memories that are made without their recall: `recurrence=False`.
 
-    first call     initial, sensory tokens, x[:j], summary token, x[j:], summary token     of all segments together
-    second call    below its first k+j+2 columns:  prompt, x[j:]                           of all segments together
+    first call     sensory tokens, x[:j], summary token, x[j:], summary token     of all segments together
+    second call    the prompts, each alone                                        of all segments together
+    third call     x[j:], below the prompt, the sensory tokens and x[:j]          of all segments together
 
 The first call gives the queries (at the first summary token), the memories (at the second) and the logits of x[:j].
-All prompts are recalled between the calls, and the second call gives the logits of x[j:]. Nothing waits for the
-segment before: a text takes two calls whatever its length, in groups of `summary_batch` segments and rows. The cost is
-that a memory lacks what its segment recalled: an answer that takes a chain of recalls needs as many readings.
+The summary token between x[:j] and x[j:] is seen by x[j:] in this call alone. All prompts are recalled behind it, and
+the third call gives the logits of x[j:]. Nothing waits for the segment before:
+a text takes three calls whatever its length, in groups of `summary_batch` segments and rows. The cost is that a memory
+lacks what its segment recalled: an answer that takes a chain of recalls needs as many readings.
 
 Segments that are not read at once, or whose rows differ, go through `SinglePassSegments`, and their memory is made by
 a pass of its own when they close.
 """
 
-from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from .backbone_hmt import can_cut, fork
+from .backbone_hmt import fork
 from .memory_hmt import HMTState
-from .packing_hmt import Chunk, Span, align
+from .packing_hmt import Chunk
 from .segments_hmt import Pass, PassOutput, SegmentOutput
-from .single_pass_hmt import SinglePassSegments, pick_column
+from .single_pass_hmt import SinglePassSegments
 
 
 class NoRecurrenceSegments(SinglePassSegments):
@@ -35,69 +35,54 @@ class NoRecurrenceSegments(SinglePassSegments):
         """See `Segments.read`."""
         passes, segments = [], []
         size = self.segments_per_batch(state)
-        for (complete, _), group in groupby(chunks, key=lambda chunk: (self.complete(chunk), chunk.segments[0] > 0)):
+        complete = [self.is_complete(chunk) and all(self.prompted(state, chunk)) for chunk in chunks]
+        for together, group in groupby(chunks, key=lambda chunk: complete[chunk.n]):
             several = list(group)
             for i in range(0, len(several), size):
-                read = self.read_complete if complete else super().read
+                read = self.read_complete if together else super().read
                 state, *outputs = read(state, several[i : i + size], use_cache)
                 passes, segments = passes + outputs[0], segments + outputs[1]
         return state, passes, segments
 
-    def complete(self, chunk: Chunk) -> bool:
-        """Say whether all rows read their whole segment in this call."""
-        return set(chunk.counts) == {self.length} and set(chunk.read) == {0} and self.rows_are_alike(chunk)
+    def is_complete(self, chunk: Chunk) -> bool:
+        """Say whether all rows read their whole segment in this call, and it is not the first of a text."""
+        return self.reads_first_part(chunk) and chunk.counts[0] == self.length
 
-    def embeds_without_prompt(self, state: HMTState, sensory_ids: Tensor, chunk: Chunk) -> Tensor:
-        """Embed all columns but the prompt, (B, k + L' + 3, d)."""
-        split = 2 + sensory_ids.shape[1] + self.j
-        parts = (0, split), (split + 1, split + 2 + self.length - self.j)
-        return torch.cat([self.embeds(state, sensory_ids, chunk, *part) for part in parts], 1)
+    def memory_pass(self, state: HMTState, chunk: Chunk) -> Pass:
+        """Lay out the columns of the first call."""
+        first = self.lay_out(state, chunk, -self.k, self.j, 0, True)
+        second = self.lay_out(state, chunk, self.j, self.length, 1, True)
+        return first._replace(embeds=torch.cat([first.embeds, second.embeds], 1))
 
-    def memory_of(self, state: HMTState, chunk: Chunk, hidden: Tensor, spans: tuple[Span, ...]) -> Tensor:
-        """Make the memory of a full segment, (B, 1, d), by a pass of its own."""
-        sensory_ids, sensory_mask = self.sensory(state, chunk)
-        embeds = self.embeds_without_prompt(state, sensory_ids, chunk)
-        present = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        present[:, 1 : 1 + sensory_ids.shape[1]] &= sensory_mask
-        here, embeds = align(present, embeds)
-        _, hidden, *_ = self.run(embeds)
-        return pick_column(hidden, (here.sum(1) - 1).tolist())
+    def memory_of(self, state: HMTState, chunk: Chunk) -> Tensor:
+        """Make the memory of a full segment, (B, 1, d), in a pass of its own."""
+        embeds = self.memory_pass(state, chunk).embeds
+        _, hidden, *_ = self.run(embeds, None, (), None, None, self.positions(embeds, 1))
+        return hidden[:, -1:].clone()
 
     def read_complete(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
     ) -> tuple[HMTState, list[PassOutput], list[SegmentOutput]]:
-        """Read whole segments of one shape together, in two calls. See `Segments.read`."""
-        batch, state = len(state.bank), state.without_kv_cache()
-        sensory_ids = [self.sensory(state, chunk)[0] for chunk in chunks]
-        sensory = sensory_ids[0].shape[1]
-        split = 2 + sensory + self.j
-        passes = []
-        for chunk, ids in zip(chunks, sensory_ids):
-            span, _ = self.spans(chunk, [1 + sensory] * batch, chunk.with_logits)
-            passes.append(Pass(chunk, 0, self.embeds_without_prompt(state, ids, chunk), (span,)))
-        kv_cache = DynamicCache(config=self.lm.model.config) if self.lm.continues else None
-        outputs, hidden, kv_cache = self.run_passes(passes, kv_cache=kv_cache)
-        start = split if kv_cache is not None and can_cut(kv_cache) else 0
-        stop = self.readable(sensory, self.length)
-
-        segments, passes, rows = [], [], []
-        for i, (chunk, ids) in enumerate(zip(chunks, sensory_ids)):
-            part = slice(i * batch, (i + 1) * batch)
-            query, memory = hidden[part, split - 1 : split].clone(), hidden[part, -1:].clone()
-            prompt, recall = self.prompt_for(state, chunk, query if self.config.recall else None)
+        """Read whole segments together, in three calls. See `Segments.read`."""
+        batch, split = len(state.bank), self.k + self.j
+        passes = [self.memory_pass(state, chunk) for chunk in chunks]
+        positions = self.positions(torch.cat([one.embeds for one in passes]), 1)
+        outputs, hidden, kv_cache = self.run_passes(passes, None, self.new_cache() if self.cuts else None, positions)
+        queries, memories = (hidden[:, i].clone()[:, None].chunk(len(chunks)) for i in (split, -1))
+        passes, segments, prompts, rows = [], [], [], []
+        for i, (chunk, query, memory) in enumerate(zip(chunks, queries, memories)):
+            prompt, recall = self.recalled(state, chunk, query)
             segments.append(SegmentOutput(recall, memory))
-            spans = self.spans(chunk, [1 + sensory - start] * batch, [max(self.j, a) for a in chunk.with_logits])
-            if any(a < b for a, b in zip(*spans[1][:2])):
-                embeds = self.embeds(replace(state, prompt=prompt), ids, chunk, start, stop)
-                passes.append(Pass(chunk, 1, embeds, spans))
-                rows += range(part.start, part.stop)
-            state = self.close_segment(state, chunk, memory, [True] * batch)
+            if any(token < self.length for token in chunk.with_logits):
+                one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
+                passes.append(one if self.cuts else one.behind(prompt))
+                prompts.append(prompt)
+                rows += range(i * batch, (i + 1) * batch)
+            state = self.close_segment(state.without_kv_cache(), chunk, memory, [True] * batch)
         if passes:
-            visible = self.visible(self.roles(sensory)[:stop], torch.cat([one.embeds for one in passes]))
-            below = None
-            if kv_cache is not None and start:
-                below = fork(kv_cache, torch.tensor(rows, device=hidden.device), split)
-            outputs += self.run_passes(passes, None, below, visible)[0]
+            below = kv_cache and self.behind_prompt(torch.cat(prompts), fork(kv_cache, rows, split))
+            positions = self.positions(torch.cat([one.embeds for one in passes]), 1 + split if self.cuts else 0)
+            outputs += self.run_passes(passes, None, below, positions)[0]
         return state, outputs, segments
 
 

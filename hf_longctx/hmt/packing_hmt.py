@@ -8,7 +8,7 @@ convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segmen
 
 from bisect import bisect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,16 @@ class Chunk(NamedTuple):
     returned: list[int]
     ongoing: list[bool]
     before: Tensor
+
+    def of_rows(self, rows: list[int]) -> "Chunk":
+        """Return the chunk of some rows."""
+        values: list[Any] = list(self)
+        for i, x in enumerate(values):
+            if isinstance(x, Tensor):
+                values[i] = x[rows]
+            elif isinstance(x, list):
+                values[i] = [x[row] for row in rows]
+        return Chunk(*values)
 
     @property
     def new(self) -> Tensor:

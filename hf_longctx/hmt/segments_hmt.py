@@ -33,29 +33,29 @@ class Pass(NamedTuple):
     chunk: Chunk
     part: int
     embeds: Tensor
-    spans: tuple[Span, ...]
+    span: Span
 
     @property
     def shape(self) -> tuple:
         """The properties that passes must share to run together."""
-        return self.embeds.shape[1], columns_of(self.spans)
+        return self.embeds.shape[1], self.span.columns()
+
+    def behind(self, front: Tensor) -> "Pass":
+        """Return the pass with embeddings (B, n, d) in front of it."""
+        span = self.span._replace(offset=[column + front.shape[1] for column in self.span.offset])
+        return self._replace(embeds=torch.cat([front, self.embeds], 1), span=span)
 
     def targets(self, columns: list[int]) -> Tensor:
         """Return what the tokens in `columns` predict, (B, n); -100 where a row has no token."""
         assert self.chunk.targets is not None
-        return torch.stack([span.gather(self.chunk.targets, columns) for span in self.spans]).amax(0)
-
-
-def columns_of(spans: Sequence[Span]) -> list[int]:
-    """Return the columns of a pass that hold a token of any span, in order."""
-    return sorted({column for span in spans for column in span.columns()})
+        return self.span.gather(self.chunk.targets, columns)
 
 
 class PassOutput(NamedTuple):
     """The logits and the loss of a pass.
 
     order: number of its chunk and its part of the segment; the outputs of a call are sorted by it.
-    logits: for each row a list of the logits of neighbouring tokens, (n_b, V) each; [] if the call returns none.
+    logits: for each row those of its tokens, (n_b, V); [] if the call returns none.
     loss: summed over the passes that ran together, in the first of them; or None.
     scored: in place of `loss`, the last hidden states (n, d) and targets (n,) of which the loss will be made.
     """
@@ -64,6 +64,11 @@ class PassOutput(NamedTuple):
     logits: list
     loss: Tensor | None = None
     scored: tuple[Tensor, Tensor] | None = None
+
+    def of_rows(self, rows: list[bool], place: list[int]) -> "PassOutput":
+        """Return the output of a whole batch, whose `rows` stand at `place` here; the others have no logits."""
+        logits = self.logits and [self.logits[i] if row else [] for row, i in zip(rows, place)]
+        return self._replace(logits=logits)
 
 
 class Recall(NamedTuple):
@@ -78,9 +83,12 @@ class Recall(NamedTuple):
     ends: Tensor
     distance: Tensor
 
-    def of_rows(self, rows: list[bool]) -> "Recall":
-        """Return this recall with zeros in the other rows."""
-        return Recall(*(where_rows(rows, x[:, None], None)[:, 0] for x in self))
+    def of_rows(self, rows: list[bool], place: list[int] | None = None, other: "Recall | None" = None) -> "Recall":
+        """Return the recall of a whole batch, whose `rows` stand at `place` here; the others are of `other`, or 0."""
+        new = self if place is None else Recall(*(x[place] for x in self))
+        weights, ends = (where_rows(rows, x, y) for x, y in zip(new[:2], other or (None, None)))
+        old = None if other is None else other.distance[:, None]
+        return Recall(weights, ends, where_rows(rows, new.distance[:, None], old)[:, 0])
 
 
 class SegmentOutput(NamedTuple):
@@ -120,21 +128,6 @@ class Segments:
     def segments_per_batch(self, state: HMTState) -> int:
         """Return how many segments go through the backbone together, where they need no memory."""
         return max(1, self.config.summary_batch // len(state.bank))
-
-    def prompt_for(self, state: HMTState, chunk: Chunk, query: Tensor | None) -> tuple[Tensor, Recall | None]:
-        """Return the prompt of a segment, (B, m, d), and its `Recall` or None.
-
-        Without memories the prompt is `initial`, without a query the latest memory, and there is no recall. In a
-        query (B, 1, d), zeros are a row that has none.
-        """
-        if state.bank.shape[1] == 0:
-            # a copy: an optimizer step must not change a state
-            return self.prompt(self.memory.initial, state.bank).clone(), None
-        latest = self.memory.or_initial(*state.latest(self.config.memory_tokens))
-        if query is None:
-            return latest, None
-        prompt, recall = self.recall(state, chunk, query)
-        return torch.where(query.any(2, keepdim=True), prompt, latest), recall
 
     def recall(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
         """Recall a prompt (B, 1, d) from the bank and, if there are pages, from the best of them."""
@@ -215,25 +208,24 @@ class Segments:
         passes: Sequence[Pass],
         mask: Tensor | None = None,
         kv_cache: Cache | None = None,
-        visible: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[list[PassOutput], Tensor, Cache | None]:
         """Run passes of one shape together: their outputs, the last hidden states (R, P, d), and the cache."""
-        columns, targets = columns_of([span for one in passes for span in one.spans]), None
+        columns, targets = sorted({column for one in passes for column in one.span.columns()}), None
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
-        returned = [[span.after(one.chunk.returned) for span in one.spans] for one in passes]
-        kept = columns_of([span for spans in returned for span in spans])
+        returned = [one.span.after(one.chunk.returned) for one in passes]
+        kept = sorted({column for span in returned for column in span.columns()})
         embeds, scored = torch.cat([one.embeds for one in passes]), None
         if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, visible)
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)
             assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, visible, bool(kept))
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, positions, bool(kept))
         rows = [[] for _ in passes]
         if logits is not None and kept:
-            several = zip(returned, logits.chunk(len(passes)))
-            rows = [[*zip(*(span.rows(x, columns) for span in spans))] for spans, x in several]
+            rows = [span.rows(x, columns) for span, x in zip(returned, logits.chunk(len(passes)))]
         outputs = [PassOutput((one.chunk.n, one.part), x) for one, x in zip(passes, rows)]
         return [outputs[0]._replace(loss=loss, scored=scored), *outputs[1:]], hidden, kv_cache
 
@@ -250,7 +242,7 @@ class Segments:
         columns: Sequence[int] = (),
         targets: Tensor | None = None,
         kv_cache: Cache | None = None,
-        visible: Tensor | None = None,
+        positions: Tensor | None = None,
         keep_logits: bool = True,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
         """Run the backbone once. Arguments as in `Backbone.run`, but for the `columns` that get logits.
@@ -262,7 +254,7 @@ class Segments:
         keep = torch.tensor(columns, device=embeds.device) if columns else None
         kv_cache = None if kv_cache is None else fork(kv_cache)
         skip_padding = self.config.recall_mode != "paper"
-        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, visible)
+        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, positions)
         loss = None
         if logits is not None and targets is not None:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}

@@ -61,11 +61,11 @@ BACKBONES = {
 }
 
 
-# How the single-pass mode reads them. Windows shorter than a segment and position biases do not go with its mask.
+# How the single-pass mode reads them. Nothing can be put in front of windows shorter than a segment, or of gates.
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Mamba2", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
-WITHOUT_MASK = WITHOUT_CACHE | {
-    f"{name}ForCausalLM" for name in ("Mistral", "Gemma2", "Gemma3", "Bloom", "ModernBertDecoder")
+READ_AGAIN = WITHOUT_CACHE | {
+    f"{name}ForCausalLM" for name in ("Mistral", "Gemma2", "Gemma3", "Fox", "ModernBertDecoder")
 }
 
 
@@ -200,12 +200,11 @@ def test_no_position_sees_a_later_token(models, tokens, mode):
 
 def test_the_layout_of_the_single_mode(models):
     lm, name = models["single_pass"].lm, type(models["single_pass"].lm.model).__name__
-    assert lm.takes_masks(15) == (name not in WITHOUT_MASK)
+    assert lm.cuts(13) == (name not in READ_AGAIN)
     assert lm.continues == (name not in WITHOUT_CACHE)
     with torch.autocast("cpu", torch.bfloat16):  # another dtype is no other layout
-        assert Backbone(lm.model).takes_masks(15) == lm.takes_masks(15)
-    half = Backbone(copy.deepcopy(lm.model).bfloat16())
-    assert half.takes_masks(15) == lm.takes_masks(15) and half.continues == lm.continues
+        assert Backbone(lm.model).continues == lm.continues
+    assert Backbone(copy.deepcopy(lm.model).bfloat16()).continues == lm.continues
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "RobertaForCausalLM"])

@@ -1,4 +1,4 @@
-"""Memories without recurrence: two calls whatever the length, and states that can be merged."""
+"""Memories without recurrence: three calls whatever the length, and states that can be merged."""
 
 import pytest
 import torch
@@ -30,9 +30,11 @@ def test_a_memory_is_that_of_its_segment_without_recall(make_parallel, tokens, s
     embed, j, k = model.get_input_embeddings(), model.config.summary_length, model.config.sensory_tokens
     for n, made in enumerate(out.memories):
         x, front = embed(tokens[:, 8 * n : 8 * n + 8]), embed(tokens[:, max(0, 8 * n - k) : 8 * n])
-        initial, summary = (p.expand(2, 1, -1) for p in (memory.initial, memory.summary_token))
-        whole = torch.cat([initial, front, x[:, :j], summary, x[:, j:], summary], 1)
-        close(made, model.backbone.model(inputs_embeds=whole).last_hidden_state[:, -1:])
+        summary = memory.summary_token.expand(2, 1, -1)
+        whole = torch.cat([front, x[:, :j], summary[:, : n > 0], x[:, j:], summary], 1)
+        positions = (n > 0) + torch.arange(whole.shape[1])[None]
+        hidden = model.backbone.model(inputs_embeds=whole, position_ids=positions).last_hidden_state
+        close(made, hidden[:, -1:])
     recurrent = make_parallel(**settings)
     recurrent.config.recurrence = True
     with torch.no_grad():
@@ -64,17 +66,17 @@ def test_any_chunking_is_one_piece(make_parallel, tokens, chunks):
 
 
 @pytest.mark.parametrize("segments", [4, 5])
-def test_two_calls_whatever_the_length(make_parallel, tokens, segments):
+def test_three_calls_whatever_the_length(make_parallel, tokens, segments):
     model, shapes = make_parallel(summary_batch=100), []
     model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         state = model(tokens[:, :8], use_cache=True).state  # the first segment has no sensory tokens
         shapes.clear()
         model(tokens[:, 8 : 8 * segments], state=state)
-        assert shapes == [(2 * (segments - 1), 14), (2 * (segments - 1), 5)]
+        assert shapes == [(2 * (segments - 1), width) for width in (13, 1, 4)]
         shapes.clear()
         model(tokens[:, 8 : 8 * segments], state=state, logits_to_keep=1)
-        assert shapes == [(2 * (segments - 1), 14), (2, 5)]
+        assert shapes == [(2 * (segments - 1), 13), (2, 1), (2, 4)]
 
 
 def test_merged_states_are_the_texts_one_after_the_other(make_parallel, tokens):

@@ -164,14 +164,15 @@ def test_the_second_stage_recalls_and_starts_from_the_first(method, module, args
     torch.manual_seed(0)
     first = module.hmt_training.wrap(module.hmt_training.load_backbone(args), method, args, recall=False)
     with torch.no_grad():
-        first.memory.initial.add_(1)
+        for parameter in first.memory.parameters():
+            parameter.add_(1)
     if method == "RMT":
         assert not module.recalls(method) and module.hmt_training.second_stage(first, method, args) is first
         return
     second = module.hmt_training.second_stage(first, method, args)
-    assert second.config.recall and torch.equal(second.memory.initial, first.memory.initial)
-    prompt = getattr(first.memory, "summary_token", first.memory.initial)
-    assert torch.equal(second.memory.summary_token, prompt)
+    trained = dict(first.memory.named_parameters())
+    assert second.config.recall and all(torch.equal(second.memory.get_parameter(n), p) for n, p in trained.items())
+    assert torch.equal(second.memory.summary_token, trained.get("summary_token", trained.get("initial")))
     model, _ = module.trained(method, 0, args)
     assert model.config.recall and not torch.equal(model.memory.wq, torch.eye(*model.memory.wq.shape))
 
