@@ -19,7 +19,7 @@ ALLOWED = {
     "hub": {"hub", "fox", "hmt", "metrics"},
     "corpus": set(),
     "_registration": set(),
-    "cli": {"cli", "corpus", "fox", "hub", "metrics", "training"},
+    "cli": {"cli", "corpus", "fox", "hmt", "hub", "metrics", "training"},
     "__main__": {"cli"},
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}

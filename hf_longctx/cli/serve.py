@@ -1,4 +1,4 @@
-"""Serve a model over an OpenAI-compatible API: `transformers serve`, with FoX known to it.
+"""Serve a model over an OpenAI-compatible API: `transformers serve`, with FoX and HMT known to it.
 
 All options are those of `transformers serve`, and follow MODEL; `hf-longctx serve MODEL --help` lists them. It needs
 fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
@@ -46,10 +46,11 @@ def run(args: Namespace) -> None:
     from transformers.cli.serving import model_manager, server
 
     from ..fox import FoxForCausalLM
+    from ..hmt import HMTWrapper
 
     # the server looks for a model's class in this module, not in the Auto classes
     library: Any = model_manager.transformers
-    library.FoxForCausalLM = FoxForCausalLM
+    library.FoxForCausalLM, library.HMTWrapper = FoxForCausalLM, HMTWrapper
     library_server: Any = server
     build_server = library_server.build_server
 

@@ -300,7 +300,13 @@ class HMTState:
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HMTState":
-        """Return the same memory on another device; pages stay in CPU memory."""
+        """Return the same memory on another device; pages stay in CPU memory.
+
+        Raises:
+            TypeError: a dtype; token ids would be rounded too.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"A state has the dtype of its model, and cannot be cast to {device}; cast the model.")
         pages = self.pages and tuple(row.to(device) for row in self.pages)
         return replace(replace(self, pages=None).map(lambda x: x.to(device)), pages=pages)
 

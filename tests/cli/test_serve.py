@@ -6,6 +6,7 @@ import socket
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from commands import Command
 from demo_model import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx import cli
+from hf_longctx import HMTConfig, HMTWrapper, cli
 
 
 PROMPTS = ["The import statement", "If a class", "An exception", "Coroutines are"]
@@ -26,15 +27,16 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     assert "pip install 'hf-longctx[serve]'" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module", params=["", BATCHING], ids=["one at a time", "continuous batching"])
-def client(request):
+@contextmanager
+def served(model, *options):
+    """Serve a model and yield a client."""
     openai = pytest.importorskip("openai", reason="serving needs more packages: pip install 'hf-longctx[serve]'")
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["hf-longctx", "serve", DEMO, "--port", port, "--dtype", "float32", *request.param.split()]
+    command = ["hf-longctx", "serve", model, "--port", port, "--dtype", "float32", *options]
     with Command(command) as server:
         while True:
             try:
@@ -48,6 +50,12 @@ def client(request):
         yield client
         os.kill(server.pid, signal.SIGINT)
         assert server.wait(30) == 130
+
+
+@pytest.fixture(scope="module", params=["", BATCHING], ids=["one at a time", "continuous batching"])
+def client(request):
+    with served(DEMO, *request.param.split()) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +103,20 @@ def test_the_openai_client_gets_what_generate_gives(client, expected):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     reply = client.chat.completions.create(model=str(DEMO), messages=turns, max_tokens=5, seed=1)
     assert reply.usage.prompt_tokens == 6  # BOS, a, newline, b, newline, c
+
+
+@pytest.mark.slow
+def test_an_hmt_is_served(tmp_path):
+    backbone, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(DEMO.parent / "llama-demo", dtype="float32"),
+        AutoTokenizer.from_pretrained(DEMO.parent / "llama-demo"),
+    )
+    model = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=16, sensory_tokens=4)).eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    prompt = " ".join(PROMPTS)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    options = {"model": str(tmp_path), "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    with served(tmp_path) as client:
+        assert client.completions.create(**options).choices[0].text == tokenizer.decode(ids, skip_special_tokens=True)

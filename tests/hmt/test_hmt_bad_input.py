@@ -260,6 +260,7 @@ READ += [
         lambda it: it.state.merge(replace(it.state, bank=it.state.bank.half())),
         "of one dtype and on one device",
     ),
+    refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
     refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "takes numbers of rows"),
     harmless(
         "forgetting what topk finds",
