@@ -180,7 +180,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
     assert train(settings(tmp_path / "first" / "model", tmp_path / "second", **options | texts)) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
     assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single_pass"
-    assert not torch.equal(first.memory.initial, second.memory.initial)
+    assert not torch.equal(first.memory.summary_token, second.memory.summary_token)
     assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts, carry_state=True)) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model").config.recall
     plain = dict(sequence_length=160, batch_tokens=160, steps=1)
