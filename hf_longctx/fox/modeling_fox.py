@@ -86,6 +86,7 @@ class FoxForgetGate(nn.Module):
     """Log gates log f_t = log sigmoid(w.x_t + b): (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
     Not an `nn.Linear`, so that quantizers and adapters leave it alone: errors of a gate add up over the whole context.
+    For the same reason the bias is added in fp32, where bfloat16 would round an open gate's decay time by 6 %.
     """
 
     def __init__(self, config: FoxConfig):
@@ -100,8 +101,10 @@ class FoxForgetGate(nn.Module):
             self.bias = nn.Parameter(torch.empty(heads))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(x, self.weight, self.bias) if self.kind == "full" else self.bias.expand(*x.shape[:2], -1)
-        return F.logsigmoid(logits.float()).clamp(min=CLOSED_GATE).transpose(1, 2)
+        logits = self.bias.float().expand(*x.shape[:2], -1)
+        if self.kind == "full":
+            logits = F.linear(x, self.weight.to(x.dtype)).float() + logits
+        return F.logsigmoid(logits).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 
 class FoxShiftWeight(nn.Module):
@@ -238,6 +241,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["FoxDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["f_proj"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

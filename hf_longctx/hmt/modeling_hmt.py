@@ -130,6 +130,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     reads_in_segments = True  # so the backbone's position limit is one for a segment, not for the input
+    _keep_in_fp32_modules_strict = [r"^memory\."]
     _is_stateful = True  # no assisted generation: a state cannot forget its last tokens
     _supports_sdpa = True  # the backbone checks its attention implementation itself
     _supports_flash_attn = True
@@ -379,7 +380,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         revision: str | None = None,
         **kwargs,
     ) -> "HMTWrapper":
-        """Wrap a causal LM; the memory parameters start untrained.
+        """Wrap a causal LM; the memory parameters start untrained, in float32 around a backbone of less.
 
         Args:
             backbone: a model (which is used, not copied), or the name or path of one.
@@ -398,7 +399,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             backbone = AutoModelForCausalLM.from_pretrained(backbone, revision=revision, **kwargs)
             config.backbone_revision = revision or getattr(backbone.config, "_commit_hash", None)
         model = cls(config, backbone=backbone)
-        model.memory.to(model.get_input_embeddings().weight.device, model.lm.model.dtype)
+        like = model.get_input_embeddings().weight
+        model.memory.to(like.device, torch.promote_types(model.lm.model.dtype, torch.float32))
         return model.train(backbone.training)
 
     def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:

@@ -6,8 +6,9 @@ import json
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -29,7 +30,7 @@ BASE = "base.json"  # beside an adapter: which weights it was trained on
 
 
 def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
-    """Return the model with an adapter, and with the modules that the recipe trains in full.
+    """Return the model with an adapter, and with the modules that the recipe trains in full, both in float32.
 
     Raises:
         ValueError: a name is not that of a module, or the adapter would corrupt tied embeddings when it is merged.
@@ -62,6 +63,7 @@ def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
         modules_to_save=in_full or None,
         ensure_weight_tying=bool(config.tie_word_embeddings and embeddings & set(in_full)),
     )
+    _widen(model, in_full)
     with _quiet_peft():
         return get_peft_model(model, lora)
 
@@ -116,6 +118,8 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
                 f"the adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "
                 "its adapter_config.json names."
             )
+    adapter: Any = PeftConfig.from_pretrained(str(folder))
+    _widen(model, adapter.modules_to_save or ())
     with _quiet_peft():
         return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
 
@@ -126,6 +130,13 @@ def _quiet_peft():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
+
+
+def _widen(model, names):
+    """Cast the modules of these names to float32; PEFT does so for LoRA, and copies other modules in their dtype."""
+    for name, module in _leaves(model):
+        if name in names:
+            module.float()
 
 
 def _names(text):

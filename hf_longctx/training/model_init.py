@@ -14,13 +14,15 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
 from ..fox import FoxConfig, FoxForCausalLM
-from ..fox.convert import from_llama
+from ..fox.convert import read_llama_config
+from ..fox.modeling_fox import FoxForgetGate, decay_time_bias
 from ..hmt import HMTConfig, HMTWrapper
 from ..metrics.rope.base import rope_base_bound
 from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
-from .recipes import ResolvedFinetuning, ResolvedTraining
+from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining
+from .trainer import GATE
 
 
 def build_new_model(settings: ResolvedTraining, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
@@ -44,7 +46,7 @@ def build_new_model(settings: ResolvedTraining, tokenizer) -> FoxForCausalLM | L
 
 
 def load_changed_model(settings: ResolvedFinetuning, tokenizer) -> Any:
-    """Load the pretrained model and change it as the recipe says, in float32.
+    """Load the pretrained model and change it as the recipe says, in its `base_dtype`.
 
     Raises:
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
@@ -64,36 +66,60 @@ def load_changed_model(settings: ResolvedFinetuning, tokenizer) -> Any:
         return with_memory(config, settings)
     if settings.recipe == "rope-extend":
         extend_rope(config, settings)
-    model = load_whole(settings.model, config)
+    decay_time = settings.decay_time  # of the gates of fox-from-llama
+    if decay_time is not None:
+        config = read_llama_config(config.to_dict(), decay_time)
+    model = load_whole(settings.model, config, base_dtype(settings), new_gates=decay_time is not None)
+    if decay_time is not None:
+        open_gates(model, decay_time)
     check_length(model, settings.sequence_length)
     check_sees_the_past_only(model)
     if settings.packing and config.model_type != "hmt":
         check_borders(model)
-    if settings.recipe == "fox-from-llama":
-        model = from_llama(model, decay_time=settings.decay_time)
     return model
 
 
-def load_whole(name: str, config) -> Any:
-    """Load a pretrained model in float32.
+def base_dtype(settings: ResolvedSettings) -> torch.dtype:
+    """Return the dtype of the weights that a training begins with; trained ones are float32 in any case."""
+    if not isinstance(settings, ResolvedFinetuning) or settings.full:
+        return torch.float32
+    if settings.base_dtype == "auto" and settings.dtype != "float32":
+        half = read_config(settings.model).dtype in (torch.bfloat16, torch.float16)
+        return torch.bfloat16 if half else torch.float32
+    return torch.bfloat16 if settings.base_dtype == "bfloat16" else torch.float32
+
+
+def load_whole(name: str, config, dtype: torch.dtype, new_gates: bool = False) -> Any:
+    """Load a pretrained model, all of whose weights are in its files, but for `new_gates`.
 
     Raises:
         ValueError: weights are damaged, missing, or not of the shapes that the configuration says.
     """
     try:
         loaded: Any = load_language_model(
-            name, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            name, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} cannot be read ({error}); its files are damaged.") from error
     model, info = loaded
-    lacking = sorted(info["missing_keys"]) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
+    absent = [key for key in info["missing_keys"] if not (new_gates and GATE.search(key))]
+    lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
             f"{name} lacks weights that its config.json describes, which would begin at random: {', '.join(lacking[:3])}"
             f"{' ...' if lacking[3:] else ''}. Take the config.json and the weights of one model."
         )
     return model
+
+
+@torch.no_grad()
+def open_gates(model: FoxForCausalLM, decay_time: float) -> None:
+    """Give the gates the weights that `from_llama` gives them, in float32 whatever the dtype of the model."""
+    for module in model.modules():
+        if isinstance(module, FoxForgetGate):
+            module.float()
+            module.weight.zero_()
+            module.bias.copy_(decay_time_bias(len(module.bias), decay_time, decay_time))
 
 
 @torch.no_grad()
@@ -156,9 +182,11 @@ def with_memory(config, settings: ResolvedFinetuning) -> Any:
 
     A model without one gets a memory that recalls nothing; one that a stage has trained recalls, and goes on so.
     """
+    dtype = base_dtype(settings)
     sizes = {name: getattr(settings, name) for name in ("segment_length", "sensory_tokens", "recall_mode")}
     if config.model_type != "hmt":
-        return HMTWrapper.from_backbone(settings.model, HMTConfig(**sizes, recall=False), dtype=torch.float32)
+        new = HMTConfig(**sizes, recall=False, backbone_name_or_path=settings.model)
+        return HMTWrapper(new, backbone=load_whole(settings.model, config, dtype))
     trained = {name: getattr(config, name) for name in sizes}
     if trained != sizes:
         raise ValueError(
@@ -167,7 +195,9 @@ def with_memory(config, settings: ResolvedFinetuning) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a first stage has no weights for the recall, which transformers calls missing
     try:
-        return HMTWrapper.from_pretrained(settings.model, recall=True, dtype=torch.float32)
+        model = HMTWrapper.from_pretrained(settings.model, recall=True, dtype=dtype)
+        model.memory.float()
+        return model
     finally:
         logging.set_verbosity(verbosity)
 
@@ -244,4 +274,4 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["build_new_model", "disable_zero3_init", "extend_rope", "load_changed_model"]
+__all__ = ["base_dtype", "build_new_model", "disable_zero3_init", "extend_rope", "load_changed_model"]

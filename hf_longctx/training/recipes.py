@@ -42,7 +42,7 @@ class RunSettings:
     adam_beta1: float = setting(0.9, "of AdamW (FoX, B.1)", bounds=BELOW_ONE)
     adam_beta2: float | None = setting(None, "of AdamW (default: 0.95, FoX, B.1; recipe hmt 0.999)", (), BELOW_ONE)
     max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)", bounds=POSITIVE)
-    dtype: str = setting("auto", "of the forward pass; auto is bfloat16 on an accelerator", DTYPES)
+    dtype: str = setting("auto", "of the forward pass; auto: bfloat16 on an accelerator, or as the base", DTYPES)
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", may_change=True)
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
@@ -294,6 +294,9 @@ class FinetuneSettings(RunSettings):
     model: str | None = setting(None, "folder or Hub name of a causal language model", may_change=True)
     recipe: str = setting("lora", "what is done to the model", tuple(RECIPES))
     full: bool = setting(False, "train all parameters, without LoRA")
+    base_dtype: str = setting(
+        "auto", "of the weights that stay as they are; auto: those of the checkpoint, bfloat16 for float16", DTYPES
+    )
     lora_rank: int = setting(8, "r of LoRA (LongLoRA)", bounds=POSITIVE)
     lora_alpha: int = setting(32, "the adapter is scaled by alpha / r", bounds=POSITIVE)
     lora_dropout: float | None = setting(None, "of the adapter's input (default: 0, recipe hmt 0.1)", (), BELOW_ONE)
@@ -372,6 +375,11 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
             )
         if self.full and (self.lora_targets or self.train_in_full):
             raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
+        if self.base_dtype == "bfloat16" and (self.full or self.dtype == "float32"):
+            raise ValueError(
+                f"--base-dtype bfloat16 is of weights that are not trained, read in bfloat16; leave out "
+                f"{'--full' if self.full else '--dtype float32'}, or take --base-dtype float32."
+            )
         if RECIPES[self.recipe].merge and not (self.full or self.merge):
             raise ValueError(
                 f"--no-merge would leave an adapter of a model that --recipe {self.recipe} makes and nobody saves. Leave it "

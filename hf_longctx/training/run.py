@@ -35,7 +35,7 @@ from .data import (
     source_digest,
     stack,
 )
-from .model_init import build_new_model, disable_zero3_init, extend_rope, load_changed_model, read_config
+from .model_init import base_dtype, build_new_model, disable_zero3_init, extend_rope, load_changed_model, read_config
 from .progress import Progress, describe, is_first_process, print_status
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining, RunSettings
 from .run_folder import (
@@ -165,7 +165,7 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
         adam_beta1=run.adam_beta1,
         adam_beta2=run.adam_beta2,
         max_grad_norm=run.max_grad_norm,
-        bf16=run.dtype == "bfloat16" or (run.dtype == "auto" and accelerator),
+        bf16=run.dtype == "bfloat16" or (run.dtype == "auto" and (accelerator or base_dtype(run) == torch.bfloat16)),
         use_cpu=not accelerator,
         seed=run.seed,
         data_seed=run.seed,
@@ -388,8 +388,13 @@ def save_model(trainer: ResumableTrainer, tokenizer, run: ResolvedSettings, base
         if run.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")
+            if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+                trainer.accelerator.unwrap_model(model).to("meta")  # two bases would not fit into memory
             merged = load_adapter(load_changed_model(run, tokenizer), folder / "adapter").merge_and_unload()
             merged.save_pretrained(unfinished)
+            config = AutoConfig.from_pretrained(unfinished)
+            config.dtype = base_dtype(run)  # transformers writes that of the first parameter, trained or not
+            config.save_pretrained(unfinished)
     tokenizer.model_max_length = max(tokenizer.model_max_length, run.sequence_length)  # now it is the model's
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder / "model")

@@ -66,7 +66,12 @@ def train(name, args):
     full = "--full" in RUNS[name]
     steps, rate = (args.full_steps, args.full_learning_rate) if full else (args.steps, args.learning_rate)
     command = [sys.executable, "-m", "hf_longctx", "finetune", FOLDER, *RUNS[name], "--output", output]
-    options = {"--data": tokens, "--sequence-length": args.length, "--batch-tokens": args.rows * args.length}
+    options = {
+        "--data": tokens,
+        "--sequence-length": args.length,
+        "--batch-tokens": args.rows * args.length,
+        "--dtype": "float32",
+    }
     options |= {"--steps": steps, "--learning-rate": rate, "--save-steps": max(1, steps // 3)}
     subprocess.run([*command, *(x for option in options.items() for x in map(str, option))], check=True)
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

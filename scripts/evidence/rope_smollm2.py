@@ -58,7 +58,7 @@ def train(name, args):
     command = [sys.executable, "-m", "hf_longctx", "finetune", model_folder(TRAINED[name], args), "--merge"]
     options = {"--train-in-full": IN_FULL, "--data": TEXT / "train", "--sequence-length": args.length}
     options |= {"--batch-tokens": args.length, "--steps": args.steps, "--learning-rate": args.learning_rate}
-    options |= {"--dtype": "bfloat16", "--save-steps": max(1, args.steps // 3)}
+    options |= {"--dtype": "bfloat16", "--base-dtype": "float32", "--save-steps": max(1, args.steps // 3)}
     options |= {"--output": model_folder(name, args).parent}
     subprocess.run([*map(str, command), *(str(x) for option in options.items() for x in option)], check=True)
 

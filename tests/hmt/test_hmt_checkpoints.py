@@ -93,7 +93,8 @@ def test_new_tokens(make_wrapper, tokens):
 def test_dtype_and_attention_reach_the_backbone(make_wrapper, tokens, tmp_path):
     make_wrapper().save_pretrained(tmp_path)
     model = HMTWrapper.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.backbone.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.memory.parameters()} == {torch.float32}
     assert model.backbone.config._attn_implementation == "eager"
     out = model(tokens, labels=tokens)
     assert out.logits.dtype == torch.bfloat16
@@ -128,7 +129,8 @@ def test_a_pointer_holds_the_memory_alone(llama, tokens, tmp_path, auto):
     assert loader.from_pretrained(tmp_path / "hmt", memory_size=9).config.memory_size == 9
     half = loader.from_pretrained(tmp_path / "hmt", dtype=torch.bfloat16, attn_implementation="eager")
     assert half.backbone.config._attn_implementation == "eager"
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in half.backbone.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(half.memory.get_parameter(n), p) for n, p in model.memory.named_parameters())
 
     model.config.backbone_name_or_path = None
     with pytest.raises(ValueError, match="does not say where the backbone is"):

@@ -10,6 +10,7 @@ from demo_model import DEMO, VOCABULARY
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import StepLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import deepspeed
@@ -69,6 +70,36 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
     assert (logits(model) - start).abs().max() > 0.01
     torch.testing.assert_close(logits(adapted), logits(model), atol=1e-5, rtol=1e-5)
     assert model.config.tie_word_embeddings == (model.get_input_embeddings().weight is model.lm_head.weight)
+
+
+@pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])
+def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(recipe, llama, tmp_path):
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(base)
+    sizes = dict(sequence_length=128, batch_tokens=128) if recipe == "rope-extend" else {}
+    if recipe == "hmt":
+        sizes = dict(sequence_length=80, batch_tokens=80, segment_length=40, sensory_tokens=8)
+    if recipe == "fox-from-llama":
+        sizes["decay_time"] = 1e7  # which bfloat16 cannot tell from 6 % less
+    options = dict(recipe=recipe, tokenizer=str(llama), data=str(llama / "text.txt"), **sizes)
+    for stage in ("first", "second") if recipe == "hmt" else ("first",):
+        run = settings(base, tmp_path / stage, **options)
+        assert train(run) == 0
+        adapter = load_file(tmp_path / stage / "adapter" / "adapter_model.safetensors")
+        whole = {n.removeprefix("base_model.model."): p for n, p in adapter.items() if "lora_" not in n}
+        base = tmp_path / stage / "model"
+        saved = load_file(base / "model.safetensors")
+        assert whole and not any(torch.equal(p, p.bfloat16().float()) for p in whole.values())
+        whole = {name: whole[name] for name in whole if name in saved}  # not the second of tied ones
+        assert {n for n, p in saved.items() if p.dtype == torch.float32} == set(whole)
+        assert all(torch.equal(saved[name], parameter) for name, parameter in whole.items())
+        loaded = AutoModelForCausalLM.from_pretrained(base)
+        assert loaded.dtype == torch.bfloat16
+    if recipe != "rope-extend":  # gates and memory are float32 in every model
+        assert all(torch.equal(loaded.get_parameter(name), parameter) for name, parameter in whole.items())
+    if recipe == "fox-from-llama":
+        first = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[0])
+        assert (first["decay_time_min"], first["decay_time_max"]) == pytest.approx((1e7, 1e7), rel=1e-3)
 
 
 def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
