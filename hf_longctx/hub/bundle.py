@@ -40,6 +40,7 @@ REFUSED = {
     (".*",): "a hidden file, which may hold a secret: remove it",
 }
 TOOLS = (".git", ".gitattributes", ".cache")  # of git and of `hf download`; not pushed
+MEASUREMENT = re.compile(r"[\w.-]+\.json")  # a name that a card can link to
 EVALUATIONS = ".eval_results"  # results on benchmarks that are registered at the Hub, as YAML
 PACKAGE_CODE = {
     path.name: path
@@ -176,17 +177,22 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     for path in (folder / name for name in names if (folder / name).is_file()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
             files[path.name] = path
-        elif path.suffix == ".json" and path.name not in ("config.json", "adapter_config.json", BASE, CONTENTS):
+        elif MEASUREMENT.fullmatch(path.name) and path.name not in (
+            "config.json",
+            "adapter_config.json",
+            BASE,
+            CONTENTS,
+        ):
             read_measurement(path, results, documents)
     files |= {name: folder / name for name in documents}
     if "config.json" in names:
-        config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
+        config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
         files |= auto_map_and_code(folder, config) | {path.name: path for path in checkpoint.files.values()}
         index = transformers.utils.SAFE_WEIGHTS_INDEX_NAME
         files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
-        config = read_json(folder / "adapter_config.json")
+        config = read_config(folder / "adapter_config.json")
         tensors = check_safetensors(folder / ADAPTER)
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
         base_type = read_json(folder / BASE).get("model_type") if BASE in names else None
@@ -199,6 +205,18 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     if checkpoint is not None:
         check_weights(folder, checkpoint, config, bundle.auto_class)
     return with_contents(bundle)
+
+
+def read_config(path):
+    """Read a configuration; raise ValueError where what names its classes is no name."""
+    config = read_json(path)
+    classes = config.get("architectures") or ["none"]
+    names = [config.get(name) for name in ("model_type", "task_type")]
+    if not isinstance(classes, list) or not all(isinstance(name, str | None) for name in (*names, *classes)):
+        raise ValueError(
+            f"{path} has a model_type, task_type or architectures that are no names; save the model again."
+        )
+    return config
 
 
 def check_base(folder, bundle):
@@ -223,9 +241,11 @@ def check_names(folder, names):
         ]
         if EVALUATIONS in (path.name, path.parent.name):
             reasons.clear()
-        if path.is_symlink() and leads_outside(path, folder):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            reasons.append("a pipe or device, and no file: remove it")
+        elif path.is_symlink() and leads_outside(path, folder):
             reasons.append(f"a link to {path.resolve()}, outside of the folder: remove it")
-        elif any(fnmatch.fnmatch(path.name, pattern) for pattern in TOKENIZER_FILES) and is_pickle(path):
+        elif path.is_file() and any(fnmatch.fnmatch(path.name, p) for p in TOKENIZER_FILES) and is_pickle(path):
             reasons.append("a pickle, which can run code when it is loaded: remove it")
         errors += [f"{path.name} is {why}" for why in reasons[:1]]
     if errors:
@@ -245,8 +265,13 @@ def read_measurement(path, results, documents):
     """Add what a JSON file holds, if that is a result of a metric, or what scripts/bench writes."""
     try:
         document = read_json(path)
-        if not {"command", "machine", "versions", "rows"} <= document.keys():
+        if not isinstance(document.get("settings", {}), dict):
+            return
+        types = {"command": str, "machine": dict, "versions": dict, "rows": list}
+        if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
             results[path.name] = read_result(path)
+        elif not all(isinstance(row, dict) for row in document["rows"]):
+            return
         documents[path.name] = document
     except ValueError:
         return

@@ -22,6 +22,7 @@ CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx card(?: --repo ([\w./-]+))?(?: --tag ([\w./-]+))?[;\n]")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
+HEAD = re.compile(r"---[\r\n]+(.*?)[\r\n]+---", re.DOTALL)
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|embed_in|embed_out|lm_head)\.weight$")
 PIPELINES = {
@@ -52,7 +53,14 @@ def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -
         return bundle
     if repo is None and generated:
         repo, tag = generated.groups()
-    return with_contents(bundle, {CARD: render(bundle, read_card(text).data, repo, tag).encode()})
+    data = read_card(text).data
+    try:
+        text = render(bundle, data, repo, tag)
+    except Exception as error:  # of a type that no code of ours writes there
+        raise ValueError(
+            f"a value in config.json or in a result cannot be shown ({type(error).__name__}: {error})."
+        ) from error
+    return with_contents(bundle, {CARD: text.encode()})
 
 
 def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
@@ -108,10 +116,20 @@ def read_card(text: str) -> ModelCard:
     Raises:
         ValueError: its head is not YAML, or has a model-index that the Hub does not read.
     """
+    text = re.sub(r"[\r\n]{3,}", "\n\n", text)  # on many, the pattern of huggingface_hub takes hours
+    head = HEAD.match(text)
     try:
+        read_yaml(head[1] if head else "")
         return ModelCard(text if text.startswith("---") else f"---\n\n---\n{text}")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"the head of {CARD} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a YAML text holds; `yaml.YAMLError` for aliases too, of which a few can mean gigabytes."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise yaml.YAMLError("aliases are not read; write the value where it is meant")
+    return yaml.safe_load(text)
 
 
 def read_settings(bundle: Bundle) -> dict:
@@ -121,7 +139,7 @@ def read_settings(bundle: Bundle) -> dict:
         ValueError: the file does not hold settings.
     """
     try:
-        settings = yaml.safe_load(bundle.text("training.yaml")) or {}
+        settings = read_yaml(bundle.text("training.yaml")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"training.yaml is damaged ({' '.join(str(error).split())}).") from error
     if not isinstance(settings, dict):

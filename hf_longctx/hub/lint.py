@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, get_token, parse_eval_result_entries
 
 from ..metrics.report.card import eval_results
 from .bundle import EVALUATIONS, Bundle
-from .card import CARD, UPSTREAM, read_card, read_settings
+from .card import CARD, UPSTREAM, read_card, read_settings, read_yaml
 
 
 # As the Hub lists them when it refuses another one.
@@ -51,9 +51,9 @@ MACHINE = re.compile(
 )
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+COMMENT = re.compile(r"<!--.*?(-->|\Z)", re.DOTALL)  # without an end, to the end: in no time that is quadratic
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|\b(?:src|href)=["']([^"']+)["']""")
-TODO = re.compile(r"<!-- (Write\b.*?) -->", re.DOTALL)
+TODO = re.compile(r"<!-- (Write\b(?:(?!<!--|-->).)*) -->", re.DOTALL)
 LOADERS = ("from_pretrained", "load", "load_dataset", "pipeline", "get_kernel", "snapshot_download", "hf_hub_download")
 
 
@@ -117,7 +117,7 @@ def evaluation_errors(bundle: Bundle) -> Iterator[str]:
     """Yield errors for results on registered benchmarks that the Hub would not read."""
     for path, text in bundle.texts(lambda name: name.startswith(f"{EVALUATIONS}/")).items():
         try:
-            if not parse_eval_result_entries(yaml.safe_load(text)):
+            if not parse_eval_result_entries(read_yaml(text)):
                 yield f"{path} is empty"
         except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
             yield f"{path} is not a list of results as the Hub reads them ({type(error).__name__}: {error})"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 
 from ..fox.checkpoint_files import Checkpoint, open_safetensors, read_json
 
@@ -45,16 +44,16 @@ def shapes_of_class(folder, config, auto_class):
     """Return {name: shape} of the tensors of a model, and the names of those that are tied; empty if not known."""
     if config.get("model_type") not in transformers.CONFIG_MAPPING or "quantization_config" in config:
         return {}, {}
+    known = None
     try:
         known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, "auto_map": {}})
-    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"transformers cannot read {folder / 'config.json'} ({reason}).") from error
-    try:
         with torch.device("meta"):
             model = getattr(transformers, auto_class).from_config(known)
-    except (AttributeError, ValueError):  # there is no such class
-        return {}, {}
+    except Exception as error:  # whatever a value of the configuration breaks
+        if known is not None and isinstance(error, AttributeError | ValueError):  # there is no such class
+            return {}, {}
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"transformers cannot build the model of {folder / 'config.json'} ({reason}).") from error
     pointer = not config.get("backbone_in_checkpoint", True)
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {k: v for k, v in tensors.items() if not pointer or k.startswith("memory.")}, model.all_tied_weights_keys

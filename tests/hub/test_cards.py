@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from hf_longctx.hub import (
     missing_fields,
     with_card,
 )
+from hf_longctx.hub.bundle import read_measurement
 from hf_longctx.hub.card import GENERATED
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, rope_report
 from hf_longctx.metrics.evaluate_modules import NAMES
@@ -94,6 +96,7 @@ def test_cards_of_spaces_and_of_the_kernel_are_complete(name):
 def test_a_new_card_shows_all_that_its_files_hold(llama):
     bundle = with_card(build_bundle(llama), "alice/llama", "v1")
     text = bundle.text("README.md")
+    assert "alice/llama" not in with_card(bundle, "bob/llama", "v2").text("README.md")
     for line in (
         "# llama",
         "| parameters | 11,936, of which 3,904 are embeddings |",
@@ -203,9 +206,50 @@ def test_notes_become_parts_of_the_sections_of_their_name(folder):
     assert not [line for line in missing_fields(bundle) if "Use and limits" in line]
 
 
-def test_texts_of_files_are_escaped(folder):
-    write(folder / "speed.json", json.dumps(BENCHMARK | {"commit": "x | <img src=x>\n# y"}))
-    assert "| x \\| &lt;img src=x> # y |" in with_card(build_bundle(folder)).text("README.md")
+EVIL = "x | <img src=x onerror=alert(1)> [a](javascript:x)\n# y"
+
+
+def leaves(value, path=()):
+    """The paths of all values in a JSON document."""
+    yield path
+    for key, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from leaves(inner, (*path, key))
+
+
+@pytest.mark.parametrize("file", ["speed.json", "loss.json", "rope.json"])
+def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder):
+    """A text or null in place of each value: the card has no HTML, link or heading of it."""
+    given, bundle = json.loads((folder / file).read_text()), build_bundle(folder)
+    for path in list(leaves(given))[1:40]:
+        for value in (EVIL, None):
+            document = json.loads(json.dumps(given))
+            place = document
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            write(folder / file, json.dumps(document))
+            results, documents = dict(bundle.results), dict(bundle.documents)
+            results.pop(file, None), documents.pop(file)
+            read_measurement(folder / file, results, documents)
+            try:
+                text = with_card(replace(bundle, results=results, documents=documents)).text("README.md")
+            except ValueError:
+                continue
+            text = re.sub(r"`[^`\n]*`", "", text.partition("written by")[2])  # in code, nothing is HTML
+            assert not re.search(r"<img|\n# y|(?<!\\)\]\(javascript", text), path
+
+
+def test_files_that_would_take_hours_or_gigabytes_are_read_or_refused_at_once(folder):
+    for text in ("<!--" * 50_000, "---\n\n" + "\n" * 200_000, "<!-- Write " * 20_000):
+        write(folder / "README.md", text)
+        bundle = build_bundle(folder)
+        check(bundle)
+        missing_fields(bundle)
+    os.mkfifo(folder / "pipe.json")
+    with pytest.raises(ValueError, match=r"pipe\.json is a pipe"):
+        build_bundle(folder)
 
 
 def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
@@ -306,6 +350,8 @@ HARMLESS = (
 MISTAKES = [
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
     refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml does not hold settings"),
+    refused("aliases in settings", writing_the_card("a: &a [1]\nb: *a\n", "training.yaml"), "aliases are not read"),
+    refused("aliases in a head", replacing("license: apache-2.0", "license: &a [x]\na: *a"), "aliases are not read"),
     refused("a number in the log", writing_the_card("3\n", "training_log.jsonl"), "training_log.jsonl has '3'"),
     refused("an unknown licence", replacing("license: apache-2.0", "license: apache2"), "not know license 'apache2'"),
     refused("an unknown task", replacing("pipeline_tag: text-generation", "pipeline_tag: text-gen"), "is not a task"),

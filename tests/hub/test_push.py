@@ -233,7 +233,14 @@ MISTAKES = [
     refused("a tensor is absent", with_tensors({NORM: None}), f"has {NORM}, which the model needs"),
     refused("a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* \(32,\)"),
     refused("a tensor of NaN", with_tensors({NORM: torch.full((32,), torch.nan)}), "NaN in model.norm.weight"),
-    refused("a configuration of no sense", with_config(hidden_size=[1]), "transformers cannot read"),
+    *(
+        refused(f"a configuration with {name} {value!r}", with_config(**{name: value}), says)
+        for says, rows in {
+            "transformers cannot build": [("hidden_size", [1]), ("dtype", [1]), ("rope_parameters", [1])],
+            "that are no names": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
+        }.items()
+        for name, value in rows
+    ),
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
     refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "has no.weight, which"),
