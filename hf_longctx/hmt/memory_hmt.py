@@ -4,6 +4,7 @@ Symbols follow arXiv 2405.06067, sec. 3: d is the width of a memory embedding (t
 width of the recall projections, m the embeddings per memory, k the sensory tokens, L' the new tokens per segment.
 """
 
+import hashlib
 import json
 import operator
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Cache
@@ -132,8 +133,8 @@ class HMTState:
 
     A call does not change its state: keep a state to branch off from it later. `position` and `segment` count the
     tokens and the full segments of the longest row; `padded` is True if the paper mode has read padding. `signature`
-    holds the architecture and settings of the state's model, which a call compares with its own. Weights are not
-    compared: the memories of another model of the same architecture and settings are accepted, and are noise.
+    holds the architecture and settings of the state's model, which a call compares with its own. Weights are compared
+    by `load` only: in one process, the memories of another model of the same settings are accepted, and are noise.
     """
 
     bank: Tensor
@@ -349,10 +350,15 @@ class HMTState:
             kv_mask = None if kv_mask is None else kv_mask.index_select(0, beam_idx.to(kv_mask.device))
             self.kv_cache, self.kv_mask = kv_cache, kv_mask
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file from which `load` restores the state in any process."""
+    def save(self, path: str | Path, model: nn.Module | None) -> None:
+        """Write a safetensors file from which `load` restores the state in any process.
+
+        Args:
+            model: the one that read the text. A sample of its weights is hashed, so that `load` knows them again.
+                None within a training, which changes them.
+        """
         metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "padded": self.padded})}
-        metadata["signature"] = json.dumps(self.signature)
+        metadata |= {"signature": json.dumps(self.signature), "weights": weights_hash(model)}
         tensors = self.tensors()
         if self.pages is not None:
             packed = [row.pack() for row in self.pages]
@@ -363,30 +369,51 @@ class HMTState:
         save_file(copies, str(path), metadata=metadata)
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "HMTState":
+    def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
         """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
 
+        Args:
+            model: the one that goes on with it. None: any weights, such as those before a training.
+
         Raises:
-            ValueError: the file holds something else.
+            ValueError: the file holds something else, is damaged, or was made by other weights.
         """
-        with safe_open(str(path), "pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            if "hmt_state" not in metadata:
-                raise ValueError(f"{path} is not a saved HMTState; it must be written by HMTState.save.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        pages = []
-        for row, numbers in enumerate(json.loads(metadata.get("pages", "[]"))):
-            names = [name for name in tensors if name.startswith(f"pages.{row}.")]
-            packed = {name.split(".")[2]: tensors.pop(name) for name in names}
-            pages.append(MemoryPages.unpack(packed, numbers))
-        counters = json.loads(metadata["hmt_state"])
-        return cls(
-            **tensors,
-            pages=tuple(pages) or None,
-            lengths=tuple(counters["lengths"]),
-            padded=counters["padded"],
-            signature=json.loads(metadata["signature"]),
-        )
+        try:
+            with safe_open(str(path), "pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            if model is not None and metadata["weights"] != weights_hash(model):
+                raise ValueError(
+                    f"{path} was made by other weights than those of this model, to which its memories are noise. Load the "
+                    "model that made it, or read it with model=None."
+                )
+            pages = []
+            for row, numbers in enumerate(json.loads(metadata.get("pages", "[]"))):
+                names = [name for name in tensors if name.startswith(f"pages.{row}.")]
+                packed = {name.split(".")[2]: tensors.pop(name) for name in names}
+                pages.append(MemoryPages.unpack(packed, numbers))
+            counters = json.loads(metadata["hmt_state"])
+            return cls(
+                **tensors,
+                pages=tuple(pages) or None,
+                lengths=tuple(counters["lengths"]),
+                padded=counters["padded"],
+                signature=dict(json.loads(metadata["signature"])),
+            )
+        except (AttributeError, LookupError, RecursionError, SafetensorError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is not a whole file of HMTState.save ({reason}).") from error
+
+
+def weights_hash(model: nn.Module | None) -> str:
+    """Hash some 64 numbers of each parameter in bfloat16; a training changes them, and a copy in float32 has them."""
+    digest = hashlib.sha256()
+    for parameter in () if model is None else model.parameters():
+        if not parameter.is_meta:
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 64)].to("cpu", torch.bfloat16).contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def mean_memory(

@@ -126,7 +126,7 @@ class CarriesStates(TrainerMethods):
         if all(begins):
             return None
         if isinstance(state, Path):
-            state = HMTState.load(state).to(self.args.device)
+            state = HMTState.load(state, None).to(self.args.device)  # of the weights some steps ago
         if state is None or len(state.lengths) != len(streams):
             rows = "no rows" if state is None else f"{len(state.lengths)} rows"
             raise ValueError(
@@ -141,7 +141,7 @@ class CarriesStates(TrainerMethods):
         folder.mkdir(exist_ok=True)
         for stream, state in self.states.items():
             if isinstance(state, HMTState):
-                state.save(folder / f"{stream}.safetensors")
+                state.save(folder / f"{stream}.safetensors", None)
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)

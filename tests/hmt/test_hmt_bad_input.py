@@ -272,7 +272,9 @@ READ += [
     ),
     refused("what no call recalled", lambda it: it.model(it.tokens).recalled(), "output_recall=True"),
     refused(
-        "another file as a state", lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors"), "saved HMTS"
+        "another file as a state",
+        lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors", it.model),
+        "not a whole file of HMTState",
     ),
     refused(
         "a page file without pages", lambda it: it.model.new_state(2, it.folder / "p"), "set config.recalled_pages"

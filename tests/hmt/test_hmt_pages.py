@@ -103,8 +103,8 @@ def test_what_was_forgotten_is_not_saved(make_wrapper, tokens, tmp_path):
     model = make_wrapper(memory_size=1, page_size=2, recalled_pages=1)
     with torch.no_grad():
         state = model(tokens, use_cache=True).state.forget(1)
-        state.save(tmp_path / "state.safetensors")
-        again = HMTState.load(tmp_path / "state.safetensors")
+        state.save(tmp_path / "state.safetensors", model)
+        again = HMTState.load(tmp_path / "state.safetensors", model)
         kept = torch.cat([*again.pages[0].blocks, again.pages[0].rest]).any(1)
         assert kept.tolist() == [True, False, True, True]
         assert again.segments() == state.segments()
@@ -131,8 +131,8 @@ def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_fil
         whole, expected = model(long_tokens).logits[:, 61:], model(torch.cat([start, other], 1)).logits[:, 61:]
         state = model.new_state(2, page_file=tmp_path / "pages" if in_file else None)
         state = model(start, state=state).state
-        state.save(tmp_path / "state.safetensors")
-        for again in (state, HMTState.load(tmp_path / "state.safetensors"), state.to("cpu"), state.detach()):
+        state.save(tmp_path / "state.safetensors", model)
+        for again in (state, HMTState.load(tmp_path / "state.safetensors", model), state.to("cpu"), state.detach()):
             torch.testing.assert_close(model(rest, state=again).logits, whole, atol=ROUNDING, rtol=0)
             torch.testing.assert_close(model(other, state=again).logits, expected, atol=ROUNDING, rtol=0)
         copied, later = copy.deepcopy(state), model(rest[:, :24], state=state).state

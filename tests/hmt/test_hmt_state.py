@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING, tiny_llama
 
@@ -60,8 +62,8 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
     model, tokens = make_wrapper(recall_mode=mode), tokens[:rows]
 
     def through_a_file(state):
-        state.save(tmp_path / "state.safetensors")
-        return HMTState.load(tmp_path / "state.safetensors")
+        state.save(tmp_path / "state.safetensors", model)
+        return HMTState.load(tmp_path / "state.safetensors", model)
 
     with torch.no_grad():
         logits, _ = stream(model, tokens, [stop, 10, 43 - 10 - stop], between=through_a_file)
@@ -75,8 +77,8 @@ def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, 
     mask[0, :18] = 0
     with torch.no_grad():
         state = model(tokens[:, :21], attention_mask=mask, use_cache=True).state
-        state.save(tmp_path / "state.safetensors")
-        saved = HMTState.load(tmp_path / "state.safetensors")
+        state.save(tmp_path / "state.safetensors", model)
+        saved = HMTState.load(tmp_path / "state.safetensors", model)
         expected, logits = (model(tokens[:, 21:], state=x).logits for x in (state, saved))
     torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
 
@@ -115,10 +117,44 @@ def test_a_state_of_another_model_is_refused(make_wrapper, tokens):
         wider(tokens, state=narrow)
 
 
-def test_another_file_is_refused(tmp_path, make_wrapper):
-    make_wrapper().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="not a saved HMTState"):
-        HMTState.load(tmp_path / "model.safetensors")
+def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
+    file, model = tmp_path / "state.safetensors", make_wrapper()
+    model(tokens, use_cache=True).state.save(file, model)
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    for dtype in (torch.float32, torch.bfloat16):
+        HMTState.load(file, HMTWrapper.from_pretrained(tmp_path, dtype=dtype))
+    for parameter in (model.memory.wq, model.get_input_embeddings().weight):
+        with torch.no_grad():
+            parameter *= 1.01
+        with pytest.raises(ValueError, match="made by other weights"):
+            HMTState.load(file, model)
+    assert HMTState.load(file, None).position == 43
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hmt_state": None},
+        {"hmt_state": "[" * 10**5},
+        {"hmt_state": "{}"},
+        {"hmt_state": '{"lengths": 3, "padded": false}'},
+        {"signature": "3"},
+        {"weights": None},
+        {"pages": '[{"x": 1}]'},
+        {"unknown": torch.ones(1)},
+        {"bank": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
+    file, model = tmp_path / "state.safetensors", make_wrapper()
+    model(tokens, use_cache=True).state.save(file, model)
+    with safe_open(file, "pt") as saved:
+        contents = saved.metadata() | {name: saved.get_tensor(name) for name in saved.keys()} | changed  # noqa: SIM118
+    kinds = {kind: {k: v for k, v in contents.items() if isinstance(v, kind)} for kind in (str, torch.Tensor)}
+    save_file(kinds[torch.Tensor], file, metadata=kinds[str])
+    with pytest.raises(ValueError, match=r"is not a whole file of HMTState\.save"):
+        HMTState.load(file, model)
 
 
 def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens):
