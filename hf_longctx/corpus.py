@@ -21,7 +21,7 @@ PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no
 STDLIB = "stdlib"
 # The split of a dataset is the first of these that it has, else its first.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
-PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
 PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
 
@@ -67,9 +67,10 @@ def load_text(source: str | None = None) -> str:
     """Read a whole corpus.
 
     Args:
-        source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json or .parquet;
-            each of them also with .gz after it. Or path of a folder, of whose files, nested ones included, one kind is
-            read in the order of their names: *.txt if there are any, else *.md, *.jsonl, *.json, *.parquet.
+        source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json, .parquet
+            or .csv; each of them also with .gz after it. Or path of a folder, of whose files, nested ones included,
+            one kind is read in the order of their names: *.txt if there are any, else *.md, *.jsonl, *.json,
+            *.parquet, *.csv.
             Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test", else "validation",
             else the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of
             `stdlib_text`.
@@ -151,7 +152,7 @@ def _read(path):
 
 
 def _table(path):
-    """Read the texts of a .jsonl, .json or .parquet file."""
+    """Read the texts of a file in one of the formats of `TABLES`."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)

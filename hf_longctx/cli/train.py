@@ -6,6 +6,7 @@ Examples:
   torchrun --nproc-per-node 8 -m hf_longctx train --preset 360M --pro --data tokens.npy --tokenizer gpt2 --output run
 """
 
+import dataclasses
 from argparse import ArgumentParser, Namespace
 
 from ..training.recipes import FinetuneSettings, RunSettings, TrainSettings
@@ -43,7 +44,9 @@ def run_training(args: Namespace, kind: type[RunSettings]) -> None:
         if name:
             shared.check_model_name(name)
     if args.print_config:
-        print(write_settings(settings.resolve()), end="")
+        needed = ("model", "data", "tokenizer", "output")
+        placeholders = {name: name.upper() for name in needed if getattr(settings, name, "") is None}
+        print(write_settings(dataclasses.replace(settings, **placeholders).resolve()), end="")
         return
     try:
         from ..training.run import dry_run, train

@@ -46,6 +46,10 @@ def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
     targets = targets or TARGETS.get(config.model_type, "all-linear")
     if targets != "all-linear":
         _check_names("--lora-targets", targets, linear)
+    if both := set(_names(settings.lora_targets) or ()) & set(in_full):
+        raise ValueError(
+            f"--lora-targets and --train-in-full both name {', '.join(sorted(both))}; leave it out of one."
+        )
     _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})
     embeddings = embedding_names(model)
     if config.tie_word_embeddings and embeddings & set(targets if targets != "all-linear" else ()):

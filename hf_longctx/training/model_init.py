@@ -162,6 +162,8 @@ def read_config(name: str) -> Any:
         config = AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:
         raise ValueError(f"{name}/config.json is damaged: {error}") from error
+    except OSError as error:
+        raise OSError(f"{name} is no model that can be read: {str(error).splitlines()[0]}") from error
     check_decoder(config)
     return config
 

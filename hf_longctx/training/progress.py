@@ -38,6 +38,10 @@ def describe(settings: ResolvedSettings, trainer: Trainer, arguments: TrainingAr
         f"{settings.describe_processes(arguments.world_size)} on {arguments.device.type}"
         f"{', bfloat16' if arguments.bf16 else ''}"
     )
+    rows: Any = trainer.train_dataset
+    if hasattr(rows, "__len__"):  # a stream has no end
+        read = settings.steps * settings.batch_tokens / settings.sequence_length
+        lines.append(f"the data are {len(rows)} rows, which are read {read / len(rows):.2f} times")
     count = torch.accelerator.device_count()
     if count > 1 and arguments.world_size == 1:
         lines.append(
@@ -62,23 +66,30 @@ def describe_trainable(model) -> str:
 
 
 class Progress(TrainerCallback):
-    """Prints a line every few seconds: step, loss, learning rate, speed, and the time that is left."""
+    """Prints a line every few seconds: step, loss, learning rate, speed since the line before, and time that is left.
+
+    An evaluation has a line of its own, and its time is no part of the speed.
+    """
 
     def __init__(self, batch_tokens: int):
         self.batch_tokens = batch_tokens
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.begin, self.first, self.printed = time.monotonic(), state.global_step, 0.0
+        self.since, self.first, self.printed = time.monotonic(), state.global_step, 0.0
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        now = time.monotonic()
-        is_due = state.global_step == state.max_steps or now - self.printed > SECONDS_BETWEEN_LINES
-        if not state.is_world_process_zero or not logs or "loss" not in logs or not is_due:
+        now, step = time.monotonic(), f"step {state.global_step}/{state.max_steps}"
+        if not state.is_world_process_zero or not logs:
             return
-        self.printed = now
-        seconds = (now - self.begin) / (state.global_step - self.first)
+        if "eval_loss" in logs:
+            print(f"{step}  eval_loss {logs['eval_loss']:.4f}", file=sys.stderr)
+            self.since, self.first = now, state.global_step
+        if "loss" not in logs or (state.global_step < state.max_steps and now < self.printed + SECONDS_BETWEEN_LINES):
+            return
+        seconds = (now - self.since) / (state.global_step - self.first)
+        self.since, self.first, self.printed = now, state.global_step, now
         print(
-            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
+            f"{step}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
             f"grad {logs['grad_norm']:.2f}  {self.batch_tokens / seconds:.0f} tokens/s  "
             f"{(state.max_steps - state.global_step) * seconds / 60:.1f} min left",
             file=sys.stderr,

@@ -113,6 +113,10 @@ class ResolvedSettings(RunSettings):
                 raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
         if self.construction_size is not None and self.construction is None:
             raise ValueError("--construction-size belongs to --construction, which is missing.")
+        if self.eval_data is None and self.eval_steps != RunSettings.eval_steps:
+            raise ValueError("--eval-steps belongs to --eval-data, which is missing.")
+        if self.streaming and self.data.endswith(".npy"):
+            raise ValueError(f"{self.data} holds packed tokens, which need no --streaming; leave it out.")
         if self.sequence_length < 2:
             raise ValueError(
                 "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
@@ -365,7 +369,7 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
         of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
         of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "recall_mode", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
-            if getattr(self, name) and recipe != self.recipe:
+            if getattr(self, name) != self.__dataclass_fields__[name].default and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
         if self.carry_state and self.repeated_rows:
             raise ValueError("--carry-state reads texts in their order; leave out --repeated-rows.")
@@ -373,8 +377,13 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
             raise ValueError(
                 "--carry-state reads many places of a text at once; leave out --streaming, which reads one."
             )
-        if self.full and (self.lora_targets or self.train_in_full):
-            raise ValueError("--full trains all parameters; leave out --lora-targets and --train-in-full.")
+        if self.full:
+            of_adapter = ("lora_rank", "lora_alpha", "lora_targets", "train_in_full")
+            defaults = {name: self.__dataclass_fields__[name].default for name in of_adapter}
+            defaults |= {name: getattr(RECIPES[self.recipe], name) for name in ("lora_dropout", "merge")}
+            ignored = [option(name) for name, default in defaults.items() if getattr(self, name) != default]
+            if ignored:
+                raise ValueError(f"--full trains all parameters, without an adapter; leave out {', '.join(ignored)}.")
         if self.base_dtype == "bfloat16" and (self.full or self.dtype == "float32"):
             raise ValueError(
                 f"--base-dtype bfloat16 is of weights that are not trained, read in bfloat16; leave out "

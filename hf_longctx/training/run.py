@@ -45,6 +45,7 @@ from .run_folder import (
     find_checkpoint,
     prepare_folder,
     remove_checkpoints_after,
+    set_aside,
     truncate_metrics,
 )
 from .sequence_parallel import SequenceShard, check_model
@@ -90,16 +91,17 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
     with arguments.main_process_first(local=False):
         in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
         lock = RunLock(folder, resume)
+        checkpoint = find_checkpoint(folder / "checkpoints", resume)
+        step = 0 if checkpoint is None else check_checkpoint(checkpoint)
+        is_longer = lock.lengthen(run, step, keep_warmup=settings.warmup_steps is None)
         lock.check(**locked(run), tokenizer=digest_of(tokenizer.get_vocab()))
         datasets = prepare_datasets(run, tokenizer, lock)
     measured = datasets.train if datasets.evaluation is None else datasets.evaluation
-    if (folder / "model").exists():
+    if (folder / "model").exists() and not is_longer:
         evaluate_context(run, tokenizer, measured, "after")
         print_status(f"{folder} is finished: the model is in {folder / 'model'}.")
         return 0
 
-    checkpoint = find_checkpoint(folder / "checkpoints", resume)
-    step = 0 if checkpoint is None else check_checkpoint(checkpoint)
     model, base = make_model(run, tokenizer, lock)
     stops = StopAtSignal()
     trainer = make_trainer(run, model, arguments, datasets, stops)
@@ -107,6 +109,8 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         trainer.check_sharding(checkpoint)
     wait()  # until all processes have read what the first one changes now
     if is_first_process():
+        if is_longer:
+            set_aside(folder, folder / "model", folder / "adapter", folder / "evaluation" / "after")
         lock.write()
         (folder / "config.yaml").write_text(write_settings(run))
         truncate_metrics(trainer.metrics, step)
@@ -135,8 +139,9 @@ def dry_run(settings: RunSettings) -> None:
     """Train three steps in a folder that is thrown away, and print how fast they were and what memory they took."""
     run = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        streaming = not (run.repeated_rows or run.carry_state)
-        short = dataclasses.replace(run, output=folder, steps=3, warmup_steps=0, eval_data=None, streaming=streaming)
+        streaming = not (run.repeated_rows or run.carry_state or run.data.endswith(".npy"))
+        changes: dict[str, Any] = dict(eval_data=None, eval_steps=RunSettings.eval_steps, streaming=streaming)
+        short = dataclasses.replace(run, output=folder, steps=3, warmup_steps=0, **changes)
         train(short, trial=True)
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
@@ -250,7 +255,12 @@ def prepare_rows(
     if source.endswith(".npy"):
         if construction is not None:
             raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
-        return TokenDataset(source, run.sequence_length, border, len(tokenizer))
+        rows = TokenDataset(source, run.sequence_length, border, len(tokenizer))
+        if border is not None and border not in rows.tokens[: 2**20]:
+            print_status(f"{source} begins without any EOS, {border}, which would end a document: rows hold one each")
+        return rows
+    if source.endswith((".bin", ".npz")):
+        raise ValueError(f"{source} is no text; give tokens as .npy, which np.save writes.")
     if streaming:
         return StreamedTokenDataset(source, tokenizer, run.sequence_length, border, construction)
     state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}"

@@ -6,7 +6,7 @@ data/            the packed tokens, which are the run's: the text may be moved
 checkpoints/     complete ones only
 metrics.jsonl    a line a step, see `ResumableTrainer`
 model/           model and tokenizer, once all steps are done
-old-N/           checkpoints of a run that --resume never has replaced
+old-N/           checkpoints of a run that --resume never has replaced, or the model of one that was made longer
 """
 
 import errno
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import get_last_checkpoint
 
 from .progress import is_first_process, print_status
+from .recipes import ResolvedSettings
 from .settings import option
 
 
@@ -47,8 +48,8 @@ def prepare_folder(folder: Path, resume: str) -> TextIO | None:
         a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
         processes of a training but the first.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; --output is the folder of the run.")
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(f"{folder} is a file or a broken link; --output is the folder of the run.")
     if (
         folder.is_dir()
         and {path.name for path in folder.iterdir()} - {IN_USE, "data"}
@@ -91,6 +92,23 @@ class RunLock:
                 self.before = dict(json.loads(self.file.read_text()))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{self.file} is damaged ({error}); begin again with --resume never.") from error
+
+    def lengthen(self, run: ResolvedSettings, step: int, keep_warmup: bool) -> bool:
+        """Let the run in the folder have more steps, and return True, if no learning rate until now depends on them.
+
+        Args:
+            run: the new settings.
+            step: the one to go on after.
+            keep_warmup: the warmup is that of the old settings, not a share of the new steps.
+        """
+        steps = self.before.get("steps", run.steps)
+        ends = {"constant": steps, "step": steps, "warmup_stable_decay": steps - steps // 10}
+        if run.steps <= steps or step > ends.get(run.schedule, 0) or run.schedule != self.before["schedule"]:
+            return False
+        self.before["steps"] = run.steps
+        if keep_warmup:
+            run.warmup_steps = self.before["warmup_steps"]
+        return True
 
     def check(self, **facts: Any) -> None:
         """Raise ValueError if the run in the folder depends on something else."""
@@ -135,7 +153,7 @@ def set_aside(folder: Path, *paths: Path) -> None:
     for path in paths:
         if path.exists():
             path.rename(folder / f"old-{number}" / path.name)
-    print_status(f"the checkpoints that {folder} held are in {folder / f'old-{number}'} now")
+    print_status(f"what {folder} held is in {folder / f'old-{number}'} now")
 
 
 def find_checkpoint(folder: Path, resume: str) -> Path | None:
@@ -259,5 +277,6 @@ __all__ = [
     "last_checkpoint",
     "prepare_folder",
     "remove_checkpoints_after",
+    "set_aside",
     "truncate_metrics",
 ]

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import os
 import types
 from argparse import SUPPRESS, BooleanOptionalAction
 from contextlib import suppress
@@ -119,7 +120,7 @@ def _read_yaml(file):
 def _convert(value: Any, entry: dataclasses.Field, file) -> Any:
     kind = _kind(entry)
     if type(value) is kind or (value is None and entry.default is None):
-        return value
+        return os.path.expanduser(value) if kind is str and value else value
     if kind is str and type(value) in (int, float):
         return str(value)  # a folder may be named 2024
     if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):

@@ -218,7 +218,7 @@ def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):  # noqa: F
     llama = tiny_llama(VOCABULARY)
     llama.save_pretrained(tmp_path / "llama")
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "llama")
-    data = dict(data=str(stage_1 / "texts"), eval_data=None, steps=1)
+    data = dict(data=str(stage_1 / "texts"), eval_data=None, eval_steps=500, steps=1)
     first = settings(tmp_path / "llama", tmp_path / "first", **data)
     second = settings(tmp_path / "first" / "model", tmp_path / "second", **data)
     assert apart(second, train, first, processes=2) == 0

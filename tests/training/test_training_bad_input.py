@@ -32,7 +32,7 @@ from hf_longctx.training.data import encode
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
 from hf_longctx.training.run_folder import check_checkpoint, last_checkpoint
-from hf_longctx.training.settings import read_settings
+from hf_longctx.training.settings import option, read_settings
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -144,6 +144,8 @@ SETTINGS = [
     refused("unknown construction", resolve(construction="mixed"), "'mixed'; it must be one of interleave, dilate"),
     refused("size of no construction", resolve(construction_size=9), "--construction-size belongs to --construction"),
     refused("turns of nothing", resolve(construction="dilate", construction_size=0), "--construction-size is 0"),
+    refused("steps of no evaluation", resolve(eval_steps=5), "--eval-steps belongs to --eval-data, which is missing"),
+    refused("stream of tokens", resolve(data="a.npy", streaming=True), "packed tokens, which need no --streaming"),
     refused("warmup beyond the end", resolve(steps=5, warmup_steps=6), "between 0 and the 5 steps"),
     refused(
         "a batch of no whole passes",
@@ -258,11 +260,18 @@ FINETUNING = [
         finetune(sequence_length=128, batch_tokens=128),
         "128 is more than the 64 tokens.*by --recipe rope-extend",
     ),
-    refused("targets of a full training", finetune(full=True, lora_targets="q_proj"), "--full trains all parameters"),
+    *(
+        refused(f"{name} of a full training", finetune(full=True, **{name: value}), f"leave out {option(name)}")
+        for name, value in [("lora_targets", "q_proj"), ("lora_rank", 16), ("lora_dropout", 0.5), ("merge", True)]
+    ),
+    refused(
+        "a target in full", finetune(lora_targets="q_proj", train_in_full="norm,q_proj"), "both name q_proj; leave it"
+    ),
     refused("adapter of a model that is not saved", finetune(recipe="hmt", merge=False), "--no-merge would leave"),
     refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
     refused("memory of another recipe", finetune(carry_state=True), "--carry-state belongs to --recipe hmt"),
+    refused("no sensory tokens of another recipe", finetune(sensory_tokens=0), "--sensory-tokens belongs to --recipe"),
     refused(
         "many places of a stream", finetune(recipe="hmt", carry_state=True, streaming=True), "leave out --streaming"
     ),
@@ -361,6 +370,8 @@ RUNS = [
         "is not text in UTF-8",
     ),
     refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), 'column "text"'),
+    refused("table without texts", after(write("a.csv", "a,b\n1,2\n"), run(data="./a.csv")), 'column "text"'),
+    refused("tokens of nanoGPT", after(write("a.bin", b"\1\2"), run(data="./a.bin")), "give tokens as .npy"),
     refused("dataset name without a network", run(data="no/dataset"), "no/dataset is neither a file nor a folder"),
     refused("no such tokenizer", run(tokenizer="./none"), "--tokenizer .*none cannot be loaded.*Name the folder"),
     refused("unknown way to resume", run("always"), "--resume is always; it must be auto, never, or a checkpoint"),
@@ -387,7 +398,14 @@ RUNS = [
     refused("damaged lock", after(damaged("lock.json"), run()), "lock.json is damaged"),
     refused("two trainings in one folder", in_use, "another process trains in .*run; wait for it"),
     refused(
-        "output is a file", after(write("text.txt"), run(output="./text.txt")), "is a file; --output is the folder"
+        "output is a file",
+        after(write("text.txt"), run(output="./text.txt")),
+        "is a file or a broken link; --output is the folder",
+    ),
+    refused(
+        "output is a broken link",
+        after(lambda kit: (kit.path / "run").symlink_to("nowhere"), run()),
+        "is a file or a broken link; --output is the folder",
     ),
     refused(
         "folder of something else", after(write("run/thesis.tex"), run()), "holds other files than those of a run"
@@ -468,6 +486,24 @@ def test_a_mistake_that_is_found_late_can_be_mended_in_the_same_folder(kit):
     tokens = (kit.path / "run" / "data" / "tokens.npy").stat().st_mtime_ns
     finetune(lora_targets="q_proj", steps=2)(kit)
     assert (kit.path / "run" / "data" / "tokens.npy").stat().st_mtime_ns == tokens  # packed once
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "warmup_stable_decay", "cosine"])
+def test_a_run_is_made_longer_if_its_learning_rate_did_not_know_its_end(schedule, kit):
+    sizes = dict(schedule=schedule, warmup_steps=0, batch_tokens=128)
+    whole, part = ({"output": f"./{name}", **sizes} for name in ("whole", "part"))
+    run(**part, steps=11)(kit)
+    if schedule in ("warmup_stable_decay", "cosine"):  # its last step had a lower rate
+        with pytest.raises(ValueError, match=r"other settings \(--steps: 11 -> 13\)"):
+            run(**part, steps=13)(kit)
+    if schedule == "cosine":
+        return
+    run("./part/checkpoints/checkpoint-10", **part, steps=13)(kit)
+    run(**whole, steps=13)(kit)
+    whole, part = kit.path / "whole", kit.path / "part"
+    assert (part / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    assert (part / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    assert (part / "old-1" / "model" / "model.safetensors").exists()
 
 
 def test_the_same_command_says_that_the_run_is_finished(kit, capsys):

@@ -172,7 +172,7 @@ def test_a_process_without_launcher_trains_on_one_of_several_gpus(text, tmp_path
     assert training_arguments(settings(text, tmp_path).resolve(), tmp_path)._n_gpu == 1
 
 
-def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path):
+def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path, capsys):
     """Three rows, which are fewer than two forward passes, of a text that a stream would repeat without end."""
     (tmp_path / "other").mkdir()
     for number, times in enumerate((1, 1, 1, 1, 5)):  # short documents, so that rows have fewer labels than the last
@@ -184,6 +184,9 @@ def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone
         train(settings(text, folder, preset="tiny", steps=4, **evaluated))
         losses.append([line["eval_loss"] for line in metrics(folder) if "eval_loss" in line])
     assert [len(values) for values in losses] == [2, 2]
+    said = capsys.readouterr().err
+    assert f"step 4/4  eval_loss {losses[0][-1]:.4f}\n" in said
+    assert said.count(" rows, which are read ") == 1, "a stream has no end"
     model = FoxForCausalLM.from_pretrained(tmp_path / "False" / "model")
     rows = TokenDataset(tmp_path / "False" / "data" / "eval_tokens.npy", 32, 2, VOCABULARY)
     assert len(rows) == 3
