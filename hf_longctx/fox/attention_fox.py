@@ -21,8 +21,11 @@ kernel that returns the gradient of k' in bfloat16 rounds the column sums: the g
 4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4), a noise without bias.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.forward_ad import unpack_dual
 
 
 GATE_PARTS = 3
@@ -180,6 +183,8 @@ def cumulative_sum(x):
 
     torch.cumsum of floats has no such order on a GPU, and raises under `torch.use_deterministic_algorithms`.
     """
+    if x.shape[-1] == 1:
+        return x
     if not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(-1)
     shift = 1
@@ -204,6 +209,27 @@ def running_sum(log_f, position_in_sequence=None):
     return cumulative_sum(log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1])))
 
 
+def constant_columns(head_dim, heads, gates_per_key, dtype, device):
+    """Return the columns that queries get, (heads or 1, 1, D' - D), and keys behind the gate parts, (free,)."""
+    added = folded_width(head_dim, gates_per_key, device) - head_dim
+    gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
+    query = F.pad(gates, (0, added - gates.shape[1]))[:, None]
+    if gates_per_key > 1:  # a row for each query head that shares a key head
+        query = query.repeat(heads // gates_per_key, 1, 1)
+    key = torch.zeros(added - gates.shape[1], dtype=dtype, device=device)
+    key[0] = GATE_QUERY
+    return query, key
+
+
+kept_columns = lru_cache(maxsize=64)(constant_columns)  # a decoding step is made of small operations
+
+
+def columns_for(x, heads, gates_per_key):
+    """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads, made once for plain tensors."""
+    make = constant_columns if torch.compiler.is_compiling() or type(x) is not torch.Tensor else kept_columns
+    return make(x.shape[3], heads, gates_per_key, x.dtype, x.device)
+
+
 def fold_queries(q, c, scale, gates_per_key):
     """Append to the queries the columns that multiply the decay in the keys.
 
@@ -217,27 +243,21 @@ def fold_queries(q, c, scale, gates_per_key):
     Returns:
         (B, Hq, T, D'). The added columns are 0 at the gate parts of other query heads.
     """
-    batch, heads, length, head_dim = q.shape
-    free = folded_width(head_dim, gates_per_key, q.device) - head_dim - GATE_PARTS * gates_per_key
-    if gates_per_key == 1:
-        gates = q.new_full((GATE_PARTS,), GATE_QUERY)
-    else:  # a row for each query head that shares a key head
-        gates = GATE_QUERY * torch.eye(gates_per_key, dtype=q.dtype, device=q.device)
-        gates = gates.repeat_interleave(GATE_PARTS, dim=1).repeat(heads // gates_per_key, 1)[:, None]
-    columns = [gates]
-    if c.requires_grad:
-        zero = ((c - c.detach()) / (GATE_QUERY * scale)).repeat_interleave(heads // c.shape[1], dim=1)
-        columns.append(zero.unsqueeze(-1).to(q.dtype))
-        free -= 1
-    columns.append(q.new_zeros(free))
-    return torch.cat([q, *(x.expand(batch, heads, length, -1) for x in columns)], dim=-1)
+    batch, heads, length, _ = q.shape
+    columns = columns_for(q, heads, gates_per_key)[0].expand(batch, heads, length, -1)
+    if not c.requires_grad:
+        return torch.cat([q, columns], dim=-1)
+    zero = ((c - c.detach()) / (GATE_QUERY * scale)).repeat_interleave(heads // c.shape[1], dim=1)
+    parts = GATE_PARTS * gates_per_key
+    return torch.cat([q, columns[..., :parts], zero.unsqueeze(-1).to(q.dtype), columns[..., parts + 1 :]], dim=-1)
 
 
 def gate_parts(x):
     """Split x, fp32, into a sum of three numbers of eight bits each, which every dtype of keys holds."""
     first = x.bfloat16().to(x.dtype)
-    second = (x - first).bfloat16().to(x.dtype)
-    return first, second, x - first - second
+    rest = x - first
+    second = rest.bfloat16().to(x.dtype)
+    return first, second, rest - second
 
 
 def fold_keys(k, c, scale):
@@ -251,20 +271,25 @@ def fold_keys(k, c, scale):
     Returns:
         (B, Hkv, T, D'). The gradient of c goes through its first part; the other parts hold what rounding left over.
     """
-    batch, kv_heads, length, head_dim = k.shape
+    batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads
-    x = (c / (-GATE_QUERY * scale)).view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
-    first, second, third = gate_parts(x.detach())
-    first = x + (first - x.detach())  # the value of first, with the derivative of x, forward and backward
-    parts = torch.stack([first, second, third], dim=-1).flatten(3).to(k.dtype)
-    free = folded_width(head_dim, group, k.device) - head_dim - parts.shape[-1]
-    columns = k.new_full((1,), GATE_QUERY), k.new_zeros(free - 1)
-    return torch.cat([k, parts, *(x.expand(batch, kv_heads, length, -1) for x in columns)], dim=-1)
+    x = c / (-GATE_QUERY * scale)
+    x = x.unsqueeze(-1) if group == 1 else x.view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
+    if x.requires_grad or unpack_dual(x).tangent is not None:
+        first, *others = gate_parts(x.detach())
+        parts = x + (first - x.detach()), *others  # the value of first, with the derivative of x
+    else:
+        parts = gate_parts(x)
+    parts = torch.stack(parts, dim=-1).flatten(3).to(k.dtype) if group > 1 else torch.cat(parts, dim=-1).to(k.dtype)
+    columns = columns_for(k, c.shape[1], group)[1].expand(batch, kv_heads, length, -1)
+    return torch.cat([k, parts, columns], dim=-1)
 
 
 def unfold_decay(folded_keys, head_dim, group, scale):
     """Read c back from folded keys: (B, Hkv, T, D') -> (B, Hq, T) fp32."""
     parts = folded_keys[..., head_dim : head_dim + GATE_PARTS * group].float()
+    if group == 1:
+        return parts.sum(-1) * (-GATE_QUERY * scale)
     x = parts.unflatten(-1, (group, GATE_PARTS)).sum(-1)  # (B, Hkv, T, G)
     return (x * (-GATE_QUERY * scale)).transpose(2, 3).flatten(1, 2)
 

@@ -56,8 +56,8 @@ class GrowingShiftLayer(ShiftLayer):
         """Append to the state, (B, channels, T), and keep its last tokens, or all while the past is recorded."""
         if not self.is_conv_states_initialized[0]:
             self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
-        if self.has_previous_state[0]:
-            conv_states = torch.cat([self.conv_states[0], conv_states], dim=-1)
+        if self.has_previous_state[0]:  # numbers of a token stay together in memory
+            conv_states = torch.cat([self.conv_states[0].mT, conv_states.mT], dim=1).mT
         self.conv_states[0] = conv_states if self.record_past else conv_states[..., -KEPT:]
         self.has_previous_state[0] = True
         return self.conv_states[0]
@@ -144,7 +144,8 @@ class CachedLayer:
         state = self.layer.conv_states[0]  # (B, 2 Hkv D, tokens)
         if state.shape[-1] == 0:  # the cache was cropped to nothing
             return None
-        return state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim)).chunk(2, dim=2)
+        last = state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim))
+        return last[:, :, : k.shape[2]], last[:, :, k.shape[2] :]
 
     def keep_tokens(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
@@ -187,7 +188,10 @@ def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.T
     if call.shard is not None:
         before = call.shard.token_before(k), call.shard.token_before(v)
     if before is None:
-        before = (torch.zeros_like(k[:, :1]),) * 2
+        before = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
+    if past is not None and k.shape[1] == 1 and call.predecessor is None and isinstance(past.layer, GrowingShiftLayer):
+        past.keep_tokens(k, v)  # a static layer would write over what was read from it
+        return before
     tokens = [torch.cat(pair, dim=1) for pair in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
     if call.predecessor is None:
         previous = [y[:, :-1] for y in tokens]

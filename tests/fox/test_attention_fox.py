@@ -14,6 +14,7 @@ from hf_longctx.fox.attention_fox import (
     fold_queries,
     folded_attention,
     forgetting_attention_ref,
+    kept_columns,
     unfold_decay,
 )
 
@@ -125,6 +126,38 @@ def test_the_decay_can_be_read_back_from_the_keys(dtype, head_dim):
     torch.testing.assert_close(
         unfold_decay(keys, head_dim, 2, scale), c, rtol=2 * EPS, atol=GATE_QUERY * scale * spacing
     )
+
+
+FIRST_CALLS = {
+    "inference": lambda f, x: torch.inference_mode()(f)(x),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "compiled": lambda f, x: torch.compile(f, fullgraph=True, backend="aot_eager")(x),
+    "compiled for inference": lambda f, x: torch.inference_mode()(torch.compile(f, fullgraph=True, backend="eager"))(
+        x
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("first_call", FIRST_CALLS)
+def test_columns_that_are_kept_serve_later_calls_of_every_kind(first_call, dtype):
+    q, k, _, log_f, _ = draw(1, 4, 2, 9, 9, 4)
+
+    def logits(log_f, dtype=torch.float32):
+        queries, keys = fold_queries(q.to(dtype), log_f, 0.5, 2), fold_keys(k.to(dtype), log_f, 0.5)
+        return queries @ keys.repeat_interleave(2, dim=1).mT
+
+    results = []
+    for call in (lambda f, x: f(x), FIRST_CALLS[first_call]):
+        kept_columns.cache_clear()
+        call(logits, log_f)
+        x = log_f.clone().requires_grad_()
+        y = logits(x, dtype)
+        results.append((y.detach(), *torch.autograd.grad(y.sum(), x), logits(log_f.double(), dtype)))
+    for got, want in zip(*results):
+        assert torch.equal(got, want)
 
 
 def test_decay_resolution_at_large_c():
