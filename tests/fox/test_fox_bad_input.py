@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from mistakes import harmless, refused
-from tiny_fox import ROPE, TINY, logits, make, tokens
+from tiny_fox import ROPE, TINY, filled, logits, make, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
@@ -119,13 +119,6 @@ def made(model, changes):
     return {name: value(model) if callable(value) else value for name, value in changes.items()}
 
 
-def filled(model, ids=IDS):
-    """The cache of a model that has read `ids`."""
-    cache = DynamicCache(config=model.config)
-    logits(model, ids, past_key_values=cache)
-    return cache
-
-
 def pruned(model):
     return PrunedCache(model, logit_bound="observed")
 
@@ -195,12 +188,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("mistake", CALLS, ids=str)
-def test_calls(mistake, models, record_property):
-    outcomes = {mistake.check(model) for model in models}
-    record_property("mistake", outcomes.pop())
-
-
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 
@@ -225,14 +212,10 @@ CACHES = [
         lambda model: filled(llama(num_hidden_layers=4)),
     ),
     with_cache("cache of another batch", "for another batch", lambda model: filled(model, IDS[:1])),
-    with_cache("pruned cache of another model", "another model", lambda model: pruned(another(model, head_dim=16))),
+    with_cache(
+        "pruned cache of another model", "made for another model", lambda model: pruned(another(model, head_dim=16))
+    ),
 ]
-
-
-@pytest.mark.parametrize("mistake", CACHES, ids=str)
-def test_caches(mistake, models, record_property):
-    outcomes = {mistake.check(model) for model in models}
-    record_property("mistake", outcomes.pop())
 
 
 def without_place(model):
@@ -255,11 +238,6 @@ SHIFTED = [
     refused("more tokens taken back than are kept", cropped, r"takes 32 of 40 tokens back.*the last 32 only"),
     refused("branch whose token before is gone", continued, "cached for the last one alone"),
 ]
-
-
-@pytest.mark.parametrize("mistake", SHIFTED, ids=str)
-def test_token_shifts(mistake, models, record_property):
-    record_property("mistake", mistake.check(models[1]))
 
 
 def prune(name, says, **options):
@@ -287,8 +265,8 @@ PRUNED = [
 ]
 
 
-@pytest.mark.parametrize("mistake", PRUNED, ids=str)
-def test_pruned_caches(mistake, models, record_property):
+@pytest.mark.parametrize("mistake", [*SHIFTED, *PRUNED], ids=str)
+def test_caches_of_pro(mistake, models, record_property):
     record_property("mistake", mistake.check(models[1]))
 
 
@@ -312,8 +290,8 @@ GENERATE = [
 ]
 
 
-@pytest.mark.parametrize("mistake", GENERATE, ids=str)
-def test_generation(mistake, models, record_property):
+@pytest.mark.parametrize("mistake", [*CALLS, *CACHES, *GENERATE], ids=str)
+def test_calls(mistake, models, record_property):
     outcomes = {mistake.check(model) for model in models}
     record_property("mistake", outcomes.pop())
 

@@ -86,16 +86,14 @@ FLA_CANNOT = {
 }
 
 
-@pytest.mark.parametrize("changes, message", OFFICIAL_CANNOT.values(), ids=OFFICIAL_CANNOT)
-def test_what_the_authors_cannot_represent_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        fox.to_official(fox.FoxForCausalLM(fox.FoxConfig(**TINY, **changes)))
+OTHERS_CANNOT = [(fox.to_official, *row) for row in OFFICIAL_CANNOT.values()]
+OTHERS_CANNOT += [(fox.to_fla, *row) for row in FLA_CANNOT.values()]
 
 
-@pytest.mark.parametrize("changes, message", FLA_CANNOT.values(), ids=FLA_CANNOT)
-def test_what_fla_cannot_represent_is_named(changes, message):
+@pytest.mark.parametrize("write, changes, message", OTHERS_CANNOT, ids=[*OFFICIAL_CANNOT, *FLA_CANNOT])
+def test_what_others_cannot_represent_is_named(write, changes, message):
     with pytest.raises(ValueError, match=message):
-        fox.to_fla(fox.FoxForCausalLM(fox.FoxConfig(**TINY, **changes)))
+        write(fox.FoxForCausalLM(fox.FoxConfig(**TINY, **changes)))
 
 
 def test_the_authors_plain_transformer():

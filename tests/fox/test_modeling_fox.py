@@ -157,15 +157,6 @@ def test_generation_after_right_padding(variant):
     assert torch.equal(with_cache, without)
 
 
-@both_blocks
-def test_a_saved_cache_can_be_continued(variant):
-    model, ids = make(variant), tokens()
-    with torch.no_grad():
-        cache = model(ids[:, :10], use_cache=True).past_key_values
-    continued = logits(model, ids[:, 10:], past_key_values=copy.deepcopy(cache))
-    check_logits(continued, logits(model, ids)[:, 10:])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @both_blocks
 def test_half_precision_is_no_worse_than_a_llama_would_be(variant, dtype):

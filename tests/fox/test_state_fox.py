@@ -5,20 +5,13 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny_fox import both_blocks, check_logits, every_variant, logits, make, tokens, with_and_without_window
+from tiny_fox import both_blocks, check_logits, every_variant, filled, logits, make, tokens, with_and_without_window
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 
 IDS = tokens(2, 9)
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
-
-
-def filled(model, ids=IDS):
-    """The cache of a model that has read `ids`."""
-    cache = DynamicCache(config=model.config)
-    logits(model, ids, past_key_values=cache)
-    return cache
 
 
 def rows(index):
@@ -71,7 +64,7 @@ def test_autocast_keeps_its_cache(variant, dtype):
     """Its keys are in half precision and the weights are not, which is no mistake."""
     model = make(variant)
     with torch.autocast("cpu", dtype=dtype):
-        continued = filled(model)
+        continued = filled(model, IDS)
         assert logits(model, IDS, past_key_values=continued).isfinite().all()
 
 
@@ -91,9 +84,6 @@ def test_a_quantized_cache_is_refused():
 
     with pytest.raises(NotImplementedError, match="quantized cache"):
         make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
-    for variant in ("llama", "pro"):
-        with pytest.raises(NotImplementedError, match="quantized cache"):
-            make(variant).generate(tokens(), max_new_tokens=2, cache_implementation="quantized")
 
 
 @both_blocks

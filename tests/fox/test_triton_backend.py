@@ -16,7 +16,7 @@ from commands import run
 
 pytest.importorskip("triton")
 from budget import EPS
-from tiny_fox import ROPE, TINY, check_logits, logits, tokens
+from tiny_fox import ROPE, TINY, check_logits, logits, make_from, tokens
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -48,14 +48,10 @@ VARIANTS = {
 
 def make(variant, backend="forgetting_triton", **changes):
     """A small model whose every parameter is far from its initial value."""
-    torch.manual_seed(0)
     config = VARIANTS[variant]()
     for name, value in changes.items():
         setattr(config, name, value)
-    model = FoxForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = make_from(config)
     model.set_attn_implementation(backend)
     return model.to(DEVICE)
 

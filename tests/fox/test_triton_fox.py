@@ -220,19 +220,15 @@ def test_whole_131072_tokens():
     check_output(o, (q, k[:, :, near], v[:, :, near], log_f[..., near]), window=window)
 
 
-@pytest.mark.parametrize("value", [0.0, -30.0, -1e4, -torch.inf])
-def test_extreme_gates(value):
+EXTREME = [(50, [20, 35, 36, 37], value) for value in (0.0, -30.0, -1e4, -torch.inf)]
+EXTREME += [(90, list(range(50)), -1e4)]  # a running sum of -5e5 would resolve the decay to 0.03 in float32
+
+
+@pytest.mark.parametrize("length, changed, value", EXTREME)
+def test_extreme_gates(length, changed, value):
     """Open gates are plain attention; closed ones hide what lies beyond; nothing in between overflows."""
-    inputs = draw(1, 1, 1, 50, 50, 16)
-    inputs[3][..., 20], inputs[3][..., 35:38] = value, value
-    plain, exact = (f(*inputs) for f in (run_plain, run_exact))
-    check_budget(run(forgetting_attention, *inputs, backend="triton"), plain, exact, inputs)
-
-
-def test_decay_is_exact_far_below_zero():
-    """A running sum of -5e5 would resolve the decay to 0.03 in float32."""
-    inputs = draw(1, 1, 1, 90, 90, 16)
-    inputs[3][..., :50] = -1e4
+    inputs = draw(1, 1, 1, length, length, 16)
+    inputs[3][..., changed] = value
     plain, exact = (f(*inputs) for f in (run_plain, run_exact))
     check_budget(run(forgetting_attention, *inputs, backend="triton"), plain, exact, inputs)
 

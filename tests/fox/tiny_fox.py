@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_longctx.fox import FoxConfig
 from hf_longctx.fox.triton_fox import why_not
@@ -60,6 +60,13 @@ def tokens(batch=2, length=24, seed=1):
 @torch.no_grad()
 def logits(model, *args, **kwargs):
     return model(*args, **kwargs).logits
+
+
+def filled(model, ids=tokens(2, 9)):  # noqa: B008 (it is only read)
+    """The cache of a model that has read `ids`."""
+    cache = DynamicCache(config=model.config)
+    logits(model, ids, past_key_values=cache)
+    return cache
 
 
 def check_logits(got, want):
