@@ -38,7 +38,7 @@ from hf_longctx.training.settings import write_settings
 from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
 
-STEPS, SAVE_STEPS = 9, 3
+STEPS, SAVE_STEPS = 5, 2
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = str(DEMO)
 
@@ -164,7 +164,7 @@ def uninterrupted(apart, text, tmp_path_factory):
 @pytest.fixture(scope="module")
 def evaluated(text):
     """Settings of an evaluation on an odd number of rows, and of a training that is the same in any processes."""
-    return dict(dropout=0.0, eval_data=os.path.join(text, "003.txt"), eval_steps=4)
+    return dict(dropout=0.0, eval_data=os.path.join(text, "003.txt"), eval_steps=2)
 
 
 def test_a_process_without_launcher_trains_on_one_of_several_gpus(text, tmp_path, monkeypatch):
@@ -220,11 +220,11 @@ def test_every_step_of_a_schedule_learns_and_the_warmup_is_linear(name, steps, w
 
 
 FAULTS = {
-    "killed before the first checkpoint": (die_at, 2),
-    "killed after a checkpoint": (die_at, 5),
+    "killed before the first checkpoint": (die_at, 1),
+    "killed after a checkpoint": (die_at, 3),
     "killed in the last step": (die_at, STEPS),
-    "killed inside a save": (die_at, 6, True),
-    "stopped by SIGTERM": (terminate_at, 4),
+    "killed inside a save": (die_at, 4, True),
+    "stopped by SIGTERM": (terminate_at, 3),
 }
 
 
@@ -252,7 +252,9 @@ def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp
     assert apart(run, *FAULTS[fault], processes=2, sharded=sharded) != 0
     assert apart(run, processes=2, sharded=sharded) == 0
     assert metrics(tmp_path) == uninterrupted(processes=2, sharded=sharded)
-    states = [torch.load(file, weights_only=False)["cpu"] for file in tmp_path.glob("checkpoints/checkpoint-9/rng_*")]
+    states = [
+        torch.load(file, weights_only=False)["cpu"] for file in tmp_path.glob(f"checkpoints/checkpoint-{STEPS}/rng_*")
+    ]
     assert len(states) == 2 and not torch.equal(*states)  # of dropout
 
 
@@ -295,7 +297,7 @@ def test_accelerate_launches_processes_that_divide_a_step(uninterrupted, evaluat
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     losses = [line["loss"] for line in uninterrupted(**evaluated) if "loss" in line]
     assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
-    states = list((tmp_path / "run" / "checkpoints" / "checkpoint-9").glob("rng_state*"))
+    states = list((tmp_path / "run" / "checkpoints" / f"checkpoint-{STEPS}").glob("rng_state*"))
     assert len(states) == 2, "two processes trained"
 
 

@@ -76,25 +76,6 @@ def test_a_llama_of_the_size_of_a_fox_can_be_trained_beside_it():
     assert sizes["fox"] == pytest.approx(5.3e6, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(architecture="llama", pro=True), "--pro is a FoX; --architecture llama"),
-        (dict(repeated_rows=1.5), "--repeated-rows is 1.5; it must be a share"),
-        (dict(repeated_rows=0.5, streaming=True), "leave out --streaming"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        TrainSettings(**NEEDED, **options).resolve()
-
-
-def test_a_carried_state_needs_texts_in_their_order():
-    with pytest.raises(ValueError, match="leave out --repeated-rows"):
-        options = dict(recipe="hmt", carry_state=True, repeated_rows=0.5, sequence_length=1024)
-        FinetuneSettings(**NEEDED, model="gpt2", **options).resolve()
-
-
 def test_a_memory_is_trained_as_in_its_paper():
     memory = FinetuneSettings(**NEEDED, model="llama", recipe="hmt", sequence_length=1024).resolve()
     assert (memory.schedule, memory.warmup_steps, memory.adam_beta2, memory.weight_decay) == ("step", 0, 0.999, 0.01)
