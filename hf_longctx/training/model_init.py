@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..fox import FoxConfig, FoxForCausalLM
 from ..fox.convert import read_llama_config
@@ -27,30 +28,76 @@ from .trainer import GATE
 
 def build_new_model(settings: ResolvedTraining, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
     """Return a FoX or a Llama with initial weights, for the tokenizer, in float32."""
+    torch.manual_seed(settings.seed)
+    disable_zero3_init()
+    model = AutoModelForCausalLM.from_config(new_config(settings, tokenizer))
+    set_attention(model, settings)
+    return model
+
+
+def new_config(settings: ResolvedTraining, tokenizer) -> FoxConfig | LlamaConfig:
+    """Return the configuration of a new model for the tokenizer."""
     make_config = FoxConfig.pro if settings.pro else {"fox": FoxConfig, "llama": LlamaConfig}[settings.architecture]
     sizes = settings.model_sizes()
     if settings.architecture == "llama":
         head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
         base = settings.rope_base or choose_rope_base(settings.sequence_length, head_dim)
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
-    config = make_config(
+    return make_config(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         **sizes,
     )
-    torch.manual_seed(settings.seed)
-    disable_zero3_init()
-    return AutoModelForCausalLM.from_config(config)
+
+
+def check_attention(settings: ResolvedSettings, tokenizer) -> None:
+    """Raise ValueError if the model cannot have the attention of the settings, before data and weights are read."""
+    if settings.attention is None:
+        return
+    is_flash = is_flash_attention_requested(requested_attention_implementation=settings.attention)
+    if is_flash and settings.packing and settings.per_device_batch_size > 1:
+        raise ValueError(
+            f"--attention {settings.attention} sees the borders of packed documents in passes of one row only; give "
+            "--per-device-batch-size 1, or --no-packing."
+        )
+    if isinstance(settings, ResolvedTraining):
+        config = new_config(settings, tokenizer)
+    else:
+        assert isinstance(settings, ResolvedFinetuning)
+        config = read_config(settings.model)
+        if settings.decay_time is not None:
+            config = read_llama_config(config.to_dict(), settings.decay_time)
+    with torch.device("meta"):
+        set_attention(AutoModelForCausalLM.from_config(getattr(config, "backbone_config", config)), settings)
+
+
+def set_attention(model, settings: ResolvedSettings) -> None:
+    """Give a model the attention of the settings; raise ValueError if it cannot have it."""
+    if settings.attention is None:
+        return
+    try:
+        model.set_attn_implementation(settings.attention)
+    except (ValueError, ImportError, OSError, NotImplementedError) as error:
+        raise ValueError(f"--attention {settings.attention} cannot be had: {str(error).splitlines()[0]}") from error
 
 
 def load_changed_model(settings: ResolvedFinetuning, tokenizer) -> Any:
-    """Load the pretrained model and change it as the recipe says, in its `base_dtype`.
+    """Load the pretrained model and change it as the recipe says, in its `base_dtype`, with its attention.
+
+    The attention is set last, because some kernels run on no CPU, where the model is checked.
 
     Raises:
         ValueError: the recipe cannot be used on this model, or its rows are longer than the model's context.
     """
+    model = change_model(settings, tokenizer)
+    set_attention(model, settings)
+    return model
+
+
+def change_model(settings: ResolvedFinetuning, tokenizer) -> Any:
+    """Do what `load_changed_model` does, with the attention that the model has by default."""
     torch.manual_seed(settings.seed)  # a new memory is the same whenever this is called
     disable_zero3_init()
     config = read_config(settings.model)
@@ -276,4 +323,11 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["base_dtype", "build_new_model", "disable_zero3_init", "extend_rope", "load_changed_model"]
+__all__ = [
+    "base_dtype",
+    "build_new_model",
+    "check_attention",
+    "disable_zero3_init",
+    "extend_rope",
+    "load_changed_model",
+]

@@ -35,7 +35,15 @@ from .data import (
     source_digest,
     stack,
 )
-from .model_init import base_dtype, build_new_model, disable_zero3_init, extend_rope, load_changed_model, read_config
+from .model_init import (
+    base_dtype,
+    build_new_model,
+    check_attention,
+    disable_zero3_init,
+    extend_rope,
+    load_changed_model,
+    read_config,
+)
 from .progress import Progress, describe, is_first_process, print_status
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining, RunSettings
 from .run_folder import (
@@ -88,6 +96,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
     folder = Path(run.output)
     arguments = training_arguments(run, folder, trial)
     tokenizer = load_tokenizer(run.tokenizer)
+    check_attention(run, tokenizer)
     with arguments.main_process_first(local=False):
         in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
         lock = RunLock(folder, resume)

@@ -276,6 +276,9 @@ FINETUNING = [
         finetune(recipe="rope-extend", sequence_length=256, batch_tokens=256, rope_base=100.0),
         "--rope-base 100 is below the bound of .*--allow-below-bound",
     ),
+    refused(
+        "attention of a recipe", finetune(recipe="fox-from-llama", attention="vllm"), "cannot be had: .*forget gate"
+    ),
     refused("rate of gates of a Llama", finetune(gate_learning_rate=1.0), "for forget gates, and none are trained"),
     refused(
         "gates as targets of LoRA",
@@ -313,6 +316,12 @@ FINETUNING = [
 ]
 RUNS = [
     refused("text of less than a row", run(sequence_length=4096, batch_tokens=4096), "tokens; one row needs 4096"),
+    refused("unknown attention", run(data="/no/such/text", attention="sdpax"), "--attention sdpax cannot be had: "),
+    refused(
+        "rows whose borders FlashAttention does not see",
+        run(batch_tokens=128, per_device_batch_size=2, attention="flash_attention_2"),
+        "sees the borders of packed documents in passes of one row",
+    ),
     refused("no such text", run(data="/no/such/text"), "/no/such/text is neither a file nor a folder"),
     refused("empty text", after(write("empty.txt", " \n"), run(data="./empty.txt")), "holds no text"),
     refused(
