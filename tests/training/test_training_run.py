@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Trainer,
     TrainingArguments,
     get_scheduler,
 )
@@ -35,6 +37,7 @@ from hf_longctx.training.model_init import load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train, training_arguments
 from hf_longctx.training.settings import write_settings
+from hf_longctx.training.streams import CarriesStates, StreamTrainer
 from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
 
@@ -329,3 +332,17 @@ def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart
     for name, parameter in weights[0].items():  # Adam divides rounding by rounding where a gradient is almost 0
         far = ~torch.isclose(parameter, weights[1][name], rtol=1e-3, atol=2e-4)
         assert far.sum() <= 0.02 * far.numel(), f"{name}: {far.sum()} of {far.numel()} numbers differ"
+
+
+def test_all_private_members_of_trainer_that_are_overridden_are_known():
+    """A release of transformers that renames one would leave ours uncalled."""
+    ours = {name for cls in (ResumableTrainer, CarriesStates, StreamTrainer) for name in vars(cls)}
+    assert sorted(name for name in ours & set(dir(Trainer)) if re.match("_[a-z]", name)) == [
+        "_get_grad_norm",
+        "_get_output_dir",
+        "_load_rng_state",
+        "_run_epoch",
+        "_save_checkpoint",
+        "_save_rng_state",
+    ]
+    assert hasattr(TrainingArguments, "n_gpu")  # which reads the member `_n_gpu` that `training_arguments` sets
