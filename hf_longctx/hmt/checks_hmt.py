@@ -131,7 +131,11 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
 
 def check_state(model: "HMTWrapper", state: HMTState) -> None:
     """Raise ValueError for the state of another model, or one that the paper mode cannot continue."""
-    differing = {name: value for name, value in model._signature().items() if state.signature.get(name) != value}
+    differing = {
+        name: value
+        for name, value in model.config.signature(model.lm.width).items()
+        if state.signature.get(name) != value
+    }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(

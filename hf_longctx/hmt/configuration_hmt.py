@@ -204,6 +204,30 @@ class HMTConfig(PreTrainedConfig):
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. " + remedy
             )
 
+    def signature(self, width: int) -> dict:
+        """Return what a state, and an adapter around the wrapper, have to have in common with a model.
+
+        Args:
+            width: d, of a memory embedding.
+        """
+        names = (
+            "segment_length",
+            "sensory_tokens",
+            "memory_size",
+            "sum_fraction",
+            "recall",
+            "memory_tokens",
+            "recurrence",
+        )
+        return {
+            "backbone": getattr(self.backbone_config, "model_type", None),
+            "vocab_size": self.vocab_size,
+            "width": width,
+            "recall_mode": self.recall_mode,
+            "pages": None if self.recalled_pages is None else [self.recalled_pages, self.page_size],
+            **{name: getattr(self, name) for name in names},
+        }
+
     @property
     def single_pass(self) -> bool:
         """True where `recall_mode` is "single_pass"."""

@@ -41,6 +41,7 @@ class HMTMemory(nn.Module):
         recall_dim: h, or None for a memory without recall, which has no projections.
         single_pass: whether it is that of the single-pass mode, whose summary token is there without recall too, and
             whose scores are free of scale.
+        settings: returns those of the model. They travel with an adapter of PEFT that holds the memory.
 
     Parameters: `initial` (m, d), the prompt of a first segment, which the single-pass mode reads without any;
     `summary_token` (1, d), the paper's H^T, and what ends both parts of a segment in the single-pass mode; `wq`, `wk`
@@ -48,8 +49,16 @@ class HMTMemory(nn.Module):
     LoRA on "all linear layers" touches them.
     """
 
-    def __init__(self, width: int, memory_tokens: int, recall_dim: int | None, single_pass: bool = False):
+    def __init__(
+        self,
+        width: int,
+        memory_tokens: int,
+        recall_dim: int | None,
+        single_pass: bool = False,
+        settings: Callable[[], dict] = dict,
+    ):
         super().__init__()
+        self.settings = settings
         self.single_pass, self.memory_tokens = single_pass, memory_tokens
         if not single_pass:
             self.initial = nn.Parameter(torch.empty(memory_tokens, width))
@@ -60,6 +69,21 @@ class HMTMemory(nn.Module):
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
             if single_pass:
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
+
+    def get_extra_state(self) -> Tensor:
+        """Return the settings of the model as the bytes of a JSON text, (n,), uint8."""
+        return torch.tensor(list(json.dumps(self.settings()).encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Compare the settings that came with weights with those of this model; ValueError where they differ."""
+        saved, own = json.loads(bytes(state.tolist())), self.settings()
+        differing = {name: value for name, value in saved.items() if own.get(name) != value}
+        if differing:
+            raise ValueError(
+                f"These weights of a memory were trained with {differing}, and this model has "
+                f"{ {name: own.get(name) for name in differing} }. Load them around a model of their own settings; some "
+                "may be changed afterwards, in model.config."
+            )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
         """Score memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).

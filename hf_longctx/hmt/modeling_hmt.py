@@ -36,10 +36,12 @@ shows padded sensory tokens, as the official code does.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     accepts_loss_kwargs = True
     reads_in_segments = True  # so the backbone's position limit is one for a segment, not for the input
     _keep_in_fp32_modules_strict = [r"^memory\."]
+    _keys_to_ignore_on_save = ["memory._extra_state"]  # is in config.json; only adapters need it
+    _keys_to_ignore_on_load_missing = [r"memory\._extra_state"]
     _is_stateful = True  # no assisted generation: a state cannot forget its last tokens
     _supports_sdpa = True  # the backbone checks its attention implementation itself
     _supports_flash_attn = True
@@ -161,7 +165,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         self.backbone = backbone
         self.lm = lm
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
-        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass)
+        settings = partial(config.signature, lm.width)
+        self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
         self._versions = lm.versions()
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
@@ -250,6 +255,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
         use_cache = state is not None if use_cache is None else use_cache
         check_settings(self)
+        if self.training and torch.is_grad_enabled() and self._only_adapters_train():
+            warnings.warn(
+                "Adapters of the backbone are trained, and the memory stays as it is. Unless it was trained before, pass "
+                'modules_to_save=["memory"] to LoraConfig.',
+                stacklevel=2,
+            )
         check_loss_arguments(self.config, labels, logits_to_keep, score_from)
         input_ids, state, mask = check_inputs(self, input_ids, attention_mask, labels, state, use_cache)
         tokens, length = input_ids.shape[1], self.config.segment_length
@@ -286,6 +297,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             result.memories = tuple(x.memory for x in segments if x.memory is not None)
         return result
 
+    def _only_adapters_train(self) -> bool:
+        if any(p.requires_grad for p in self.memory.parameters()):
+            return False
+        return any(p.requires_grad and ".lora_" in name for name, p in self.backbone.named_parameters())
+
     def _layout(self) -> type[Segments]:
         if not self.config.single_pass:
             return MultiPassSegments
@@ -315,27 +331,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if config.recalled_pages is not None:
             file = None if page_file is None else PageFile(page_file)
             pages = (MemoryPages.empty(*sizes[1:], config.page_size, config.recalled_pages, file),) * batch_size
-        return HMTState.empty(*sizes, self._signature(), pages)
-
-    def _signature(self) -> dict:
-        config = self.config
-        names = (
-            "segment_length",
-            "sensory_tokens",
-            "memory_size",
-            "sum_fraction",
-            "recall",
-            "memory_tokens",
-            "recurrence",
-        )
-        return {
-            "backbone": self.lm.model.config.model_type,
-            "vocab_size": config.vocab_size,
-            "width": self.lm.width,
-            "recall_mode": config.recall_mode,
-            "pages": None if config.recalled_pages is None else [config.recalled_pages, config.page_size],
-            **{name: getattr(config, name) for name in names},
-        }
+        return HMTState.empty(*sizes, config.signature(self.lm.width), pages)
 
     # ---------------------------------------------------------------------------------------- generation, training
 
@@ -491,9 +487,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "for this checkpoint only. Read that code, then pass backbone_trust_remote_code=True."
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
+        hmt_config.name_or_path = str(path)  # as in transformers; PEFT looks for the base of an adapter there
         model = cls.from_backbone(backbone, hmt_config)
         weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
-        model.memory.load_state_dict({name.removeprefix("memory."): value for name, value in weights.items()})
+        settings = {"_extra_state": model.memory.get_extra_state()}
+        weights = {name.removeprefix("memory."): value for name, value in weights.items()}
+        model.memory.load_state_dict(weights | settings)
         with suppress(OSError):  # without a saved generation config the backbone's stays
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
         if loading_info:  # asked for by output_loading_info

@@ -60,7 +60,8 @@ def second_stage(model, name, args):
     if name not in HMT or not recalls(name):
         return model
     second = wrap(model.backbone, name, args)
-    missing, _ = second.load_state_dict(model.state_dict(), strict=False)
+    weights = {n: x for n, x in model.state_dict().items() if not n.endswith("_extra_state")}  # other settings
+    missing, _ = second.load_state_dict(weights, strict=False)
     if "memory.summary_token" in missing:  # it starts as the prompt of a first segment, and that has been trained
         with torch.no_grad():
             second.memory.summary_token.copy_(second.memory.initial)

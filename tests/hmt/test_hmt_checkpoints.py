@@ -325,8 +325,35 @@ def test_lora_around_the_wrapper(make_wrapper, tokens, tmp_path):
     assert torch.equal(again.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
     ids = [m.generate(input_ids=tokens[:, :13], max_new_tokens=15, do_sample=False) for m in (model, again)]
     assert torch.equal(*ids)
+    other = HMTWrapper.from_backbone(tiny_llama(), HMTConfig(**SETTINGS | {"segment_length": 9}))
+    with pytest.raises(ValueError, match=r"trained with \{'segment_length': \d+\}"):
+        peft.PeftModel.from_pretrained(other, tmp_path)
     merged = model.merge_and_unload()
     torch.testing.assert_close(merged(tokens).logits, again(input_ids=tokens).logits, atol=ROUNDING, rtol=0)
+
+
+@old_name_in_peft
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_finds_its_base(llama, tokens, tmp_path, whole):
+    peft = pytest.importorskip("peft")
+    llama.float().save_pretrained(tmp_path / "llama")
+    settings = HMTConfig(**SETTINGS, backbone_in_checkpoint=whole)
+    HMTWrapper.from_backbone(tmp_path / "llama", settings).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["memory"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(HMTWrapper.from_pretrained(tmp_path / "base"), config)
+    train_a_little(model, tokens)
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(again(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+@old_name_in_peft
+def test_adapters_without_the_memory_warn(make_wrapper, tokens):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_wrapper(), config)
+    with pytest.warns(UserWarning, match="the memory stays as it is"):
+        model.train()(input_ids=tokens, labels=tokens)
 
 
 @old_name_in_peft

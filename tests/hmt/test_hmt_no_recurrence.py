@@ -39,7 +39,7 @@ def test_a_memory_is_that_of_its_segment_without_recall(make_parallel, tokens, s
     recurrent.config.recurrence = True
     with torch.no_grad():
         state = model(tokens[:, :32], use_cache=True).state
-        state.signature = recurrent._signature()
+        state.signature = recurrent.config.signature(recurrent.lm.width)
         close(recurrent(tokens[:, 32:40], state=state).logits, out.logits[:, 32:])
 
 
