@@ -6,6 +6,7 @@ made (`.npy`, one or two dimensions of integers). No label crosses a border, and
 
 import hashlib
 import os
+import time
 from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from ..corpus import open_source
+from .progress import SECONDS_BETWEEN_LINES, print_status
 from .synthetic_data import Construction
 
 
@@ -137,6 +139,8 @@ def encode(source: str, tokenizer, construction: Construction | None = None, par
 def pack(source: str, tokenizer, path: Path, construction: Construction | None = None, part="train") -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
+    How far it is stands on stderr every few seconds, and at the end how much it was.
+
     Args:
         source, tokenizer, construction, part: as for `encode`.
         path: `.npy` file to write.
@@ -144,17 +148,22 @@ def pack(source: str, tokenizer, path: Path, construction: Construction | None =
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     unfinished = path.with_suffix(".unfinished")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
+    count, documents, printed = 0, 0, time.monotonic()
     with open(unfinished, "wb") as file:
         _write_header(file, dtype, count)
         for ids in encode(source, tokenizer, construction, part):
             file.write(ids.astype(dtype).data)  # numpy's `tofile` does not say that the disk is full
             count += len(ids)
+            documents += int((ids == tokenizer.eos_token_id).sum())
+            if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
+                printed = time.monotonic()
+                print_status(f"packing {source}: {documents} documents, {count} tokens")
         file.seek(0)
         _write_header(file, dtype, count)  # numpy leaves room for the number of tokens to grow
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)
+    print_status(f"packed {source}: {documents} documents, {count} tokens")
 
 
 def _write_header(file, dtype, count):

@@ -62,8 +62,14 @@ def test_a_packed_document_has_the_logits_and_loss_that_it_has_alone(pro):
     torch.testing.assert_close(packed.loss * labels, sum(losses), atol=1e-4, rtol=1e-5)
 
 
-def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenizer, folder, tmp_path):
+def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(
+    tokenizer, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("hf_longctx.training.data.SECONDS_BETWEEN_LINES", -1)
     pack(folder, tokenizer, tmp_path / "tokens.npy")
+    size = np.load(tmp_path / "tokens.npy").size
+    said = f"{folder}: 3 documents, {size} tokens\n"
+    assert capsys.readouterr().err == f"packing {said}packed {said}"
     tokens = np.load(tmp_path / "tokens.npy")
     assert tokens.dtype == np.uint16
     assert tokenizer.decode(tokens[: len(tokens) // 2]).startswith("<s>The first.</s><s>The second is longer.</s><s>A")
