@@ -33,6 +33,15 @@ def check_generation(config: GenerationConfig) -> None:
             raise ValueError(f"generate() of HMTWrapper cannot use {name}={value!r}: {reason}. Leave {name} out.")
 
 
+def check_config(config: object) -> None:
+    """Raise TypeError for what is no HMTConfig, such as a model, or the configuration of one."""
+    if getattr(config, "model_type", None) != HMTConfig.model_type:
+        raise TypeError(
+            f"config is a {type(config).__name__}; it must be an HMTConfig. To wrap a model: "
+            "HMTWrapper.from_backbone(model, HMTConfig(segment_length=...))."
+        )
+
+
 def check_inputs(
     model: "HMTWrapper",
     input_ids: Tensor | None,
@@ -172,4 +181,11 @@ def check_padding(model: "HMTWrapper", mask: Tensor, state: HMTState, use_cache:
         )
 
 
-__all__ = ["check_generation", "check_inputs", "check_loss_arguments", "check_settings", "first_position"]
+__all__ = [
+    "check_config",
+    "check_generation",
+    "check_inputs",
+    "check_loss_arguments",
+    "check_settings",
+    "first_position",
+]

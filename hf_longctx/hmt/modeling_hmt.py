@@ -60,7 +60,7 @@ from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_inputs, check_loss_arguments, check_settings, first_position
+from .checks_hmt import check_config, check_inputs, check_loss_arguments, check_settings, first_position
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -124,6 +124,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone: a causal LM (or PEFT model around one); by default built, untrained, from `config.backbone_config`.
 
     Raises:
+        TypeError: `config` is no HMTConfig.
         ValueError: the backbone does not fit (`Backbone`), or the configuration does not fit it (`HMTConfig.check`).
     """
 
@@ -142,6 +143,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     _supports_attention_backend = True
 
     def __init__(self, config: HMTConfig, backbone: nn.Module | None = None):
+        check_config(config)
         built_here = backbone is None
         if backbone is None:
             if config.backbone_config is None:
@@ -387,6 +389,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: kwargs beside a model; a backbone or a configuration that does not fit.
         """
         config = HMTConfig() if config is None else deepcopy(config)
+        check_config(config)
         if isinstance(backbone, nn.Module):
             if kwargs or revision is not None:
                 raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")

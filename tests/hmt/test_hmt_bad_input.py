@@ -393,3 +393,11 @@ def test_official_parameters(llama, make_wrapper):
     from_official(llama, {**params, "memory_cell.mem_map.linear.weight": torch.zeros(16, 16)}, **SETTINGS)
     weights = {f"memory_cell.model.{k}": torch.zeros_like(v) for k, v in llama.state_dict().items()}
     assert not from_official(llama, {**params, **weights}, **SETTINGS).backbone.lm_head.weight.any()
+
+
+@pytest.mark.parametrize(
+    "build", [HMTWrapper, lambda x: HMTWrapper.from_backbone(x, {}), lambda x: HMTWrapper(x.config)]
+)
+def test_what_is_no_hmt_config_is_named(build):
+    with pytest.raises(TypeError, match=r"HMTWrapper\.from_backbone"):
+        build(tiny_llama())
