@@ -202,8 +202,11 @@ def running_sum_kernel(
 
 
 @jit_any_length
-def split_sum_kernel(p_y, p_c, p_e, p_d, Tk, BT: tl.constexpr, BN: tl.constexpr):
-    """The float64 running sum y as c + e in units of log 2; the decay d from each key to the last of its BN keys."""
+def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """The float64 running sum y as c + e in units of log 2; the decay d from each key to the last of its BN keys.
+
+    PARTS: also d / (scale log2(e)) as the sum of three numbers of bf16, in rows of 16 beside zeros.
+    """
     n_t = tl.cdiv(Tk, BT)
     i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
     o_t = tl.program_id(0) % n_t * BT + tl.arange(0, BT)
@@ -215,28 +218,47 @@ def split_sum_kernel(p_y, p_c, p_e, p_d, Tk, BT: tl.constexpr, BN: tl.constexpr)
     b_c = b_y.to(tl.float32)
     tl.store(p_c + i_bh * Tk + o_t, b_c, mask=m_t)
     tl.store(p_e + i_bh * Tk + o_t, (b_y - b_c).to(tl.float32), mask=m_t)
-    tl.store(p_d + i_bh * Tk + o_t, (b_last - b_y).to(tl.float32), mask=m_t)
+    b_d = (b_last - b_y).to(tl.float32)
+    tl.store(p_d + i_bh * Tk + o_t, b_d, mask=m_t)
+    if PARTS:
+        o_p = tl.arange(0, 16)[None, :]
+        b_rest = b_d / (scale * LOG2E)
+        b_g = tl.zeros([BT, 16], tl.float32)
+        for i_p in tl.static_range(3):
+            b_part = narrow(b_rest, tl.bfloat16).to(tl.float32)
+            b_g = tl.where(o_p == i_p, b_part[:, None], b_g)
+            b_rest -= b_part
+        tl.store(p_g + (i_bh * Tk + o_t)[:, None] * 16 + o_p, narrow(b_g, tl.bfloat16), mask=m_t[:, None])
 
 
 @jit
 def forward_span(
-    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIXED: tl.constexpr,
+    b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIXED: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Softmax over key blocks i_from ... i_to, which all rows see; b_m and b_l: maximum and sum, from the first row.
 
     Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
     (p_d), to the first row (a scalar), to row i. The last term is the same for a whole row and is added at the end.
 
-    FIXED: b_m is a bound of all logits instead of the largest so far, which saves work on each logit.
+    FIXED: b_m is a bound of all logits instead of the largest so far, which saves work on each logit. The PRODUCTS of
+    `Tile` then move more of that work to the tensor cores.
     """
+    o_p = tl.arange(0, 16)[None, :]
+    b_three = tl.where(o_p < 3, tl.full([BM, 16], 1.0, tl.float32), 0.0).to(tl.bfloat16)  # adds up three parts
+    b_sums = tl.zeros([BM, 16], tl.float32)
     for i_k in range(i_from, i_to, BN):
         b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]
         c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
-        b_d = tl.load(p_d + i_k + tl.arange(0, BN)) + decay(c_row, e_row, c_end, e_end)  # [BN]
-        if FIXED:
-            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d - b_m)[None, :])  # [BM, BN]
+        if FIXED and PRODUCTS == 2:
+            b_g = tl.load(p_g + (i_k + tl.arange(0, BN))[:, None] * 16 + o_p)  # [BN, 16]
+            b_s = dot(b_q, tl.trans(b_k)) + dot(b_three, tl.trans(b_g))  # the compiler makes it one accumulator
+            b_p = tl.exp2(b_s * scale2 + (decay(c_row, e_row, c_end, e_end) - b_m))  # [BM, BN]
         else:
+            b_d = tl.load(p_d + i_k + tl.arange(0, BN)) + decay(c_row, e_row, c_end, e_end)  # [BN]
+        if FIXED and PRODUCTS < 2:
+            b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d - b_m)[None, :])  # [BM, BN]
+        if not FIXED:
             b_s = dot(b_q, tl.trans(b_k)) * scale2 + b_d[None, :]  # [BM, BN]
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
             b_alpha = tl.exp2(b_m - b_m_new)
@@ -245,12 +267,18 @@ def forward_span(
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
         # A weight that dominates its row is 1 under a running maximum. Under a bound, its rounding cancels only if the
         # rounded weight is summed; by hand, because a bf16 number used twice is converted by the unit of exponentials.
-        if FIXED and b_v.dtype == tl.bfloat16:
+        if FIXED and PRODUCTS == 0 and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
             b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # the minimum: NaN, 0x7FFFFFFF, would wrap to -0
             b_p = b_bits.to(tl.float32, bitcast=True)
-        b_l += tl.sum(b_p, 1)
-        b_o += dot(narrow(b_p, b_v.dtype), b_v)
+        b_w = narrow(b_p, b_v.dtype)
+        if FIXED and PRODUCTS > 0:
+            b_sums += dot(b_w, tl.full([BN, 16], 1.0, b_v.dtype))
+        else:
+            b_l += tl.sum(b_p, 1)
+        b_o += dot(b_w, b_v)
+    if FIXED and PRODUCTS > 0:
+        b_l += tl.sum(b_sums, 1) / 16
     return b_o, b_l, b_m
 
 
@@ -290,11 +318,11 @@ def forward_masked_span(
 
 @jit_any_length
 def forward_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_bound, p_o, p_lse,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_g, p_start, p_bound, p_o, p_lse,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
-    BS: tl.constexpr, W: tl.constexpr,
+    BS: tl.constexpr, W: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
 
@@ -317,6 +345,8 @@ def forward_kernel(
     p_c += (i_b * Hq + i_h) * Tk
     p_e += (i_b * Hq + i_h) * Tk
     p_d += (i_b * Hq + i_h) * Tk
+    if KNOWN and PRODUCTS == 2:
+        p_g += (i_b * Hq + i_h) * Tk * 16
     p_lse += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
         p_start += i_b * s_fb + i_h * s_fh - past
@@ -333,16 +363,16 @@ def forward_kernel(
         fixed = bound2 <= MAX_FIXED
     if fixed:
         b_o, b_l, bound2 = forward_span(
-            b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
-            D, BM, BN, BD, FIXED=True)  # fmt: skip
+            b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
+            D, BM, BN, BD, FIXED=True, PRODUCTS=PRODUCTS)  # fmt: skip
         b_m = bound2 + tl.log2(b_l)  # from here on a maximum again: -inf where nothing was seen
         b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
         b_l = tl.where(b_l == 0.0, 0.0, 1.0)
     else:
         b_m = tl.full([BM], float("-inf"), tl.float32)
         b_o, b_l, b_m = forward_span(
-            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
-            D, BM, BN, BD, FIXED=False)  # fmt: skip
+            b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
+            D, BM, BN, BD, FIXED=False, PRODUCTS=0)  # fmt: skip
     b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(

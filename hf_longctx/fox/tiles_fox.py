@@ -6,12 +6,17 @@ import torch
 
 
 class Tile(NamedTuple):
-    """Launch parameters of one kernel: query rows and keys per block, warps, depth of the software pipeline."""
+    """Launch parameters of one kernel: query rows and keys per block, warps, depth of the software pipeline.
+
+    products: what tensor cores do besides, forward where a bound of the logits is known. 1: sums of weights;
+        2: also the decay of the keys. Each product more saves instructions; which is faster, a GPU has to tell.
+    """
 
     BM: int
     BN: int
     warps: int
     stages: int
+    products: int = 0
 
 
 class Tiles(NamedTuple):

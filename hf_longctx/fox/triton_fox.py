@@ -117,14 +117,18 @@ def _running_sum(log_f, query_end, dc, result):
     return result
 
 
-def split_sum(c: torch.Tensor, block: int) -> list[torch.Tensor]:
-    """The float64 running sum, (B, H, T), as the kernels read it; see `split_sum_kernel`."""
+def split_sum(c: torch.Tensor, block: int, scale: float | None = None):
+    """The float64 running sum, (B, H, T), as the kernels read it, with parts for a scale; see `split_sum_kernel`."""
     B, H, T = c.shape
-    parts = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
+    sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
+    parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
     with _on(c.device):
         programs = B * H * triton.cdiv(T, SUM_TILE.BM)
-        launch(split_sum_kernel, programs, SUM_TILE, c.contiguous(), *parts, T, BT=SUM_TILE.BM, BN=block)
-    return parts
+        launch(
+            split_sum_kernel, programs, SUM_TILE, c.contiguous(), *sums, parts, T, scale or 1.0,
+            BT=SUM_TILE.BM, BN=block, PARTS=parts is not None,
+        )  # fmt: skip
+    return [*sums, parts]
 
 
 def _launch_prune(gates, key_start, end, bound, Tq, blocks, gate_scale, bound_scale, tolerance):
@@ -152,15 +156,15 @@ def launch_forward(q, k, v, c, key_start, query_end, logit_bound, scale):
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
-    c, e, d = split_sum(c, tile.BN)
+    c, e, d, g = split_sum(c, tile.BN, scale if tile.products == 2 and logit_bound is not None else None)
     key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
             forward_kernel, triton.cdiv(Tq, tile.BM) * B * Hq, tile,
-            q, k, v, c, e, d, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
+            q, k, v, c, e, d, g, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, KNOWN=logit_bound is not None,
-            BS=min(tile.BN, MASKED_KEYS), W=_unit(q, k, v, o),
+            BS=min(tile.BN, MASKED_KEYS), W=_unit(q, k, v, o), PRODUCTS=tile.products,
         )  # fmt: skip
     return o, lse
 
@@ -171,7 +175,7 @@ def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
     do, dlse = _readable(do), dlse.contiguous()
     dq, dk, dv = map(_empty_output, (q, k, v))
     tiles = tiles_for(q.device, D, q.dtype)
-    c, e, d = split_sum(c, tiles.dq.BN)
+    c, e, d, _ = split_sum(c, tiles.dq.BN)
     dc, rows = torch.zeros_like(c), torch.empty_like(lse, dtype=torch.int64)
     bounded = key_start is not None
     key_start, *s_start = _bound(key_start, B, Hq)

@@ -152,11 +152,13 @@ def test_the_kernels_read_48_bits_of_the_running_sum():
     y = -1e3 * torch.rand(2, 1, T, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE).cumsum(
         -1
     )
-    c, e, d = triton_fox.split_sum(y, 64)
+    c, e, d, parts = triton_fox.split_sum(y, 64, scale=0.3)
     log2e = 1 / math.log(2)
     torch.testing.assert_close(c.double() + e.double(), y * log2e, rtol=2**-47, atol=0.0)
     last = (torch.arange(T, device=DEVICE) // 64 * 64 + 63).clamp(max=T - 1)
     torch.testing.assert_close(d.double(), (y[..., last] - y) * log2e, rtol=EPS, atol=2**-50 * y.abs().max().item())
+    torch.testing.assert_close(0.3 * log2e * parts.double().sum(-1), d.double(), rtol=2 * EPS, atol=0.0)
+    assert (parts[..., 3:] == 0).all()
 
 
 def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
@@ -225,12 +227,15 @@ EXTREME += [(90, list(range(50)), -1e4)]  # a running sum of -5e5 would resolve 
 
 
 @pytest.mark.parametrize("length, changed, value", EXTREME)
-def test_extreme_gates(length, changed, value):
+def test_extreme_gates(length, changed, value, set_products):
     """Open gates are plain attention; closed ones hide what lies beyond; nothing in between overflows."""
     inputs = draw(1, 1, 1, length, length, 16)
     inputs[3][..., changed] = value
     plain, exact = (f(*inputs) for f in (run_plain, run_exact))
     check_budget(run(forgetting_attention, *inputs, backend="triton"), plain, exact, inputs)
+    set_products(2)  # the decay of keys as three numbers of bf16
+    bound = largest_logit(*inputs[:2])
+    check_budget(run(triton_attention, *inputs, logit_bound=bound), plain, exact, inputs)
 
 
 @pytest.mark.parametrize(
@@ -257,21 +262,35 @@ def largest_logit(q, k, scale=None):
     return (q.float() @ k.mT).abs().amax((-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
+@pytest.fixture
+def set_products(monkeypatch):
+    """Sets what the forward pass leaves to the tensor cores; see `Tile`."""
+
+    def set_products(n):
+        tiles = triton_fox.tiles_for
+        with_n = lambda *args: (t := tiles(*args))._replace(forward=t.forward._replace(products=n))  # noqa: E731
+        monkeypatch.setattr(triton_fox, "tiles_for", with_n)
+
+    return set_products
+
+
 @pytest.mark.parametrize(
-    "shape, options, dtype",
+    "shape, options, dtype, products",
     [
-        ((1, 2, 1, 67, 67, 16), {}, torch.bfloat16),
-        ((1, 2, 1, 21, 75, 16), {}, torch.float32),
-        ((2, 2, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (0, 0))}, torch.float32),
+        ((1, 2, 1, 67, 67, 16), {}, torch.bfloat16, 0),
+        ((1, 2, 1, 21, 75, 16), {}, torch.float32, 2),
+        ((2, 2, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (0, 0))}, torch.float32, 1),
         (
             (1, 2, 1, 61, 61, 16),
             {"cu_seqlens": torch.tensor([0, 1, 18, 18, 50, 61], device=DEVICE), "window": 20},
             torch.bfloat16,
+            2,
         ),
     ],
     ids=["grouped heads", "more keys than queries", "padding", "packed"],
 )
-def test_a_known_bound_changes_nothing(shape, options, dtype):
+def test_a_known_bound_changes_nothing(shape, options, dtype, products, set_products):
+    set_products(products)
     inputs = draw(*shape, dtype=dtype, openness=0.0)
     bound = largest_logit(*inputs[:2])
     bound[:, 1:2] = torch.nan  # a head of which nothing is known
@@ -288,12 +307,17 @@ def test_a_known_bound_changes_nothing(shape, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "largest, bound",
-    [(28.0, 29.0), pytest.param(60.0, 61.0, marks=pytest.mark.slow)],
-    ids=["used", "too large"],
+    "largest, bound, products",
+    [
+        (28.0, 29.0, 2),
+        pytest.param(28.0, 29.0, 0, marks=pytest.mark.slow),
+        pytest.param(60.0, 61.0, 0, marks=pytest.mark.slow),
+    ],
+    ids=["used, by products", "used", "too large"],
 )
-def test_the_largest_bound_loses_nothing(largest, bound):
+def test_the_largest_bound_loses_nothing(largest, bound, products, set_products):
     """Every key but a row's own is as strong as the bound allows, its own as weak; most are forgotten, few are not."""
+    set_products(products)
     T = 100
     k = torch.ones(1, 1, T, 16, device=DEVICE)
     q = torch.full_like(k, largest / 16)
@@ -309,9 +333,12 @@ def test_the_largest_bound_loses_nothing(largest, bound):
     assert (o[:, :, 50] - v[:, :, 49]).abs().max() < 0.1  # a strong key of yesterday, before a weak one of today
 
 
-@pytest.mark.parametrize("sink", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own key", "first key"])
-def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink):
-    """Beside a running maximum it is 1; beside a bound it is rounded, and must be summed as it multiplies."""
+@pytest.mark.parametrize("sink, products", [(False, 0), (True, 1), pytest.param(True, 0, marks=pytest.mark.slow)])
+def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink, products, set_products):
+    """Its own key's or the first one's. Beside a running maximum it is 1; beside a bound it is rounded, and must be
+    summed as it multiplies.
+    """
+    set_products(products)
     T = 80
     q, k, v, log_f, _ = inputs = draw(1, 1, 1, T, T, 32, dtype=torch.bfloat16)
     log_f.fill_(0.0 if sink else -torch.inf)

@@ -7,7 +7,7 @@ cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (
 follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
 a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding
-and pruning, 1 with them.
+and pruning, 1 with them; --products are those of `Tile`, of the forward pass.
 
 Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
 a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
@@ -70,12 +70,12 @@ PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 USEFUL = {"forward": 1.0, "dq": 5 / 7, "dkdv": 5 / 7}
 FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
 TABLE = """
-| kernel | head size | registers | spilled bytes | blocks per multiprocessor | instructions per logit | narrow loads |\
- useful share of peak | error |
-| {kernel} | {head_dim} | {registers} | {spill_bytes} | {blocks_per_sm} | {instructions_per_logit:.1f} |\
+| kernel | head size | products | registers | spilled bytes | blocks per multiprocessor | instructions per logit |\
+ narrow loads | useful share of peak | error |
+| {kernel} | {head_dim} | {products} | {registers} | {spill_bytes} | {blocks_per_sm} | {instructions_per_logit:.1f} |\
  {hot_loop_narrow_loads} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
 """
-FIELDS = ("capability", "dtype", "kernel", "head_dim", "bounded")
+FIELDS = ("capability", "dtype", "kernel", "head_dim", "bounded", "products")
 COMPARED = (
     "instructions_per_logit",
     "hot_loop_conversions",
@@ -171,9 +171,12 @@ def share_of_peak(capability, kernel, tile, head_dim, loop):
     exponentials and single conversions, 16 at a time. Memory, barriers and everything outside the loop are left out,
     so this is an estimate.
     """
-    tensor = PRODUCTS[kernel] * 2 * tile.BM * tile.BN * head_dim / FLOP_PER_CYCLE[nearest_limits(capability)]
+    per_column = 2 * tile.BM * tile.BN / FLOP_PER_CYCLE[nearest_limits(capability)]
+    tensor = PRODUCTS[kernel] * head_dim * per_column
+    narrow = (0, 32, 48)[tile.products] * per_column  # 16 columns of sums take the time of 32
     other = tile.warps * max(loop["instructions"] / 4, (loop["exponentials"] + loop["conversions"]) * 32 / 16)
-    return [USEFUL[kernel] * tensor / (tensor + other), USEFUL[kernel] * tensor / max(tensor, other)]
+    useful = USEFUL[kernel] * tensor
+    return [useful / (tensor + narrow + other), useful / max(tensor + narrow, other)]
 
 
 def nearest_limits(capability):
@@ -181,14 +184,16 @@ def nearest_limits(capability):
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
-def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, Hkv=2):
-    """Compile one specialisation, with the table's tile or another one, and read its resources.
+def report(capability, kernel, dtype, head_dim, bounded, tile=None, products=0, B=2, H=8, Hkv=2):
+    """Compile one specialisation, with the table's tile or another one and its `products`, and read its resources.
 
     Triton specialises on sizes that are 1 or multiples of 16, and so on the batch and the heads B, H and Hkv.
     """
     tiles = tiles_fox.TILES[tiles_fox.nearest_key(capability, DTYPES[dtype].itemsize)][tiles_fox.padded(head_dim)]
     if tile is not None:
         tiles = tiles._replace(**{kernel: tiles_fox.Tile(*tile)})
+    if products:
+        tiles = tiles._replace(forward=tiles.forward._replace(products=products))
     compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, Hkv)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -210,6 +215,7 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, Hk
         "dtype": dtype,
         "head_dim": head_dim,
         "bounded": bounded,
+        "products": tile.products,
         "tile": list(tile),
         "registers": registers,
         "spill_bytes": stack,
@@ -264,6 +270,7 @@ def reports(cases, jobs):
 
 def measure(args):
     cases = [dict(zip(FIELDS, case)) for case in itertools.product(*(getattr(args, name) for name in FIELDS))]
+    cases = [case for case in cases if case["kernel"] == "forward" or not case["products"]]
     earlier = {}
     if args.before:
         command = ["git", "show", f"{args.before}:scripts/results/{args.name}.json"]
@@ -276,7 +283,7 @@ def measure(args):
 
 def table(result):
     def order(row):
-        return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), row["head_dim"], row["bounded"]
+        return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), *(row[name] for name in FIELDS[3:])
 
     rows = sorted(result["rows"], key=order)
     tables = []
@@ -289,7 +296,7 @@ def table(result):
 
 
 def main(arguments=None):
-    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "bounded": [0, 1]}
+    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "bounded": [0, 1], "products": [0]}
     version = ".".join(triton.__version__.split(".")[:2])
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)

@@ -65,13 +65,15 @@ def neighbours(kernel, tile):
         return min(x.BM, x.BN) >= 16 and x.stages >= 1 and (kernel == "decode" or 16 <= rows // x.warps <= 32)
 
     def distance(x):
-        return sum(abs(math.log2(a / b)) for a, b in zip(x[:3], tile[:3])) + abs(x.stages - tile.stages)
+        added = abs(x.stages - tile.stages) + abs(x.products - tile.products)
+        return sum(abs(math.log2(a / b)) for a, b in zip(x[:3], tile[:3])) + added
 
     around = itertools.product(
         [tile.BM] if kernel == "decode" else [tile.BM // 2, tile.BM, tile.BM * 2],
         [tile.BN // 2, tile.BN, tile.BN * 2],
         [2, 4, 8] if kernel == "decode" else [4, 8],
         [tile.stages - 1, tile.stages, tile.stages + 1],
+        [0, 1, 2] if kernel == "forward" else [0],
     )
     others = [x for x in itertools.starmap(tiles_fox.Tile, around) if fits(x) and x != tile]
     return [tile, *sorted(others, key=distance)]
