@@ -56,6 +56,7 @@ def shapes_of_class(folder, config, auto_class):
         raise ValueError(f"transformers cannot build the model of {folder / 'config.json'} ({reason}).") from error
     pointer = not config.get("backbone_in_checkpoint", True)
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tensors = {name: shape for name, shape in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
     return {k: v for k, v in tensors.items() if not pointer or k.startswith("memory.")}, model.all_tied_weights_keys
 
 
