@@ -23,6 +23,7 @@ STDLIB = "stdlib"
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
+MOST_REPEATED = 100  # times that the text of a gzip file may be larger; books are 3 times
 PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
 
 
@@ -137,8 +138,8 @@ def _read(path):
     if _suffix(path) in TABLES:
         return _table(path)
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        content = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+        text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a whole gzip file ({error}); compress the text again.") from error
     except UnicodeDecodeError as error:
@@ -149,6 +150,16 @@ def _read(path):
     if "\0" in text:
         raise ValueError(f"{path} is a binary file, not text: it holds zero bytes. Give a text file.")
     return [text.replace("\r\n", "\n")]
+
+
+def _unpacked(path):
+    """Return what a gzip file holds; ValueError for one that only fills the memory."""
+    most = MOST_REPEATED * max(path.stat().st_size, 4096)
+    with gzip.open(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} holds more than {MOST_REPEATED} times its size, as no text does.")
+    return content
 
 
 def _table(path):

@@ -114,6 +114,12 @@ def test_compressed_text_and_byte_order_marks(tmp_path):
     assert load_text(str(tmp_path / "b.tex")) == "third"
 
 
+def test_a_gzip_file_that_would_fill_the_memory(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 10_000_000))
+    with pytest.raises(ValueError, match=r"a\.txt\.gz holds more than 100 times its size, as no text does"):
+        load_text(str(tmp_path / "a.txt.gz"))
+
+
 def test_tables_need_the_datasets_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')

@@ -93,9 +93,17 @@ def measures(module: Any, model: Any, corpus: Any, options: dict[str, Any], **sc
 
     Raises:
         TypeError: an option belongs to no module.
+        ImportError: a model is to be measured in a Space, which has no code for that.
         ValueError: compute() gets both a model and predictions, or neither, or for the one what is for the other.
     """
-    if options:  # scoring needs no model's code
+    if options or model is not None:  # scoring needs no model's code
+        try:
+            from .run import reader  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"measuring a model needs the package, and scoring does not: pip install hf-longctx ({error})"
+            ) from error
+    if options:
         names = option_names()
         unknown = sorted(options.keys() - set().union(*names.values()))
         if unknown:

@@ -82,11 +82,20 @@ def mark_training(axes, x: float, width: float = 1.2):
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
 
 
+def literal(text: str) -> str:
+    """Return a text of others as matplotlib has to get it, to which dollars mean mathematics.
+
+    >>> print(literal("a$x_{$b"))
+    a\\$x_{\\$b
+    """
+    return text.replace("$", r"\$")
+
+
 def name_differences(axes, differences) -> None:
     """Write above the axes in what results differ that are drawn together; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
-            textwrap.fill("not alike: " + "; ".join(differences), 84), loc="left", fontsize=9, color=WARNING
+            textwrap.fill(literal("not alike: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
         )
 
 
@@ -99,7 +108,7 @@ def check_train_length(train_length: int | None) -> None:
 def heading(result, metric: str | None = None) -> str:
     """Return metric (default: the result's title), model if it is known, and whether the run was interrupted."""
     metric = metric or result.title
-    model = f" of {result.model_name}" if result.settings.get("model") else ""
+    model = f" of {literal(result.model_name)}" if result.settings.get("model") else ""
     return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
 
 
@@ -116,5 +125,5 @@ def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, colu
 
 def small_print(figure: Figure, *notes: str) -> None:
     """Write how the numbers were made, at the bottom right."""
-    words = textwrap.fill(", ".join(notes), 84)
+    words = textwrap.fill(literal(", ".join(notes)), 84)
     figure.supxlabel(words, x=0.99, ha="right", multialignment="right", fontsize=9, color=QUIET)

@@ -117,7 +117,7 @@ MISTAKES = [
     refused("two of one name", twice, "two examples are called fox-demo"),
     refused("a model without a tokenizer", without_tokenizer, "tokenizer.json is absent"),
     refused("a list", reading("[1]"), "must hold a JSON object, not a list"),
-    refused("no JSON", reading("{x"), "Expecting property name"),
+    refused("no JSON", reading("{x"), "config.json is not JSON: Expecting property name"),
     refused("a billion layers", reading('{"num_hidden_layers": 1000000000}'), "num_hidden_layers is 1000000000"),
     refused("a billion labels", reading('{"text_config": {"num_labels": 1000000000}}'), "up to 1,024 there"),
     refused("a wide head", reading('{"head_dim": 1000000}'), "head_dim is 1000000; this Space reads numbers up to"),
@@ -220,6 +220,8 @@ def test_a_visitor(page, address, hub, tmp_path):
     expect(page.get_by_text("mine.json").first).to_be_visible()
     click("Compare")
     see("effective (85 % copied)")
+    cut = "[...document.querySelectorAll('table')].filter(x => x.scrollWidth > x.clientWidth).length"
+    assert page.evaluate(cut) == 0, "a column is cut"
     page.get_by_role("button", name="For the model card of fox-demo").click()
     see("model-index")
     expect(page.locator('img[src="x"]')).to_have_count(0)
@@ -230,7 +232,7 @@ def test_a_visitor(page, address, hub, tmp_path):
     see("layer 3")
     page.get_by_label("or a FoX on the Hub").fill("alice/none")
     click("Show the gates")
-    see("alice/none")
+    see("there is no model alice/none on the Hub")
     expect(page.get_by_text("layer 3")).to_have_count(0)
     page.get_by_label("or a FoX on the Hub").fill("alice/fox")
     click("Show the gates")

@@ -88,10 +88,23 @@ def test_words_of_the_picture(words):
     picture = words(plot_comparison, CURVES, train_lengths={"long": 1283}, title="My models")
     for expected in (
         *("My models", "fine: at least 5,120, coarse: at least 5,120", "fine: 80 to 640, coarse: 640 to 5,120"),
-        *("fine: below 80, coarse: below 80", "fades | early", "black mark: training context"),
+        *(
+            "fine: below 80, coarse: below 80",
+            "fades | early",
+            "black mark: where both readings fill the training context",
+        ),
         "not alike: data (random, order); longest lengths (5120, 640)",
     ):
         assert expected in picture
+
+
+def test_names_hold_no_mathematics(words):
+    """Those that matplotlib could not parse stopped pictures, pages and the Space."""
+    name = "a$x_{$b"
+    measured = curve((1, 0), (1, 0), (1, 0), model=name, data_type=name)
+    assert name in words(plot_comparison, {name: measured, "other": CURVES["long"]})
+    assert name in words(compare, {name: PositionLoss([1.0] * 3, 2)})
+    assert name in words(type(measured).plot, measured)
 
 
 def test_table():

@@ -325,6 +325,17 @@ def test_replies_that_do_not_fit(model, form, spoil, message):
             endpoint.score_prompt(CORPUS[:30])
 
 
+@pytest.mark.parametrize("reply", [{}, [], {"choices": []}])
+def test_a_reply_without_choices_is_named(model, reply, monkeypatch):
+    """Its key error was a raw traceback."""
+    with serving(model) as server:
+        endpoint = connect(server)
+    monkeypatch.setattr(endpoint, "_send", lambda *arguments, **options: reply)
+    for ask in (endpoint.score_prompt, lambda ids: endpoint.reply(ids, 4)):
+        with pytest.raises(RuntimeError, match="answered without choices"):
+            ask(CORPUS[:30])
+
+
 @pytest.mark.parametrize("form", ["vllm", "openai"])
 def test_nan_is_no_prediction(model, form):
     with serving(model, form) as server:

@@ -55,7 +55,6 @@ def build():
             button = gradio.Button("Compare", variant="primary")
         with gradio.Column(scale=3, min_width=320):
             curves = image("The curves of all models in one picture")
-            table = gradio.Markdown()
 
             @gradio.render(snippets)
             def show_snippets(snippets):
@@ -63,4 +62,5 @@ def build():
                     with gradio.Accordion(f"For the model card of {name}", open=False):
                         gradio.Code(text, language="markdown", show_label=False, wrap_lines=True)
 
+    table = gradio.Markdown()  # across the page, as it has nine columns
     connect(button, show, [files, chosen, repo], [curves, table, snippets])

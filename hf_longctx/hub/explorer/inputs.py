@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 
 EXAMPLES = Path(__file__).with_name("examples")
@@ -19,9 +20,14 @@ def fetch(repo: str, name: str, limit: int, revision: str | None = None) -> Path
 
     Raises:
         ValueError: the file has more bytes than `limit`, or `repo` is not a name.
-        OSError: the file does not exist, or is private.
+        FileNotFoundError: there is no such repository that everybody can read, or it lacks the file.
     """
-    file = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision), token=False)
+    try:
+        file = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision), token=False)
+    except RepositoryNotFoundError as error:  # one that is gated or private too
+        raise FileNotFoundError(f"there is no model {repo} on the Hub that everybody can read.") from error
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(f"{repo} has no {name}.") from error
     if file.size is None or file.size > limit:
         raise ValueError(f"{name} of {repo} has {file.size} bytes; this Space reads up to {limit:,}.")
     return Path(hf_hub_download(repo, name, revision=file.commit_hash, token=False))
@@ -33,7 +39,10 @@ def read_config(text: str) -> dict:
     Raises:
         ValueError: the text is not a JSON object, or an integer is larger than that of any model, see `LARGEST`.
     """
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config.json is not JSON: {error}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"config.json must hold a JSON object, not a {type(values).__name__}.")
     for name, number in integers("", values):

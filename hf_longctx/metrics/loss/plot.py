@@ -39,7 +39,7 @@ def plot_losses(
         if result.error is not None:
             edges = smoothed - result.error, smoothed + result.error
             above.fill_between(positions, *edges, color=colour, alpha=0.2, linewidth=0)
-        above.plot(positions, smoothed, color=colour, linewidth=1.6, label=f"{result.model_name}, {sequences(result)}")
+        above.plot(positions, smoothed, color=colour, linewidth=1.6, label=label(result))
         begin = result.window // 2  # few tokens have perplexities far off the scale
         below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     above.set_ylim(*least_span(*above.get_ylim()))
@@ -63,9 +63,9 @@ def plot_losses(
     figure.savefig(path)
 
 
-def sequences(result: Any) -> str:
-    """Return the number of sequences in words."""
-    return f"{result.sequences} sequence{'s' if result.sequences > 1 else ''}"
+def label(result: Any) -> str:
+    """Return model and number of sequences."""
+    return f"{style.literal(result.model_name)}, {result.sequences} sequence{'s' if result.sequences > 1 else ''}"
 
 
 def least_span(low: float, high: float) -> tuple[float, float]:

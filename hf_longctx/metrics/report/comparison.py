@@ -186,7 +186,7 @@ def plot_comparison(
 
     Above, means over repeats in ribbons of one population standard deviation to each side, over a grey band that holds
     the LM accuracies of all models. Below, a bar for each model, as far as it was measured, in the colours that
-    `plot_curve` gives to its lengths. A tick on the bar is the length whose input is as long as the training context.
+    `plot_curve` gives to its lengths. A tick on the bar is the length whose two readings fill the training context.
     The picture names settings that differ.
 
     Args:
@@ -220,7 +220,8 @@ def plot_comparison(
     keys = [style.Patch(**style.area(style.STRONG, area), label=words[area]) for area in words if area in drawn]
     below.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, ncols=3)
     style.titled_legend(figure, above.get_legend_handles_labels()[0], title or "Forgetting curves")
-    style.small_print(figure, *notes(curves), *(["black mark: training context"] if train_lengths else []))
+    mark = ["black mark: where both readings fill the training context"] if train_lengths else []
+    style.small_print(figure, *notes(curves), *mark)
     figure.savefig(path)
 
 
@@ -232,7 +233,7 @@ def draw_curves(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
         copy = [(p.copy_mean, p.copy_std) for p in curve.points]
         axes.fill_between(lengths, *ribbon(copy), color=colour, alpha=0.13, linewidth=0)
         line: dict[str, Any] = dict(
-            color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(name, 30)
+            color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(style.literal(name), 30)
         )
         axes.plot(lengths, [mean for mean, _ in copy], **line)
     style.percent_axis(axes)
@@ -271,7 +272,7 @@ def draw_bars(
         mark = mark_place(curve, train_lengths.get(name), left)
         if mark is not None:
             axes.plot([mark, mark], [row - 0.29, row + 0.29], color=style.INK, linewidth=1.6)
-    axes.set_yticks(range(len(curves)), [textwrap.fill(name, 16) for name in curves])
+    axes.set_yticks(range(len(curves)), [textwrap.fill(style.literal(name), 16) for name in curves])
     for label, colour in zip(axes.get_yticklabels(), cycle(style.MODELS)):
         label.set_color(colour)
         label.set_fontsize(9)

@@ -141,13 +141,19 @@ class ServedModel(PromptReader):
 
     def _complete(self, ids, form, **options):
         body = {"model": self.model, "prompt": form.prompt(ids), **form.options}
-        return self._send("/completions", body, **options)
+        return self._completion(body, **options)
+
+    def _completion(self, body, **options):
+        reply = self._send("/completions", body, **options)
+        if not (isinstance(reply, dict) and isinstance(reply.get("choices"), list) and reply["choices"]):
+            raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(reply)[:200]}")
+        return reply
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
         """Return the greedy reply; the server's tokenizer makes the text."""
         sent = self._form.prompt([int(i) for i in prompt])
         body = {"model": self.model, "prompt": sent, "max_tokens": tokens, "temperature": 0}
-        return self._send("/completions", body)["choices"][0]["text"]
+        return self._completion(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
         """Return the name of the model, and its longest prompt."""

@@ -44,6 +44,14 @@ def check_a_model():
         assert len(curve.compute(model=model, corpus=None, **options)["points"]) == 1
         verdict = evaluate.load("alice/rope_base_check").compute(model=model)["verdict"]
         assert verdict in ("holds", "violated", "inconclusive")
+        return
+    for name, options in {"forgetting_curve": {}, "rope_base_check": {"minimum_base": False}}.items():
+        try:
+            evaluate.load(f"alice/{name}").compute(model="alice/fox", **options)
+        except ImportError as error:
+            assert "pip install hf-longctx" in str(error)
+        else:
+            raise AssertionError("it was measured")
 
 
 if __name__ == "__main__":
