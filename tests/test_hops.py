@@ -78,11 +78,12 @@ def test_a_layer_of_fox(fox, check):
 
 
 @torch.no_grad()
-def test_two_segments_of_hmt(llama, check):
+@pytest.mark.parametrize("segments, functions, moves", [(1, 36, 40), (2, 48, 72)])
+def test_segments_of_hmt(llama, check, segments, functions, moves):
     """The second recalls the first."""
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=24, sensory_tokens=4)).eval()
-    ids = torch.randint(3, 90, (1, 48))
-    check(lambda: hmt(ids), functions=57, moves=130)
+    ids = torch.randint(3, 90, (1, 24 * segments))
+    check(lambda: hmt(ids), functions, moves)
 
 
 def test_a_curve_of_one_length(llama, check):

@@ -1,6 +1,5 @@
 """Mistakes of a caller of `HMTWrapper` that would otherwise go unnoticed."""
 
-from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -42,19 +41,22 @@ def check_config(config: object) -> None:
         )
 
 
-def check_inputs(
+def check_call(
     model: "HMTWrapper",
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     labels: Tensor | None,
     state: HMTState | None,
     use_cache: bool,
-) -> tuple[Tensor, HMTState, Tensor | None]:
-    """Check the tensors of a call, as in `HMTWrapper.forward`.
+    logits_to_keep: int | Tensor,
+    score_from: int | None,
+) -> tuple[Tensor | None, int]:
+    """Check the arguments of a call, as in `HMTWrapper.forward`.
 
     Returns:
-        the ids; the state to start from; the mask as (B, T) bool, or None if nothing is padding.
+        the mask as (B, T) bool, or None if nothing is padding; the first position that gets logits.
     """
+    check_settings(model)
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
@@ -64,17 +66,19 @@ def check_inputs(
                 f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
                 "the tokens of this call only."
             )
-    if state is None:
-        state = model.new_state(len(input_ids), device=input_ids.device)
-    else:
+    if labels is None and score_from is not None:
+        raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
+    last = model.config.segment_length - 1
+    if score_from is not None and not 0 <= score_from <= last:
+        raise ValueError(f"score_from is {score_from}; it is a position within a segment, 0 to {last}.")
+    if state is not None:
         check_state(model, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
     if mask is not None:
         if not (mask | (attention_mask == 0)).all():
             raise ValueError("attention_mask must be 1 on tokens and 0 on padding; it holds other values.")
         check_padding(model, mask, state, use_cache)
-        state = replace(state, padded=model.config.recall_mode == "paper")
-    ids, vocab_size = input_ids if mask is None else input_ids[mask], len(model.get_input_embeddings().weight)
+    ids, vocab_size = input_ids if mask is None else input_ids[mask], len(model.lm.model.get_input_embeddings().weight)
     # elsewhere than on a CPU, the processor would have to wait for the values
     looks = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
     if looks and (ids.min() < 0 or ids.max() >= vocab_size):
@@ -82,7 +86,7 @@ def check_inputs(
             f"input_ids holds ids from {ids.min()} to {ids.max()}; they must lie between 0 and {vocab_size - 1}, as "
             f"the backbone has {vocab_size} embeddings. Is the tokenizer that of this backbone? (-100 is for labels.)"
         )
-    return input_ids, state, mask
+    return mask, first_position(logits_to_keep, input_ids.shape[1])
 
 
 def check_settings(model: "HMTWrapper") -> None:
@@ -108,25 +112,14 @@ def check_settings(model: "HMTWrapper") -> None:
             )
 
 
-def check_loss_arguments(
-    config: HMTConfig, labels: Tensor | None, logits_to_keep: int | Tensor, score_from: int | None
-) -> None:
-    """Raise ValueError for a count of logits or a first scored position that means nothing."""
-    if not isinstance(logits_to_keep, Tensor) and (not isinstance(logits_to_keep, Integral) or logits_to_keep < 0):
-        raise ValueError(
-            f"logits_to_keep is {logits_to_keep!r}; it counts the last positions, 0 is all of them, or it is a tensor "
-            "that lists positions."
-        )
-    if labels is None and score_from is not None:
-        raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
-    last = config.segment_length - 1
-    if score_from is not None and not 0 <= score_from <= last:
-        raise ValueError(f"score_from is {score_from}; it is a position within a segment, 0 to {last}.")
-
-
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
     """Return the first of the call's `tokens` positions that gets logits; ValueError for one outside the call."""
     if not isinstance(logits_to_keep, Tensor):
+        if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
+            raise ValueError(
+                f"logits_to_keep is {logits_to_keep!r}; it counts the last positions, 0 is all of them, or it is a "
+                "tensor that lists positions."
+            )
         return max(0, tokens - logits_to_keep) if logits_to_keep else 0
     integers = logits_to_keep.dtype in (torch.int32, torch.int64) and logits_to_keep.numel()
     first, last = map(int, logits_to_keep.aminmax()) if integers else (-1, -1)
@@ -161,7 +154,7 @@ def check_state(model: "HMTWrapper", state: HMTState) -> None:
         )
 
 
-def check_padding(model: "HMTWrapper", mask: Tensor, state: HMTState, use_cache: bool) -> None:
+def check_padding(model: "HMTWrapper", mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
     """Raise an error for padding between tokens, rows of padding, and padding that the paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
         raise ValueError("A row of attention_mask is all padding: there is nothing to read. Remove the row.")
@@ -174,18 +167,12 @@ def check_padding(model: "HMTWrapper", mask: Tensor, state: HMTState, use_cache:
             f"{type(model.lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
             "as text. Use recall_mode='three_pass', rows of equal length, or batch size 1."
         )
-    if not mask[:, -1].all() or (state.open_mask.any(1) & ~mask[:, 0]).any():
+    opened = state is not None and (state.open_mask.any(1) & ~mask[:, 0]).any()
+    if opened or not mask[:, -1].all():
         raise ValueError(
             "The rows are padded on the right, and recall_mode='paper' would put padding into the query, the loss "
             "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='three_pass'."
         )
 
 
-__all__ = [
-    "check_config",
-    "check_generation",
-    "check_inputs",
-    "check_loss_arguments",
-    "check_settings",
-    "first_position",
-]
+__all__ = ["check_call", "check_config", "check_generation"]

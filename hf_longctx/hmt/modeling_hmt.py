@@ -60,7 +60,7 @@ from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_config, check_inputs, check_loss_arguments, check_settings, first_position
+from .checks_hmt import check_call, check_config
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -71,6 +71,14 @@ from .packing_hmt import PackedSegments
 from .pages_hmt import MemoryPages, PageFile
 from .segments_hmt import Segments
 from .single_pass_hmt import SinglePassSegments
+
+
+LAYOUTS: dict[tuple[str, bool], type[Segments]] = {  # by recall_mode and recurrence
+    ("single_pass", True): SinglePassSegments,
+    ("single_pass", False): NoRecurrenceSegments,
+    ("three_pass", True): MultiPassSegments,
+    ("paper", True): MultiPassSegments,
+}
 
 
 @dataclass
@@ -256,24 +264,26 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if value is not None and value is not False:
                 raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
         use_cache = state is not None if use_cache is None else use_cache
-        check_settings(self)
+        mask, first = check_call(self, input_ids, attention_mask, labels, state, use_cache, logits_to_keep, score_from)
+        assert input_ids is not None
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
             warnings.warn(
                 "Adapters of the backbone are trained, and the memory stays as it is. Unless it was trained before, pass "
                 'modules_to_save=["memory"] to LoraConfig.',
                 stacklevel=2,
             )
-        check_loss_arguments(self.config, labels, logits_to_keep, score_from)
-        input_ids, state, mask = check_inputs(self, input_ids, attention_mask, labels, state, use_cache)
-        tokens, length = input_ids.shape[1], self.config.segment_length
-        first, targets, result = first_position(logits_to_keep, tokens), None, HMTOutput()
+        if state is None:
+            state = self.new_state(len(input_ids), device=input_ids.device)
+        if mask is not None and self.config.recall_mode == "paper":
+            state = replace(state, padded=True)
+        length, targets, result = self.config.segment_length, None, HMTOutput()
         if labels is not None:
             targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
         rows = PackedSegments.pack(state, input_ids, mask, targets, length)
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            layout = self._layout()(self, output_recall)
+            layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](self, output_recall)
             state, passes, segments = layout.read(state, rows.chunks(length, first), use_cache)
         passes.sort(key=lambda output: output.order)
         if labels is not None:
@@ -282,7 +292,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             [output.logits[row] for output in passes if output.logits and len(output.logits[row])]
             for row in range(len(input_ids))
         ]
-        logits = rows.unpack(pieces, first, tokens, state.bank.new_zeros(0, self.config.vocab_size))
+        like = next((piece for row in pieces for piece in row), None)
+        if like is None:  # padding alone was asked for
+            like = state.bank.new_zeros(0, self.config.vocab_size)
+        logits = rows.unpack(pieces, first, input_ids.shape[1], like)
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
         result.logits = logits
@@ -304,11 +317,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             return False
         return any(p.requires_grad and ".lora_" in name for name, p in self.backbone.named_parameters())
 
-    def _layout(self) -> type[Segments]:
-        if not self.config.single_pass:
-            return MultiPassSegments
-        return SinglePassSegments if self.config.recurrence else NoRecurrenceSegments
-
     def new_state(
         self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
     ) -> HMTState:
@@ -328,7 +336,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "page_file is where pages are kept, and this model has no pages; set config.recalled_pages, or leave "
                 "page_file out."
             )
-        dtype = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device)).dtype
+        dtype = self.lm.model.get_input_embeddings()(torch.zeros(1, 1, dtype=torch.long, device=device)).dtype
         sizes, pages = (batch_size, self.lm.width, dtype, device), None
         if config.recalled_pages is not None:
             file = None if page_file is None else PageFile(page_file)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .memory_hmt import HMTState, where_rows
-from .packing_hmt import Chunk, Span, align
+from .packing_hmt import Chunk, align
 from .segments_hmt import Pass, PassOutput, Recall, SegmentOutput, Segments
 
 
@@ -34,7 +34,7 @@ class MultiPassSegments(Segments):
             segments.append(segment)
             first_halves += first_half
             if len(first_halves) == self.segments_per_batch(state) or chunk is chunks[-1]:
-                for _, alike in groupby(first_halves, key=lambda one: one.shape):
+                for _, alike in groupby(first_halves, key=lambda one: (one.embeds.shape, one.columns(one.first))):
                     passes += self.run_passes(list(alike))[0]
                 first_halves = []
         return state, passes, segments
@@ -47,7 +47,7 @@ class MultiPassSegments(Segments):
         """
         if state.bank.shape[1] == 0:
             # a copy: an optimizer step must not change a state
-            return self.prompt(self.memory.initial, state.bank).clone(), None
+            return self.memory.initial.to(state.bank).repeat(len(state.bank), 1, 1), None
         latest, valid = state.latest(self.config.memory_tokens)
         latest = self.memory.or_initial(latest, valid)
         if query is None:
@@ -60,7 +60,7 @@ class MultiPassSegments(Segments):
 
         Summary passes see no memory, so those of several segments go through the backbone together.
         """
-        j, queries = self.config.summary_length, {}
+        j, queries = self.j, {}
         pending = [chunk.n for chunk in chunks if any(self.recalls(chunk))]
         for n in range(len(chunks)):
             if pending[:1] == [n]:
@@ -83,12 +83,12 @@ class MultiPassSegments(Segments):
         if self.config.recall_mode == "paper":
             return tokens > 0
         # Logits before token j do not need the recall. Only a full segment leaves a memory, which does.
-        return tokens > self.config.summary_length or tokens == self.config.segment_length
+        return tokens > self.j or tokens == self.config.segment_length
 
     def summarize(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute H^sum (paper, sec. 3.2): the backbone on [H^T, E(ids), H^T], last position. (R, j) -> (R, 1, d)."""
-        tokens = self.lm.embed(ids)
-        prompt = self.prompt(self.memory.summary_token, tokens)
+        tokens = self.embed(ids)
+        prompt = self.memory.summary_token.to(tokens).expand(len(ids), -1, -1)
         if mask is not None:
             visible = mask.new_ones(len(ids), 1)
             mask = torch.cat([visible, mask, visible], 1)
@@ -108,8 +108,7 @@ class MultiPassSegments(Segments):
             the state after it; the outputs of its pass and of the chunk; the `Pass` that gives the logits before
             token j, or [].
         """
-        config, j = self.config, self.config.summary_length
-        recall = None
+        config, j, recall = self.config, self.j, None
         begins = [ongoing and not read for ongoing, read in zip(chunk.ongoing, chunk.read)]
         if any(begins):
             opening, _ = self.prompt_for(state, chunk, state.query)  # no query: none has recalled
@@ -124,7 +123,7 @@ class MultiPassSegments(Segments):
             state = replace(state, prompt=prompt, query=query).without_kv_cache()
             recall = recall and recall.of_rows(rows)
 
-        first, first_half = chunk.with_logits, []
+        first, first_half = chunk.first, []
         if config.recall_mode == "three_pass":
             # segment 1 has one memory, so both prompts are equal: one pass is enough
             recalled = [n > 1 and self.has_recall(n, count) for n, count in zip(chunk.segments, chunk.counts)]
@@ -132,7 +131,7 @@ class MultiPassSegments(Segments):
             if stop != first:
                 counts = [min(j, count) for count in chunk.counts]
                 embeds, _, offset = self.layout(state, state.opening_prompt, chunk, counts)
-                first_half.append(Pass(chunk, 0, embeds, Span(first, stop, offset)))
+                first_half.append(Pass(chunk, 0, embeds, first, stop, offset))
             first = stop
 
         full = [count == config.segment_length for count in chunk.counts]
@@ -145,7 +144,7 @@ class MultiPassSegments(Segments):
             kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
             layout = (state, state.prompt, chunk, chunk.counts)
             embeds, mask, offset = self.layout(*layout, ends=not stays_open, left=not new_cache)
-        one = Pass(chunk, 1, embeds, Span(first, chunk.counts, offset))
+        one = Pass(chunk, 1, embeds, first, chunk.counts, offset)
         (output,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
 
         memory = None
@@ -185,10 +184,10 @@ class MultiPassSegments(Segments):
         """
         config, width = self.config, max(counts)
         assert prompt is not None
-        tokens, mask = self.lm.embed(chunk.ids[:, :width]), chunk.mask[:, :width]
+        tokens, mask = self.embed(chunk.ids[:, :width]), chunk.mask[:, :width]
         prompt, visible = prompt.to(tokens), mask.new_ones(len(tokens), config.memory_tokens)
         parts = 4 if ends else 3
-        embeds = torch.cat([prompt, self.lm.embed(state.sensory_ids), tokens, prompt][:parts], 1)
+        embeds = torch.cat([prompt, self.embed(state.sensory_ids), tokens, prompt][:parts], 1)
         mask = torch.cat([visible, state.sensory_mask, mask, visible][:parts], 1)
         offset = [config.memory_tokens + config.sensory_tokens * (segment > 0) for segment in chunk.segments]
         if state.padded:
@@ -202,7 +201,7 @@ class MultiPassSegments(Segments):
 
     def continue_layout(self, state: HMTState, chunk: Chunk, ends: bool) -> tuple[Tensor, Tensor | None, list[int]]:
         """Lay out the tokens behind those in the cache, as `layout` does; the mask covers the cache too."""
-        embeds, mask = self.lm.embed(chunk.ids.gather(1, chunk.new)), None
+        embeds, mask = self.embed(chunk.ids.gather(1, chunk.new)), None
         if state.kv_mask is not None:
             mask = torch.cat([state.kv_mask, chunk.mask.gather(1, chunk.new)], 1)
         if ends:

@@ -56,8 +56,7 @@ class NoRecurrenceSegments(SinglePassSegments):
 
     def memory_of(self, state: HMTState, chunk: Chunk) -> Tensor:
         """Make the memory of a full segment, (B, 1, d), in a pass of its own."""
-        embeds = self.memory_pass(state, chunk).embeds
-        _, hidden, *_ = self.run(embeds, None, (), None, None, self.positions(embeds, 1))
+        _, hidden, _ = self.run_passes([self.memory_pass(state, chunk)._replace(stop=[0] * len(state.bank))])
         return hidden[:, -1:].clone()
 
     def read_complete(
@@ -66,14 +65,13 @@ class NoRecurrenceSegments(SinglePassSegments):
         """Read whole segments together, in three calls. See `Segments.read`."""
         batch, split = len(state.bank), self.k + self.j
         passes = [self.memory_pass(state, chunk) for chunk in chunks]
-        positions = self.positions(torch.cat([one.embeds for one in passes]), 1)
-        outputs, hidden, kv_cache = self.run_passes(passes, None, self.new_cache() if self.cuts else None, positions)
+        outputs, hidden, kv_cache = self.run_passes(passes, None, self.new_cache() if self.cuts else None)
         queries, memories = (hidden[:, i].clone()[:, None].chunk(len(chunks)) for i in (split, -1))
         passes, segments, prompts, rows = [], [], [], []
         for i, (chunk, query, memory) in enumerate(zip(chunks, queries, memories)):
-            prompt, recall = self.recalled(state, chunk, query)
+            prompt, recall = self.recall(state, chunk, query)
             segments.append(SegmentOutput(recall, memory))
-            if any(token < self.length for token in chunk.with_logits):
+            if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
                 passes.append(one if self.cuts else one.behind(prompt))
                 prompts.append(prompt)
@@ -81,8 +79,7 @@ class NoRecurrenceSegments(SinglePassSegments):
             state = self.close_segment(state.without_kv_cache(), chunk, memory, [True] * batch)
         if passes:
             below = kv_cache and self.behind_prompt(torch.cat(prompts), fork(kv_cache, rows, split))
-            positions = self.positions(torch.cat([one.embeds for one in passes]), 1 + split if self.cuts else 0)
-            outputs += self.run_passes(passes, None, below, positions)[0]
+            outputs += self.run_passes(passes, None, below)[0]
         return state, outputs, segments
 
 

@@ -2,11 +2,9 @@
 
 The tokens of a call are moved to the left of each row, behind those of the row's open segment, and padding to the
 right. There a causal backbone never sees it, with or without an attention mask, be it attention, a recurrence or a
-convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segment that each row reads in the call, and
-`Span` the tokens of a pass whose logits are wanted.
+convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segment that each row reads in the call.
 """
 
-from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,39 +32,6 @@ def align(mask: Tensor, *tensors: Tensor, left: bool = True) -> tuple[Tensor, ..
     return mask, *moved
 
 
-class Span(NamedTuple):
-    """Tokens `first` to `stop` - 1 of the segment of each row. Token i stands in column `offset` + i of a pass."""
-
-    first: list[int]
-    stop: list[int]
-    offset: list[int]
-
-    def after(self, returned: list[int]) -> "Span":
-        """Return the span of the tokens from `returned` on."""
-        first = [max(a, min(b, stop)) for a, stop, b in zip(self.first, self.stop, returned)]
-        return self._replace(first=first)
-
-    def columns(self) -> list[int]:
-        """Return the columns of the pass that hold a token of any row, in order."""
-        return sorted({offset + i for first, stop, offset in zip(*self) for i in range(first, stop)})
-
-    def gather(self, targets: Tensor, columns: list[int]) -> Tensor:
-        """Pick the targets of `columns`, (B, n), from those of a segment, (B, l); -100 where a row has no token."""
-        device = targets.device
-        first, stop, offset = (torch.tensor(numbers, device=device)[:, None] for numbers in self)
-        token = torch.tensor(columns, device=device) - offset
-        outside = (token < first) | (token >= stop)
-        return targets.gather(1, token.clamp(0, targets.shape[1] - 1)).masked_fill(outside, -100)
-
-    def rows(self, logits: Tensor, columns: list[int]) -> list[Tensor]:
-        """Cut the logits of `columns`, (B, n, V), into those of the tokens of each row, (n_b, V)."""
-        pieces = []
-        for row, first, stop, offset in zip(logits.unbind(0), *self):
-            place = bisect(columns, offset + first - 1)
-            pieces.append(row[place : place + stop - first])
-        return pieces
-
-
 class Chunk(NamedTuple):
     """The n-th segment that each row reads in a call. Lists have an entry for each of the B rows.
 
@@ -74,6 +39,7 @@ class Chunk(NamedTuple):
     segments: index of the segment in the row's text.
     counts, read: its tokens so far; how many of them earlier calls read.
     returned: the first token whose logits the call returns.
+    first: the first token whose logits are computed, because they are returned or scored.
     ongoing: False where the row has ended in an earlier chunk.
     before: (B, L'), the segment before; (B, 0) for the first of a call.
     """
@@ -86,6 +52,7 @@ class Chunk(NamedTuple):
     counts: list[int]
     read: list[int]
     returned: list[int]
+    first: list[int]
     ongoing: list[bool]
     before: Tensor
 
@@ -104,11 +71,6 @@ class Chunk(NamedTuple):
         """The places in `ids` of the tokens that no earlier call read, (B, n), in rows with equally many."""
         tokens = torch.arange(self.counts[0] - self.read[0], device=self.ids.device)
         return torch.tensor(self.read, device=self.ids.device)[:, None] + tokens
-
-    @property
-    def with_logits(self) -> list[int]:
-        """The first token of each row whose logits are computed, because they are returned or scored."""
-        return self.returned if self.targets is None else self.read
 
 
 @dataclass
@@ -158,7 +120,8 @@ class PackedSegments:
         chunks = []
         for n, a in enumerate(range(0, max(self.lengths), segment_length)):
             counts = [min(max(length - a, 0), segment_length) for length in self.lengths]
-            part = slice(a, a + segment_length)
+            part, read = slice(a, a + segment_length), self.opened if n == 0 else [0] * len(counts)
+            returned = [min(max(start - a, 0), count) for start, count in zip(starts, counts)]
             chunks.append(
                 Chunk(
                     n,
@@ -167,8 +130,9 @@ class PackedSegments:
                     None if self.targets is None else self.targets[:, part],
                     [begun // segment_length + n for begun in self.begun],
                     counts,
-                    self.opened if n == 0 else [0] * len(counts),
-                    [min(max(start - a, 0), count) for start, count in zip(starts, counts)],
+                    read,
+                    returned,
+                    returned if self.targets is None else read,
                     [length // segment_length >= n for length in self.lengths],
                     self.ids[:, max(0, a - segment_length) : a],
                 )
@@ -184,15 +148,14 @@ class PackedSegments:
         inside = column < counts
         return self.ids.gather(1, place).masked_fill(~inside, 0), self.mask.gather(1, place) & inside
 
-    def unpack(self, pieces: list[list[Tensor]], first: int, tokens: int, empty: Tensor) -> Tensor:
+    def unpack(self, pieces: list[list[Tensor]], first: int, tokens: int, like: Tensor) -> Tensor:
         """Put logits at the places of the call, (B, T - first, V), with zeros on padding.
 
         Args:
             pieces: for each row a list of (n, V), in order.
             first, tokens: the first position of the call that gets logits, and T.
-            empty: logits of nothing, (0, V).
+            like: some logits, (., V).
         """
-        like = next((piece for row in pieces for piece in row), empty)
         parts = []
         for row, padding in zip(pieces, self.padding):
             before = max(0, padding - first)
@@ -201,4 +164,4 @@ class PackedSegments:
         return torch.cat(parts).view(len(pieces), tokens - first, like.shape[1])
 
 
-__all__ = ["Chunk", "PackedSegments", "Span", "align"]
+__all__ = ["Chunk", "PackedSegments", "align"]

@@ -6,6 +6,7 @@ returns the new state, a `PassOutput` for each pass and a `SegmentOutput` for ea
 logits, loss and the report of recalls together from these.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from transformers import Cache
 
 from .backbone_hmt import fork
 from .memory_hmt import HMTState, mean_memory, pad_front, where_rows
-from .packing_hmt import Chunk, Span
+from .packing_hmt import Chunk
 
 
 if TYPE_CHECKING:
@@ -28,27 +29,49 @@ class Pass(NamedTuple):
     """One pass of the backbone over a chunk: embeddings (B, P, d), and the tokens whose logits are computed.
 
     part: 0 for a pass over the beginning of a segment, whose logits stand before those of the pass of part 1.
+    first, stop: for each row, the tokens `first` to `stop` - 1 of its segment get logits.
+    offset: the column of token 0 of each row; it may lie before the pass.
+    begins: the position id of column 0 of each row; None leaves positions to the backbone.
     """
 
     chunk: Chunk
     part: int
     embeds: Tensor
-    span: Span
+    first: list[int]
+    stop: list[int]
+    offset: list[int]
+    begins: list[int] | None = None
 
-    @property
-    def shape(self) -> tuple:
-        """The properties that passes must share to run together."""
-        return self.embeds.shape[1], self.span.columns()
+    def columns(self, least: list[int]) -> list[int]:
+        """Return the columns of the tokens that get logits and do not come before `least` of their row, in order."""
+        rows = zip(self.first, least, self.stop, self.offset)
+        return sorted({offset + i for first, least, stop, offset in rows for i in range(max(first, least), stop)})
+
+    def targets(self, columns: list[int]) -> Tensor:
+        """Return what the tokens in `columns` predict, (B, n); -100 where a row has no token that gets logits."""
+        targets = self.chunk.targets
+        assert targets is not None
+        first, stop, offset = (
+            torch.tensor(x, device=targets.device)[:, None] for x in (self.first, self.stop, self.offset)
+        )
+        token = torch.tensor(columns, dtype=torch.long, device=targets.device) - offset
+        outside = (token < first) | (token >= stop)
+        return targets.gather(1, token.clamp(0, targets.shape[1] - 1)).masked_fill(outside, -100)
+
+    def returned(self, logits: Tensor, columns: list[int]) -> list[Tensor]:
+        """Cut the logits of `columns`, (B, n, V), into those that the call returns of each row, (n_b, V)."""
+        rows, pieces = zip(self.first, self.chunk.returned, self.stop, self.offset), []
+        for row, (first, least, stop, offset) in zip(logits.unbind(0), rows):
+            tokens = range(max(first, least), stop)
+            place = bisect(columns, offset + tokens.start - 1)
+            pieces.append(row[place : place + len(tokens)])
+        return pieces
 
     def behind(self, front: Tensor) -> "Pass":
         """Return the pass with embeddings (B, n, d) in front of it."""
-        span = self.span._replace(offset=[column + front.shape[1] for column in self.span.offset])
-        return self._replace(embeds=torch.cat([front, self.embeds], 1), span=span)
-
-    def targets(self, columns: list[int]) -> Tensor:
-        """Return what the tokens in `columns` predict, (B, n); -100 where a row has no token."""
-        assert self.chunk.targets is not None
-        return self.span.gather(self.chunk.targets, columns)
+        n, begins = front.shape[1], self.begins and [begin - front.shape[1] for begin in self.begins]
+        offset = [column + n for column in self.offset]
+        return self._replace(embeds=torch.cat([front, self.embeds], 1), offset=offset, begins=begins)
 
 
 class PassOutput(NamedTuple):
@@ -108,7 +131,11 @@ class Segments:
 
     def __init__(self, model: "HMTWrapper", output_recall: bool = False):
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
-        self.output_recall = output_recall
+        self.output_recall, self.embed = output_recall, self.lm.model.get_input_embeddings()
+        self.j, self.k = self.config.summary_length, self.config.sensory_tokens
+        self.run = self.run_once
+        if model.gradient_checkpointing and model.training and torch.is_grad_enabled():
+            self.run = partial(model._gradient_checkpointing_func, self.run_once)
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -130,7 +157,12 @@ class Segments:
         return max(1, self.config.summary_batch // len(state.bank))
 
     def recall(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
-        """Recall a prompt (B, 1, d) from the bank and, if there are pages, from the best of them."""
+        """Recall a prompt (B, 1, d) from the bank and, if there are pages, from the best of them.
+
+        Without recall, it is the latest memory.
+        """
+        if not self.config.recall:
+            return state.latest(1)[0], None
         bank, ends, of_all = state.bank, state.ends, ()
         length = self.config.segment_length
         begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
@@ -191,7 +223,7 @@ class Segments:
             opening_prompt=None,
             prompt=None,
         )
-        state = closed.where_rows(full, state)
+        state = closed if all(full) else closed.where_rows(full, state)
         if config.bptt_segments is not None:
             cut = [
                 closes and (segment + 1) % config.bptt_segments == 0 for closes, segment in zip(full, chunk.segments)
@@ -199,24 +231,18 @@ class Segments:
             state = state.detach().where_rows(cut, state)
         return state
 
-    def prompt(self, parameter: Tensor, like: Tensor) -> Tensor:
-        """Repeat a learned prompt (m, d) for each row of `like` (B, ., d)."""
-        return parameter.to(like).expand(len(like), -1, -1)
-
     def run_passes(
-        self,
-        passes: Sequence[Pass],
-        mask: Tensor | None = None,
-        kv_cache: Cache | None = None,
-        positions: Tensor | None = None,
+        self, passes: Sequence[Pass], mask: Tensor | None = None, kv_cache: Cache | None = None
     ) -> tuple[list[PassOutput], Tensor, Cache | None]:
         """Run passes of one shape together: their outputs, the last hidden states (R, P, d), and the cache."""
-        columns, targets = sorted({column for one in passes for column in one.span.columns()}), None
+        columns, targets, positions = sorted({c for one in passes for c in one.columns(one.first)}), None, None
+        kept = sorted({c for one in passes for c in one.columns(one.chunk.returned)})
+        embeds, scored = torch.cat([one.embeds for one in passes]), None
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
-        returned = [one.span.after(one.chunk.returned) for one in passes]
-        kept = sorted({column for span in returned for column in span.columns()})
-        embeds, scored = torch.cat([one.embeds for one in passes]), None
+        if passes[0].begins is not None:
+            begins = torch.tensor([begin for one in passes for begin in one.begins or ()], device=embeds.device)
+            positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
         if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)
             assert targets is not None
@@ -225,15 +251,9 @@ class Segments:
             logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, positions, bool(kept))
         rows = [[] for _ in passes]
         if logits is not None and kept:
-            rows = [span.rows(x, columns) for span, x in zip(returned, logits.chunk(len(passes)))]
+            rows = [one.returned(x, columns) for one, x in zip(passes, logits.chunk(len(passes)))]
         outputs = [PassOutput((one.chunk.n, one.part), x) for one, x in zip(passes, rows)]
         return [outputs[0]._replace(loss=loss, scored=scored), *outputs[1:]], hidden, kv_cache
-
-    def run(self, *arguments) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
-        """Call `run_once`; with gradient checkpointing the backward pass computes it again."""
-        if self.model.gradient_checkpointing and self.model.training and torch.is_grad_enabled():
-            return self.model._gradient_checkpointing_func(self.run_once, *arguments)
-        return self.run_once(*arguments)
 
     def run_once(
         self,
@@ -246,6 +266,8 @@ class Segments:
         keep_logits: bool = True,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
         """Run the backbone once. Arguments as in `Backbone.run`, but for the `columns` that get logits.
+
+        With gradient checkpointing, `run` makes the backward pass compute it again.
 
         Returns:
             logits of `columns` (R, n, V) or None; last hidden state (R, P, d); summed loss over `targets` (R, n) or

@@ -33,8 +33,8 @@ from transformers import Cache, DynamicCache
 
 from .backbone_hmt import fork, put_in_front, side_by_side, split
 from .memory_hmt import HMTState, where_rows
-from .packing_hmt import Chunk, Span
-from .segments_hmt import Pass, PassOutput, Recall, SegmentOutput, Segments
+from .packing_hmt import Chunk
+from .segments_hmt import Pass, PassOutput, SegmentOutput, Segments
 
 
 class FirstPart(NamedTuple):
@@ -50,11 +50,7 @@ class SinglePassSegments(Segments):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.j, self.k, self.length = (
-            self.config.summary_length,
-            self.config.sensory_tokens,
-            self.config.segment_length,
-        )
+        self.length = self.config.segment_length
         self.cuts = self.lm.cuts(self.config.positions_per_segment)
 
     def read(
@@ -141,13 +137,12 @@ class SinglePassSegments(Segments):
 
     def step(self, state: HMTState, chunk: Chunk) -> tuple[HMTState, list[PassOutput], SegmentOutput]:
         """Read new tokens below the caches of the rows, in one pass."""
-        embeds, mask = self.lm.embed(chunk.ids.gather(1, chunk.new)), None
+        embeds, mask = self.embed(chunk.ids.gather(1, chunk.new)), None
         if state.kv_mask is not None:
             mask = torch.cat([state.kv_mask, state.kv_mask.new_ones(embeds.shape[:2])], 1)
-        span = Span(chunk.with_logits, chunk.counts, [-read for read in chunk.read])
-        begin = [(1 + self.k) * (n > 0) for n in chunk.segments]
-        positions = chunk.new + torch.tensor(begin, device=embeds.device)[:, None]
-        outputs, _, kv_cache = self.run_passes([Pass(chunk, 1, embeds, span)], mask, state.kv_cache, positions)
+        begins = [read + (1 + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
+        one = Pass(chunk, 1, embeds, chunk.first, chunk.counts, [-read for read in chunk.read], begins)
+        outputs, _, kv_cache = self.run_passes([one], mask, state.kv_cache)
         return replace(state, kv_cache=kv_cache, kv_mask=mask), outputs, SegmentOutput()
 
     # ------------------------------------------------------------------------------------- rows at the same place
@@ -160,16 +155,12 @@ class SinglePassSegments(Segments):
         sensory_ids = chunk.ids[:, :0]
         if start < 0:
             sensory_ids = chunk.before[:, self.length + start :] if chunk.n else state.sensory_ids
-        embeds = self.lm.embed(torch.cat([sensory_ids, chunk.ids[:, max(start, 0) : stop]], 1))
+        embeds = self.embed(torch.cat([sensory_ids, chunk.ids[:, max(start, 0) : stop]], 1))
+        rows, later = len(embeds), chunk.segments[0] > 0
         if ends:
-            embeds = torch.cat([embeds, self.prompt(self.memory.summary_token, embeds)], 1)
-        least = self.j if part and chunk.segments[0] else 0
-        first, rows = [min(stop, max(least, token)) for token in chunk.with_logits], len(chunk.counts)
-        return Pass(chunk, part, embeds, Span(first, [stop] * rows, [-start] * rows))
-
-    def positions(self, embeds: Tensor, start: int) -> Tensor:
-        """Return the position ids of embeddings (R, n, d), from `start` on, (R, n)."""
-        return torch.arange(start, start + embeds.shape[1], device=embeds.device).expand(len(embeds), -1)
+            embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(rows, -1, -1)], 1)
+        first = [min(stop, max(self.j * part * later, token)) for token in chunk.first]
+        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [start + (1 + self.k) * later] * rows)
 
     def new_cache(self) -> Cache:
         """Make an empty cache."""
@@ -185,11 +176,9 @@ class SinglePassSegments(Segments):
             kv_cache = self.new_cache()
         passes = [self.lay_out(state, chunk, start, min(self.j, count), 0, ends) for chunk in chunks]
         firsts = []
-        for _, group in groupby(passes, key=lambda one: one.shape):
+        for _, group in groupby(passes, key=lambda one: (one.embeds.shape, one.columns(one.first))):
             alike = list(group)
-            positions = self.positions(alike[0].embeds, 1 + self.k + start)
-            positions = positions.repeat(len(alike), 1)
-            outputs, hidden, cache = self.run_passes(alike, None, kv_cache, positions)
+            outputs, hidden, cache = self.run_passes(alike, None, kv_cache)
             if cache is not None and ends:
                 cache = cache if self.cuts else None
                 if cache is not None:
@@ -202,8 +191,9 @@ class SinglePassSegments(Segments):
     def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
         """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
         front: Any
+        positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
         # a copy: CTRL writes into its embeddings
-        _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), self.positions(prompt, 0))
+        _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), positions)
         if hidden.requires_grad:  # FSDP gathers the weights of a layer when a gradient of its output arrives
             front.layers[-1].keys = front.layers[-1].keys + 0 * hidden.sum()
         return put_in_front(front, kv_cache)
@@ -226,7 +216,7 @@ class SinglePassSegments(Segments):
             first = first or self.first_parts(state, [chunk])[0]
             outputs, kv_cache = [first.output], first.kv_cache if count < self.j else None
             if prompted and read < self.j:
-                prompt, recall = self.recalled(state, chunk, first.query)
+                prompt, recall = self.recall(state, chunk, first.query)
                 state = replace(state, prompt=prompt)
         if not later or count >= self.j:
             prompt = state.prompt.to(state.bank) if prompted and state.prompt is not None else None
@@ -240,11 +230,9 @@ class SinglePassSegments(Segments):
             else:
                 in_front, kv_cache = prompt, self.new_cache() if keeps else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))
-            begin = start + (1 + self.k) * later
-            if in_front is not None:
-                one, begin = one.behind(in_front), begin - 1
+            one = one if in_front is None else one.behind(in_front)
             if one.embeds.shape[1]:
-                output, hidden, kv_cache = self.run_passes([one], None, kv_cache, self.positions(one.embeds, begin))
+                output, hidden, kv_cache = self.run_passes([one], None, kv_cache)
                 outputs, memory = outputs + output, hidden[:, -1:].clone()
         if full:
             memory = memory if self.config.recurrence or not later else self.memory_of(state, chunk)
@@ -252,10 +240,6 @@ class SinglePassSegments(Segments):
             state = self.close_segment(state, chunk, memory, [True] * len(chunk.counts))
         kept = kv_cache if keeps else None
         return replace(state, kv_cache=kept, kv_mask=None), outputs, SegmentOutput(recall, memory if full else None)
-
-    def recalled(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
-        """Return the prompt of a segment, (B, 1, d), and its `Recall` or None."""
-        return self.recall(state, chunk, query) if self.config.recall else (state.latest(1)[0], None)
 
     def memory_of(self, state: HMTState, chunk: Chunk) -> Tensor:
         """Make the memory of a full segment, (B, 1, d), in a pass of its own."""

@@ -7,7 +7,8 @@ from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
 from hf_longctx.hmt.loss_hmt import targets_of
-from hf_longctx.hmt.packing_hmt import Span, align
+from hf_longctx.hmt.packing_hmt import PackedSegments, align
+from hf_longctx.hmt.segments_hmt import Pass
 
 
 LENGTHS = (43, 30, 3)
@@ -193,12 +194,14 @@ def test_alignment():
     assert [y.tolist() for y in align(mask, x, left=False)] == [[[True, True], [False, True]], [[2, 4], [0, 5]]]
 
 
-def test_a_span_finds_its_tokens():
-    span = Span(first=[0, 2], stop=[2, 3], offset=[5, 4])  # columns 5 and 6 of row 0, 6 of row 1
-    columns = span.columns()
-    assert columns == [5, 6]
+def test_a_pass_finds_its_tokens():
     targets = torch.tensor([[10, 11, 12], [20, 21, 22]])
-    assert span.gather(targets, columns).tolist() == [[10, 11], [-100, 22]]
+    whole = PackedSegments(targets, targets > 0, targets, [0, 0], [0, 0], [3, 3], [0, 0])
+    (chunk,) = whole.chunks(segment_length=8, first=0)
+    one = Pass(chunk, 1, torch.zeros(2, 8, 4), first=[0, 2], stop=[2, 3], offset=[5, 4])
+    columns = one.columns(one.first)
+    assert columns == [5, 6]  # 5 and 6 of row 0, 6 of row 1
+    assert one.targets(columns).tolist() == [[10, 11], [-100, 22]]
     logits = torch.arange(4).view(2, 2, 1)
-    assert [x.flatten().tolist() for x in span.rows(logits, columns)] == [[0, 1], [3]]
-    assert span.after([1, 0]).first == [1, 2]
+    assert [x.flatten().tolist() for x in one.returned(logits, columns)] == [[0, 1], [3]]
+    assert one.columns([1, 3]) == [6]
