@@ -103,7 +103,11 @@ def run(args: Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
+    from ..fox import FoxForCausalLM
+
     model, tokenizer = shared.load_model(args)
+    if isinstance(model, FoxForCausalLM):
+        model.set_attn_implementation("auto")
     inputs = encode(args, tokenizer, prompt).to(model.device)
     config = model.generation_config
     configure(config, args)

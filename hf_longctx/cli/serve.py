@@ -48,9 +48,14 @@ def run(args: Namespace) -> None:
     from ..fox import FoxForCausalLM
     from ..hmt import HMTWrapper
 
+    class FastestFox(FoxForCausalLM):
+        @classmethod
+        def from_pretrained(cls, *args: Any, attn_implementation: str | None = None, **options: Any) -> Any:
+            return FoxForCausalLM.from_pretrained(*args, attn_implementation=attn_implementation or "auto", **options)
+
     # the server looks for a model's class in this module, not in the Auto classes
     library: Any = model_manager.transformers
-    library.FoxForCausalLM, library.HMTWrapper = FoxForCausalLM, HMTWrapper
+    library.FoxForCausalLM, library.HMTWrapper = FastestFox, HMTWrapper
     library_server: Any = server
     build_server = library_server.build_server
 

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.masking_utils import causal_mask_function
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_fox import (
@@ -205,7 +207,9 @@ def refuse(kernels, module, query, mask, dropout, output_attentions):
         )
 
 
-def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
+def forgetting_triton_attention(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, kernels=GATED[NAME], **kwargs
+):
     """Run the kernels; an attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
 
     Args:
@@ -213,12 +217,12 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         query, key, value: keys and values with those of the cache, of plain width or folded.
         attention_mask: result of `forgetting_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
+        kernels: the `GatedKernels`.
 
     Raises:
         ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size;
             dropout or attention weights are requested; the mask is not from `forgetting_triton_mask`.
     """
-    kernels = GATED[module.config._attn_implementation]
     refuse(kernels, module, query, attention_mask, dropout, kwargs.get("output_attentions"))
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
     decoding, end = kernels.is_decoding(query, key, value), visible.end
@@ -259,9 +263,23 @@ if triton is not None:
 AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 
 
+# SDPA by a backend of choice: torch's own order has cuDNN first on some GPUs, since 2.11.
+SDPA = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_fa2": SDPBackend.FLASH_ATTENTION}
+
+
+def sdpa_by(first: SDPBackend, *args, **kwargs):
+    """Run SDPA by one backend, or by others where it cannot compute a call, for example with a mask."""
+    with sdpa_kernel([first, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return sdpa_attention_forward(*args, **kwargs)
+
+
+for name, first in SDPA.items():
+    AttentionInterface.register(name, partial(sdpa_by, first))
+    AttentionMaskInterface.register(name, sdpa_mask)
+
 # Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
 # Others may drop an argument that they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTION_BACKENDS = ("eager", "sdpa", *SDPA, "flash_attention_2", "flash_attention_3", "flex_attention")
 # FlashAttention-4 gives wrong gradients of queries, and says nothing, where the width of heads is no multiple of 32
 # (Dao-AILab/flash-attention, pull request 2896): with gradients, what may be that gets zeros on top of the fold.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
@@ -291,14 +309,16 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
     c = running_sum(log_f, call.position_in_sequence)
     if past is not None:
         c = c + past.decay(c)
-    if module.config._attn_implementation not in GATED:  # which read the decay from the keys by themselves
+    if (
+        call.implementation or module.config._attn_implementation
+    ) not in GATED:  # which read the decay from the keys by themselves
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
     k = fold_keys(k, c, module.scaling)
     return q, k, F.pad(v, (0, k.shape[-1] - module.head_dim))
 
 
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
-    """Return the attention of the new tokens to all cached and new ones, by the implementation that the config names.
+    """Return the attention of the new tokens to all cached and new ones, by the implementation that the call names.
 
     Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
     Processes that share rows trade them for heads, so that each has whole rows of some heads (Ulysses, arXiv
@@ -319,7 +339,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         log_f = None if log_f is None else shard.to_heads(log_f)
         o, _ = attend(module, q, k, v, log_f, call._replace(shard=None), past, **kwargs)
         return shard.to_parts(o), None
-    name = module.config._attn_implementation
+    name = call.implementation or module.config._attn_implementation
     if log_f is not None:
         if log_f.shape[1] != module.gates_per_key * k.shape[1]:
             raise ValueError(
@@ -337,7 +357,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
     # FlashAttention finds packed sequences in the position ids
     kwargs |= dict(position_ids=call.position_ids, **call.flash)
     if name in GATED:
-        kwargs["log_f"] = log_f
+        kwargs |= dict(log_f=log_f, kernels=GATED[name])
     return run_backend(name, module, q, k, v, call.mask, None if past is None else past.cache, **kwargs)
 
 

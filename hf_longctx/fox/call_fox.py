@@ -43,6 +43,7 @@ class Call(NamedTuple):
     flash: borders of the sequences, as FlashAttention takes them.
     shard: which part of the rows is here; `predecessor` is then of this part, everything else of the whole rows. None:
         the rows are here as a whole.
+    implementation: the attention implementation; None: that of the config.
     """
 
     mask: Any = None
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     visible: torch.Tensor | None = None
     flash: dict[str, Any] = {}
     shard: Shard | None = None
+    implementation: str | None = None
 
 
 PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached

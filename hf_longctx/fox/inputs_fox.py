@@ -36,7 +36,7 @@ def read_call(
     """Check the arguments of a call, and read from them what the layers need.
 
     Args:
-        config: the `FoxConfig`.
+        config: the `FoxConfig`, whose attention implementation is chosen.
         inputs_embeds: (B, T, hidden), or (B, t, hidden) where a shard is given.
         attention_mask: (B, past + T), a mask of four dimensions as in masks_fox.py, the result of
             `create_masks_for_generate`, or None.
@@ -56,8 +56,9 @@ def read_call(
     check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     token_mask = sequences = predecessor = visible = None
+    name = config._attn_implementation
     if isinstance(attention_mask, dict):
-        mask, token_mask = attention_mask["attention"], attention_mask["token_mask"]
+        (name, mask), (_, token_mask) = attention_mask.items()
     elif attention_mask is not None and attention_mask.ndim == 4:
         mask = attention_mask
         visible, predecessor = read_tree_mask(config, attention_mask, batch, length, past_key_values)
@@ -95,7 +96,7 @@ def read_call(
     if position_ids is None:
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard)
+    return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name)
 
 
 def can_be_cached(call: Call) -> bool:

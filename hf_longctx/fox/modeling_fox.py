@@ -40,6 +40,7 @@ from .configuration_fox import FoxConfig
 from .inputs_fox import can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, paged_hidden_states
+from .selection_fox import AUTO, configure_attention, make_case, rank, with_length
 from .state_fox import CachedLayer, keep_token_shift, previous_tokens
 
 
@@ -256,12 +257,17 @@ class FoxPreTrainedModel(PreTrainedModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise if Triton was requested but cannot run, or where vLLM runs models of transformers."""
+        """Raise if Triton was requested but cannot run, or where vLLM runs models of transformers.
+
+        "auto" stays as it is, for each call to choose.
+        """
         if requested_attention == "vllm":
             raise ValueError(
                 "attention implementation 'vllm' would leave out the forget gate. vLLM has a FoX of its own with "
                 "pip install 'hf-longctx[vllm]'; leave --model-impl and --trust-remote-code out."
             )
+        if requested_attention == AUTO:
+            return AUTO
         check_implementation(requested_attention, self.config.head_dim)
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
@@ -271,16 +277,37 @@ class FoxPreTrainedModel(PreTrainedModel):
         check_implementation(name, self.config.head_dim)
         return name
 
+    def rank_attention(self, tokens: int, training: bool, dtype: torch.dtype, device: torch.device | str) -> list[str]:
+        """Return the attention implementations that compute this model right on a GPU, the fastest first.
+
+        `attn_implementation="auto"` takes the first of them that a call allows. Measured once for each machine.
+
+        Args:
+            tokens: the length of a row.
+            training: with gradients; else prefill.
+            dtype: of queries and keys, that of autocast in training.
+
+        Raises:
+            RuntimeError: none of them is right.
+        """
+        case = make_case(self.config, dtype, "training" if training else "prefill")
+        return rank(with_length(case, tokens), self.config, FoxAttention, torch.device(device))
+
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
         """Return all that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
 
-        A mask of four dimensions comes back as it is.
+        Who sees whom is under the name of the implementation, which `attn_implementation="auto"` chooses here. A mask
+        of four dimensions comes back as it is.
         """
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
+        if config._attn_implementation == AUTO:
+            config = configure_attention(config, FoxAttention, inputs_embeds, attention_mask, past_key_values)
         return {
-            "attention": create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids),
+            config._attn_implementation: create_attention_mask(
+                config, inputs_embeds, attention_mask, past_key_values, position_ids
+            ),
             "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1]),
         }
 
@@ -364,9 +391,12 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
-        call = read_call(
-            self.config, inputs_embeds, attention_mask, position_ids, past_key_values, shard=shard, **kwargs
-        )
+        config = self.config
+        if config._attn_implementation == AUTO and not isinstance(
+            attention_mask, dict
+        ):  # which was made for its choice
+            config = configure_attention(config, FoxAttention, inputs_embeds, attention_mask, past_key_values)
+        call = read_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard=shard, **kwargs)
         if use_cache and past_key_values is None and can_be_cached(call):
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:

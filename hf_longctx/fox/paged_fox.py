@@ -44,7 +44,7 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     q, k, v = through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs)
-    name = attention.config._attn_implementation.removeprefix("paged|")
+    name = attention.config._attn_implementation.removeprefix("paged|").replace("auto", "sdpa")
     o, _ = run_backend(name, attention, q, k, v, mask, **kwargs)
     return attention.output(x, o)
 
@@ -114,7 +114,7 @@ class ContinuousBatching(GenerationMixin):
                 "continuous batching stores keys before the token shift, so neither rotated by RoPE nor with the key before "
                 "the sliding window: a model with k_shift or v_shift must have neither. Use `generate`."
             )
-        if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa"):
+        if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa", "auto"):
             raise NotImplementedError(
                 f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write "
                 "the pages themselves: model.set_attn_implementation('sdpa')."

@@ -43,7 +43,11 @@ class RunSettings:
     adam_beta2: float | None = setting(None, "of AdamW (default: 0.95, FoX, B.1; recipe hmt 0.999)", (), BELOW_ONE)
     max_grad_norm: float = setting(1.0, "to which gradients are clipped (FoX, B.1)", bounds=POSITIVE)
     dtype: str = setting("auto", "of the forward pass; auto: bfloat16 on an accelerator, or as the base", DTYPES)
-    attention: str | None = setting(None, "any attn_implementation that the model has", may_change=True)
+    attention: str | None = setting(
+        None,
+        "any attn_implementation of the model; default of a FoX on a GPU: auto, the fastest right one",
+        may_change=True,
+    )
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", may_change=True)
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")

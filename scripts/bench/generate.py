@@ -5,7 +5,7 @@
 The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
 narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
 Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
-Cache bytes are those of a DynamicCache.
+Cache bytes are those of a DynamicCache. --attention is that of FoX; auto: the fastest right one on a GPU.
 """
 
 import torch
@@ -39,6 +39,8 @@ def make_models(args):
         "FoX (LLaMA)": FoxForCausalLM(FoxConfig(**sizes, **decay, intermediate_size=mlp)),
         "FoX (Pro)": FoxForCausalLM(FoxConfig.pro(**sizes, **decay, intermediate_size=pro_mlp)),
     }
+    for name in ("FoX (LLaMA)", "FoX (Pro)"):
+        models[name].set_attn_implementation(args.attention)
     return {name: model.to(args.device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
 
 
@@ -87,7 +89,9 @@ def table(result):
 
 def main(arguments=None):
     sizes = {"context": 2048, "tokens": 32, "hidden": 768, "layers": 8, "head_dim": 64, "vocab": 8192}
-    parser = common.make_parser(__spec__.name, __doc__, **sizes, rounds=7, device="cpu", dtype="float32")
+    parser = common.make_parser(
+        __spec__.name, __doc__, **sizes, rounds=7, device="cpu", dtype="float32", attention="auto"
+    )
     common.run(parser, measure, table, arguments)
 
 

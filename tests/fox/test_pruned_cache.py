@@ -425,12 +425,10 @@ def test_a_mask_that_leaves_out_dropped_tokens_is_refused():
     in_chunks(model, tokens(1, 100), cache, 50)
     mask = torch.zeros(1, 1, 1, 60)
     with pytest.raises(ValueError, match="mask covers 60 tokens"):
-        logits(model, tokens(1, 1), past_key_values=cache, attention_mask={"attention": mask, "token_mask": None})
+        logits(model, tokens(1, 1), past_key_values=cache, attention_mask={"sdpa": mask, "token_mask": None})
 
 
 def test_flex_attention_is_refused():
     model = make("llama")
     with pytest.raises(NotImplementedError, match="flex_attention"):
-        logits(
-            model, tokens(), past_key_values=pruned(model), attention_mask={"attention": "blocks", "token_mask": None}
-        )
+        logits(model, tokens(), past_key_values=pruned(model), attention_mask={"sdpa": "blocks", "token_mask": None})

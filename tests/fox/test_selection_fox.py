@@ -1,0 +1,215 @@
+"""attn_implementation="auto": the fastest implementation that is right, measured once for a machine.
+
+A CPU stands for the GPU, and Triton's interpreter for its kernels; times are made up.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_fox import NO_TRITON, ROPE, TINY, make_from, tokens
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_longctx.fox import FoxConfig, PrunedCache, backend_fox, selection_fox
+from hf_longctx.fox.modeling_fox import FoxAttention, FoxPreTrainedModel
+from hf_longctx.fox.selection_fox import make_case, measure, with_length
+from hf_longctx.training.model_init import set_attention
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+CPU = torch.device("cpu")
+SIZES = TINY | dict(num_hidden_layers=1, head_dim=16)
+CONFIGS = {
+    "llama": lambda: FoxConfig(**SIZES),
+    "pro, grouped heads": lambda: FoxConfig.pro(**SIZES, num_key_value_heads=2, rope_parameters=ROPE),
+    "shared gates, window": lambda: FoxConfig(
+        **SIZES, num_key_value_heads=2, forget_gate_per_kv_head=True, sliding_window=50
+    ),
+}
+
+
+class WrongGradient(torch.autograd.Function):
+    """As FlashAttention-4 at widths that are no multiple of 32: the last columns of dq hold something else."""
+
+    @staticmethod
+    def forward(ctx, q):
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, dq):
+        return torch.cat([dq[..., :12], dq[..., 12:].roll(1, 2)], -1)
+
+
+def wrong_gradient(module, query, *args, **kwargs):
+    return sdpa_attention_forward(module, WrongGradient.apply(query), *args, **kwargs)
+
+
+def without_gate(module, query, key, value, *args, **kwargs):
+    query, key = (x[..., : module.head_dim] for x in (query, key))
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+def no_kernel(*args, **kwargs):
+    raise RuntimeError("no kernel for this GPU")
+
+
+WRONG = {"wrong_gradient": wrong_gradient, "without_gate": without_gate, "no_kernel": no_kernel}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return names in the order of their made-up times; the interpreter is fastest of the right ones."""
+    for name, function in WRONG.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    monkeypatch.setattr(backend_fox, "ATTENTION_BACKENDS", (*backend_fox.ATTENTION_BACKENDS, *WRONG))
+    names = [*WRONG, *([] if NO_TRITON else ["forgetting_triton"]), "sdpa"]
+    monkeypatch.setattr(selection_fox, "CANDIDATES", names)
+    monkeypatch.setattr(selection_fox, "MEASURED", ["cpu"])
+    monkeypatch.setattr(selection_fox, "FILE", tmp_path / "home" / "attention.json")
+    monkeypatch.setattr(selection_fox, "CHECKED", ((1, 1, 37),))
+    monkeypatch.setattr(selection_fox, "ORDERS", {})
+    monkeypatch.setattr(selection_fox, "LATEST", {})
+    times = iter(range(1000))
+    monkeypatch.setattr(selection_fox, "seconds", lambda function: next(times))
+    return names
+
+
+@pytest.mark.parametrize(
+    "config, work, dtype",
+    [
+        ("llama", "training", torch.bfloat16),
+        ("llama", "decoding", torch.float32),
+        ("pro, grouped heads", "training", torch.float32),
+        ("pro, grouped heads", "decoding", torch.bfloat16),
+        ("shared gates, window", "training", torch.float32),
+        ("shared gates, window", "prefill", torch.bfloat16),
+        ("shared gates, window", "decoding", torch.float32),
+    ],
+)
+def test_right_candidates_are_kept_and_wrong_ones_named(config, work, dtype, machine):
+    config = CONFIGS[config]()
+    case = with_length(make_case(config, dtype, work), 100)
+    order = measure(case, config, FoxAttention, CPU)
+    wrong = ["wrong_gradient", "without_gate"] if work == "training" else ["without_gate"]
+    assert list(order.wrong) == wrong
+    assert list(order.milliseconds) == [name for name in machine if name not in (*wrong, "no_kernel")]
+
+
+def make(config="pro, grouped heads"):
+    model = make_from(CONFIGS[config]())
+    model.set_attn_implementation("auto")
+    return model
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Return the names of the implementations that compute calls of models."""
+    names = []
+
+    def run_backend(name, *args, **kwargs):
+        names.append(name)
+        return run(name, *args, **kwargs)
+
+    run = backend_fox.run_backend
+    monkeypatch.setattr(backend_fox, "run_backend", run_backend)
+    return names
+
+
+def test_without_a_gpu_auto_is_sdpa_and_is_not_saved(tmp_path, used):
+    model, ids = make(), tokens()
+    model.save_pretrained(tmp_path)
+    assert "attn" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="auto")
+    got = loaded(ids).logits
+    assert loaded.config._attn_implementation == "auto" and set(used) == {"sdpa"}
+    loaded.set_attn_implementation("sdpa")
+    assert torch.equal(got, loaded(ids).logits)
+
+
+def test_a_machine_is_measured_once_and_wrong_candidates_are_named(machine, used, monkeypatch, caplog):
+    model, ids = make(), tokens(1, 20)
+    model(ids)
+    fastest = machine[-2] if "forgetting_triton" in machine else "sdpa"
+    assert used[-1] == fastest
+    assert "'wrong_gradient' computes FoX wrongly" in caplog.text and "dq is" in caplog.text
+    assert "'without_gate' computes FoX wrongly" in caplog.text and "no_kernel" not in caplog.text
+    selection_fox.ORDERS.clear()  # as in another process
+    monkeypatch.setattr(selection_fox, "measure", None)
+    model(ids)
+    assert used[-1] == fastest
+    selection_fox.FILE.write_text("{")
+    assert selection_fox.read_orders() == {}
+
+
+@torch.no_grad()
+def test_calls_that_the_fastest_cannot_compute_take_another(machine, used, monkeypatch):
+    order = selection_fox.Order({"flash_attention_2": 1.0, "forgetting_triton": 2.0, "sdpa": 3.0}, {})
+    monkeypatch.setattr(selection_fox, "rank", lambda *args: list(order.milliseconds))
+    config, x = CONFIGS["llama"](), torch.zeros(1, 20, 32)
+
+    def choice(config=config, **options):
+        return selection_fox.configure_attention(config, FoxAttention, x, **options)._attn_implementation
+
+    model = make_from(config)
+    padded = {"attention_mask": torch.tensor([[1, 0, 1]])}
+    assert choice() == "flash_attention_2" == choice(past_key_values=DynamicCache(config=config))
+    assert choice(past_key_values=PrunedCache(model, 1e-4)) == "forgetting_triton"
+    assert choice(past_key_values=PrunedCache(model, 1e-4), **padded) == "sdpa"
+    with torch.enable_grad():
+        assert choice(FoxConfig(**SIZES, attention_dropout=0.1)) == "flash_attention_2"
+    assert choice(FoxConfig(**SIZES, forget_gate="none")) == "sdpa"
+
+
+@torch.no_grad()
+def test_while_compiling_what_was_found_before_is_taken(machine, used):
+    torch.compiler.reset()
+    model, ids = make("llama"), tokens(1, 20)
+    want = model(ids, use_cache=False).logits
+    fastest = used[-1]
+    used.clear()
+    compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), want)
+    assert set(used) <= {fastest}
+
+
+def test_generation_in_every_cache(machine, used):
+    model, ids = make(), tokens(1, 20)
+    settings = dict(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    got = [
+        model.generate(ids, **settings),
+        model.generate(ids, **settings, cache_implementation="static", disable_compile=True),
+    ]
+    assert len(list(selection_fox.read_orders())) == 2  # prefill and decoding, both caches
+    model.set_attn_implementation("eager")
+    want = model.generate(ids, **settings)
+    assert torch.equal(got[0], want) and torch.equal(got[1], want)
+
+
+def test_no_right_implementation_is_an_error(machine, monkeypatch):
+    monkeypatch.setattr(selection_fox, "CANDIDATES", ["without_gate", "no_kernel"])
+    with pytest.raises(RuntimeError, match=r"without_gate.*off.*'eager'"):
+        make().rank_attention(20, False, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("packing, fastest", [(True, "forgetting_triton"), (False, "flash_attention_2")])
+def test_a_training_takes_the_fastest_that_its_rows_allow(packing, fastest, monkeypatch):
+    """As on a GPU; FlashAttention sees no borders in several packed rows."""
+    ranked = []
+
+    def rank(self, *call):
+        ranked.append(call[:3])
+        return ["flash_attention_2", "forgetting_triton", "sdpa"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(FoxPreTrainedModel, "rank_attention", rank)
+    settings: Any = SimpleNamespace(
+        attention="auto", dtype="auto", sequence_length=300, packing=packing, per_device_batch_size=2
+    )
+    with monkeypatch.context() as patch:  # of a class that is no GPU's
+        patch.setattr(FoxPreTrainedModel, "set_attn_implementation", lambda self, name: ranked.append(name))
+        set_attention(make_from(CONFIGS["llama"]()), settings)
+    assert ranked == [(300, True, torch.bfloat16), fastest]
