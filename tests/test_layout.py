@@ -15,11 +15,12 @@ ALLOWED = {
     "hmt": {"hmt"},
     "vllm": {"vllm", "fox"},
     "metrics": {"metrics"},
+    "lm_eval": {"lm_eval", "corpus", "metrics"},
     "training": {"training", "fox", "hmt", "metrics", "corpus"},
     "hub": {"hub", "fox", "hmt", "metrics"},
     "corpus": set(),
     "_registration": set(),
-    "cli": {"cli", "corpus", "fox", "hmt", "hub", "metrics", "training"},
+    "cli": {"cli", "corpus", "fox", "hmt", "hub", "lm_eval", "metrics", "training"},
     "__main__": {"cli"},
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}

@@ -9,7 +9,7 @@ import torch
 
 from hf_longctx.corpus import load_tokens
 from scripts.client_checks.checks import NotApplicable, check, load, load_tokenizer, token_ids
-from scripts.client_checks.inference import served
+from scripts.client_checks.inference import program, served
 
 
 COUNTS = "lengths whose counts differ from the model's"
@@ -48,6 +48,25 @@ def train_on_text(folder, steps=120):
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
+
+
+@check("lm-eval, forgetting curve", "lm-eval", "counts of its samples that differ from the model's", 0)
+def lm_eval_curve(folder):
+    from hf_longctx.metrics import forgetting_curve
+
+    train_on_text(folder)
+    settings, tokenizer, output = dict(lengths=[8, 24], repeats=4, seed=1), load_tokenizer(folder), folder / "lm-eval"
+    command = [program("hf-longctx"), "lm-eval", "run", "--model", "hf-longctx", "--tasks", "forgetting_curve"]
+    command += ["--model_args", f"pretrained={folder},dtype=float32", "--output_path", output, "--log_samples"]
+    subprocess.run([*command, "--metadata", json.dumps(settings | {"text": "stdlib"})], check=True)
+    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    points = forgetting_curve(load(folder), load_tokens(tokenizer, "stdlib").tokens, **settings, **ids).points
+    expected = [list(counts) for p in points for counts in (p.copy_correct, p.lm_correct)]
+    if not any(map(sum, expected)):
+        raise AssertionError("the model predicts nothing right, so there is nothing to compare")
+    (samples,) = output.rglob("samples_forgetting_curve_*.jsonl")
+    replies = [[int(reply) for (reply,) in json.loads(line)["resps"]] for line in samples.read_text().splitlines()]
+    return float(sum(a != b for row, counts in zip(zip(*replies), expected) for a, b in zip(row, counts)))
 
 
 def count_differences(address, folder):

@@ -53,6 +53,8 @@ class Server:
             if not isinstance(body["prompt"], str):
                 return 500, {"error": {"message": "4 validation errors: Input should be a valid string"}}
             body["prompt"] = self.encode(body["prompt"])
+        if isinstance(body["prompt"][0], list):  # a batch of one, as lm-eval sends it
+            (body["prompt"],) = body["prompt"]
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
         if body["max_tokens"] > 1:

@@ -1,0 +1,31 @@
+"""Run lm-eval's command line with our tasks, and with FoX and HMT as its model type hf-longctx.
+
+All words after `lm-eval` are lm-eval's, which `hf-longctx lm-eval run --help` explains; see also lm-eval-tasks.
+
+Examples:
+  hf-longctx lm-eval run --model hf-longctx --model_args pretrained=model_cards/fox-demo --tasks forgetting_curve,lines
+"""
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="run ...", help="words of lm-eval")
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise ImportError("lm-eval is missing: pip install 'hf-longctx[lm-eval]'") from error
+    from ..lm_eval import TASKS, model  # noqa: F401 (registers the model type)
+
+    words = [*args.words]
+    if words[:1] == ["run"] and not {"-h", "--help", "--include_path"} & set(words):
+        words += ["--include_path", str(TASKS)]
+    before, sys.argv = sys.argv, ["lm_eval", *words]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before

@@ -1,0 +1,158 @@
+"""The tasks in lm-eval: the numbers of our own functions, on PyTorch models and on those that score spans only."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from demo_model import DEMO
+from endpoint_server import serving
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx import HMTConfig, HMTWrapper, cli
+from hf_longctx.corpus import load_tokens
+from hf_longctx.lm_eval import TASKS
+from hf_longctx.metrics import forgetting_curve, line_retrieval, position_loss
+
+
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'hf-longctx[lm-eval]'")
+
+CURVE = {"lengths": [8, 17], "repeats": 3, "seed": 1, "text": "stdlib"}
+LOSS = {"context_length": 50, "sequences": 3, "blocks": 4, "text": "stdlib"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").eval()
+
+
+def hf(model, tokenizer, **options):
+    from hf_longctx.lm_eval.model import LongContextLM
+
+    return LongContextLM(
+        pretrained=model, tokenizer=tokenizer, batch_size=4, device="cpu", add_bos_token=True, **options
+    )
+
+
+def evaluate(lm, task, settings, **options):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=settings)
+    result = lm_eval.simple_evaluate(lm, tasks=[task], task_manager=manager, bootstrap_iters=10, **options)
+    return result["results"][task] | {"samples": result["samples"][task], "config": result["configs"][task]}
+
+
+def counts(result):
+    """By length, (copy, LM) of the repeats."""
+    lengths = result["config"]["metadata"]["lengths"]
+    replies = np.array([[reply[0] for reply in sample["resps"]] for sample in result["samples"]])
+    return {n: (replies[:, 2 * i].tolist(), replies[:, 2 * i + 1].tolist()) for i, n in enumerate(lengths)}
+
+
+def own_counts(model, tokenizer, settings):
+    options = {name: value for name, value in settings.items() if name != "text"}
+    tokens = load_tokens(tokenizer, "stdlib").tokens
+    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer)
+    return forgetting_curve(model, tokens, **options, **ids)
+
+
+@pytest.fixture(params=["reader", "bisection", "endpoint"])
+def lm(request, model, tokenizer, monkeypatch):
+    """A model of lm-eval that answers in one pass, or about spans of tokens only, here or behind an endpoint."""
+    if request.param == "endpoint":
+        pytest.importorskip("tenacity", reason="needs pip install 'lm-eval[api]'")
+        from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        server = request.getfixturevalue("served")
+        yield LocalCompletionsAPI(base_url=f"{server.url}/completions", model="tiny", tokenizer=str(DEMO))
+    else:
+        if request.param == "bisection":
+            monkeypatch.setattr("hf_longctx.lm_eval.requests.nn", SimpleNamespace(Module=()))
+        yield hf(model, tokenizer)
+
+
+@pytest.fixture
+def served(model):
+    with serving(model, form="openai") as server:
+        yield server
+
+
+@pytest.mark.parametrize("data_type", ["order", "random"])
+def test_counts_are_those_of_our_curve(lm, model, tokenizer, data_type):
+    result = evaluate(lm, "forgetting_curve", CURVE | {"data_type": data_type})
+    settings = CURVE | ({"data_type": "random"} if data_type == "random" else {})
+    curve = own_counts(model, tokenizer, settings)
+    expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
+    assert counts(result) == expected
+    assert result["copy_17,none"] == pytest.approx(curve.points[1].copy_mean)
+    error = np.std(curve.points[1].copy_correct, ddof=1) / 9 / 3**0.5
+    assert result["copy_17_stderr,none"] == pytest.approx(error)
+    assert result["coarse_at_least,none"] == curve.interval("coarse").low
+
+
+def test_losses_are_those_of_our_loss(lm, model, tokenizer):
+    result = evaluate(lm, "position_loss", LOSS)
+    tokens = load_tokens(tokenizer, "stdlib").tokens
+    loss = position_loss(model, tokens, context_length=50, sequences=3, bos_token_id=tokenizer.bos_token_id).loss
+    assert result["loss_01_to_12,none"] == pytest.approx(np.mean(loss[:12]), abs=1e-4)
+    assert result["loss_38_to_50,none"] == pytest.approx(np.mean(loss[37:]), abs=1e-4)
+
+
+def test_lines_are_those_of_our_lines(model, tokenizer):
+    result = evaluate(hf(model, tokenizer), "lines", {"lines": [1, 3], "repeats": 3})
+    ours = line_retrieval(model, tokenizer, lines=[1, 3], repeats=3, bos_token_id=tokenizer.bos_token_id)
+    assert [result[f"found_in_{p.lines}_lines,none"] for p in ours.points] == [p.match_rate for p in ours.points]
+    reply = ours.points[0].answers[0].reply.strip()
+    assert result["samples"][0]["resps"][0][0].strip().startswith(reply)
+
+
+def test_a_limit_takes_repeats_and_the_cache_answers_again(model, tokenizer, tmp_path, monkeypatch):
+    first = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=2, use_cache=str(tmp_path / "cache"))
+    assert {n: len(copy) for n, (copy, _) in counts(first).items()} == {8: 2, 17: 2}
+    monkeypatch.setattr("hf_longctx.metrics.run.engine.Engine.predict", None)
+    again = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=2, use_cache=str(tmp_path / "cache"))
+    assert counts(again) == counts(first)
+
+
+@pytest.mark.parametrize(
+    "settings, options, message",
+    [
+        ({"repeat": 3}, {}, "did you mean repeats"),
+        ({"lengths": [17, 8]}, {}, "strictly ascending"),
+        ({"data_type": "text"}, {}, "data_type must be one of"),
+        (CURVE, {"max_length": 36}, "length 17 needs 37 tokens, and the model takes 36"),
+    ],
+)
+def test_a_setting_that_does_not_fit(model, tokenizer, settings, options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(hf(model, tokenizer, **options), "forgetting_curve", settings)
+
+
+def test_hmt_reads_beyond_the_claim_of_its_backbone(tokenizer):
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    backbone = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes))
+    hmt = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=16, sensory_tokens=4))
+    settings = CURVE | {"lengths": [8, 40]}
+    result = evaluate(hf(hmt, tokenizer), "forgetting_curve", settings)
+    expected = own_counts(hmt, tokenizer, settings)
+    assert counts(result) == {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in expected.points}
+
+
+@pytest.mark.slow  # lm-eval reads all of its own tasks
+def test_the_command_runs_lm_eval(tmp_path, capsys):
+    command = ["lm-eval", "run", "--model", "hf-longctx", "--tasks", "forgetting_curve", "--log_samples"]
+    command += ["--model_args", f"pretrained={DEMO},dtype=float32", "--output_path", str(tmp_path)]
+    assert cli.main([*command, "--metadata", json.dumps(CURVE | {"repeats": 1})]) == 0
+    assert "copy_17" in capsys.readouterr().out
+    (results,) = tmp_path.rglob("results_*.json")
+    assert json.loads(results.read_text())["configs"]["forgetting_curve"]["metadata"]["lengths"] == [8, 17]
+    assert [*tmp_path.rglob("samples_forgetting_curve_*.jsonl")]
