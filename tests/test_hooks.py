@@ -48,6 +48,12 @@ HOOKS = [
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
     ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
     ("_check_and_adjust_attn_implementation", MODEL, "self._check_and_adjust_attn_implementation(", "Hub kernels"),
+    (
+        "lazy_import_flash_attention",
+        "transformers.modeling_flash_attention_utils",
+        "def lazy_import_flash_attention(",
+        "candidates of auto",
+    ),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
     ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),

@@ -103,10 +103,10 @@ def run(args: Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
-    from ..fox import FoxForCausalLM
+    from ..fox import FoxPreTrainedModel
 
     model, tokenizer = shared.load_model(args)
-    if isinstance(model, FoxForCausalLM):
+    if FoxPreTrainedModel in type(model).mro():
         model.set_attn_implementation("auto")
     inputs = encode(args, tokenizer, prompt).to(model.device)
     config = model.generation_config

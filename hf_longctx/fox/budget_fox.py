@@ -17,7 +17,7 @@ EPS = torch.finfo(torch.float32).eps  # kernels sum in float32, whatever the dty
 RESULTS = ("o", "dq", "dk", "dv", "dlog_f")
 
 
-def draw(B, Hq, Hkv, Tq, Tk, D, dtype=torch.float32, seed=0, openness=2.0, device="cpu"):
+def draw(B, Hq, Hkv, Tq, Tk, D, dtype=torch.float32, seed=0, openness=2.0, device: torch.device | str = "cpu"):
     """Return q, k, v, log_f, do; gates have a mean of about sigmoid(openness)."""
     g = torch.Generator().manual_seed(seed)
     shapes = (B, Hq, Tq, D), (B, Hkv, Tk, D), (B, Hkv, Tk, D)
@@ -81,7 +81,7 @@ def find_errors(fast, plain, exact, inputs, scale=None, resolution=0.0, dlog_f=0
         resolution: relative error that everything may have besides; dlog_f: the same for this gradient alone.
     """
     errors = {}
-    for (name, floor), f, p, x in zip(floors(*inputs, scale).items(), fast, plain, exact):
+    for (name, floor), f, p, x in zip(floors(*inputs, scale=scale).items(), fast, plain, exact):
         assert f.shape == x.shape, name
         floor += (resolution + (dlog_f if name == "dlog_f" else 0.0)) * x.norm().item()
         errors[name] = error(f, x), error(p, x), (2 if name == "o" else 3) * error(p, x) + floor

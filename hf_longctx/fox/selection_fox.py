@@ -114,7 +114,9 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
 
 def cached_length(cache) -> int:
     """Return how many tokens a cache holds; its slots, where only the GPU knows the tokens."""
-    length = 0 if cache is None else cache.get_seq_length()
+    if cache is None:
+        return 0
+    length = cache.get_seq_length()
     return length if isinstance(length, int) else cache.layers[0].max_cache_len
 
 
@@ -252,7 +254,7 @@ def with_results(case: Case, inputs):
         return forgetting_attention_ref(q, k, v, log_f, window=case.window)
 
     with torch.enable_grad():
-        plain, exact = (f(*inputs, definition) for f in (run_plain, run_exact))
+        plain, exact = (f(*inputs, definition=definition) for f in (run_plain, run_exact))
     return inputs, plain, exact
 
 
@@ -278,7 +280,8 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
     config._attn_implementation_internal = name
     config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 1, q.shape[1], k.shape[1]
     layer = layer_class(config, 0).to(q.device, q.dtype).eval()
-    call, past = Call(implementation=name), None
+    call = Call(implementation=name)
+    past: Any = None
     if case.work == "decoding":
         c = running_sum(log_f)
         keys = fold_keys(k, c, layer.scaling)
@@ -287,8 +290,8 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
         call = read_call(config, q.new_zeros(len(q), q.shape[2], 1), None, None, None)
 
     def attention(q, k, v, log_f):
-        new = [x[:, :, -q.shape[2] :] for x in (k, v, log_f)]
-        return attend(layer, q, *new, call, past)[0][..., : case.head_dim].transpose(1, 2)
+        k, v, log_f = (x[:, :, -q.shape[2] :] for x in (k, v, log_f))
+        return attend(layer, q, k, v, log_f, call, past)[0][..., : case.head_dim].transpose(1, 2)
 
     return attention
 

@@ -93,7 +93,8 @@ def fastest_attention(model, settings: ResolvedSettings) -> str | None:
     if not (isinstance(model, FoxForCausalLM) and model.device.type != "meta" and torch.cuda.is_available()):
         return None
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-    names: list[Any] = model.rank_attention(settings.sequence_length, True, dtype, PartialState().device)
+    device: Any = PartialState().device
+    names: list[Any] = model.rank_attention(settings.sequence_length, True, dtype, device)
     if settings.packing and settings.per_device_batch_size > 1:
         names = [name for name in names if not is_flash_attention_requested(requested_attention_implementation=name)]
     if model.config.attention_dropout > 0:
