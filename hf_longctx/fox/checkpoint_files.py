@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,26 @@ def tokenizer_files(folder: Path) -> list[Path]:
                 "it, or put the file itself in its place."
             )
     return files
+
+
+@contextlib.contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """Make a folder that appears at `destination` when the block has ended without an error, and not before.
+
+    Raises:
+        ValueError: there is something already.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ValueError(f"{destination} exists and is not an empty folder; choose another name, or remove it.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    # beside the destination, because a rename is atomic within one file system only
+    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
+        folder = Path(temporary) / destination.name
+        folder.mkdir()
+        yield folder
+        if destination.exists():
+            destination.rmdir()
+        folder.rename(destination)
 
 
 @contextlib.contextmanager

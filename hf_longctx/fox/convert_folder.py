@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from .checkpoint_files import Checkpoint, read_json, tokenizer_files
+from .checkpoint_files import Checkpoint, new_folder, read_json, tokenizer_files
 from .configuration_fox import FoxConfig
 from .convert import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
 from .modeling_fox import AUTO_MAP
@@ -51,8 +50,14 @@ def convert_folder(
         OSError: a file cannot be read or written.
     """
     source, destination = Path(source), Path(destination)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ValueError(f"{destination} exists and is not an empty folder; choose another name, or remove it.")
+    with new_folder(destination) as folder:
+        write_folder(source, folder, source_format, destination_format, decay_time)
+
+
+def write_folder(
+    source: Path, folder: Path, source_format: str, destination_format: str, decay_time: float | None
+) -> None:
+    """Write the result of `convert_folder`."""
     if not (source / CONFIG_NAME).is_file():
         raise ValueError(
             f"{source} is not a checkpoint folder, it has no {CONFIG_NAME}. A model on the Hub is fetched by: "
@@ -70,23 +75,14 @@ def convert_folder(
     if unknown := stored - set(DTYPES.values()):
         raise ValueError(f"{source} has weights of {', '.join(map(str, unknown))}; convert the original weights.")
     dtype = DTYPES.get(str(config_dict.get("dtype", config_dict.get("torch_dtype")))) or widest(stored)
-
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    # beside the destination, because a rename is atomic within one file system only
-    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
-        folder = Path(temporary) / destination.name
-        folder.mkdir()
-        if their_config is None:
-            save_code_and_config(config, dtype, folder)
-        else:
-            their_config["torch_dtype"] = str(dtype).removeprefix("torch.")
-            (folder / CONFIG_NAME).write_text(json.dumps(their_config, indent=2) + "\n")
-        write_shards(conversion, checkpoint, dtype, folder)
-        for path in copied:
-            shutil.copyfile(path, folder / path.name)
-        if destination.exists():
-            destination.rmdir()
-        folder.rename(destination)
+    if their_config is None:
+        save_code_and_config(config, dtype, folder)
+    else:
+        their_config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        (folder / CONFIG_NAME).write_text(json.dumps(their_config, indent=2) + "\n")
+    write_shards(conversion, checkpoint, dtype, folder)
+    for path in copied:
+        shutil.copyfile(path, folder / path.name)
 
 
 def plan(

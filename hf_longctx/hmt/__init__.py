@@ -7,6 +7,7 @@ from .configuration_hmt import HMTConfig
 from .convert import from_official, official_parameters
 from .memory_hmt import HMTMemory, HMTState
 from .modeling_hmt import HMTOutput, HMTWrapper
+from .official_file import load_official
 
 
 AutoConfig.register(HMTConfig.model_type, HMTConfig)
@@ -18,4 +19,13 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(HMTConfig.model_type, HMTWrapper.__
 HMTConfig.register_for_auto_class()
 HMTWrapper.register_for_auto_class("AutoModelForCausalLM")
 
-__all__ = ["HMTConfig", "HMTMemory", "HMTOutput", "HMTState", "HMTWrapper", "from_official", "official_parameters"]
+__all__ = [
+    "HMTConfig",
+    "HMTMemory",
+    "HMTOutput",
+    "HMTState",
+    "HMTWrapper",
+    "from_official",
+    "load_official",
+    "official_parameters",
+]

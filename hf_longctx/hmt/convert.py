@@ -15,7 +15,7 @@ OFFICIAL_NAMES = {
     "cross_attn.wq.weight": "memory.wq",
     "cross_attn.wk.weight": "memory.wk",
 }
-_BACKBONE = "memory_cell.model."
+BACKBONE = "memory_cell.model."
 _UNUSED = "memory_cell.mem_map."  # an experiment of the official code, which the published algorithm never reads
 
 
@@ -45,12 +45,12 @@ def from_official(
         ValueError: a parameter is missing, unknown, or of the wrong shape.
     """
     needed = dict(OFFICIAL_NAMES) if recall else {"memory_cell.memory": "memory.initial"}
-    unknown = [name for name in params if name not in OFFICIAL_NAMES and not name.startswith((_BACKBONE, _UNUSED))]
+    unknown = [name for name in params if name not in OFFICIAL_NAMES and not name.startswith((BACKBONE, _UNUSED))]
     missing = [name for name in needed if name not in params]
     if unknown or missing:
         raise ValueError(
             f"Official HMT parameters: missing {missing}, unknown {unknown}; need {list(needed)}, and may have "
-            f"{_BACKBONE}*. With recall=False only memory_cell.memory is needed."
+            f"{BACKBONE}*. With recall=False only memory_cell.memory is needed."
         )
     config = HMTConfig(
         segment_length=segment_length,
@@ -62,7 +62,7 @@ def from_official(
         recall_dim=len(params["cross_attn.wq.weight"]) if recall else None,
         recall_mode=recall_mode,
     )
-    backbone_weights = {name.removeprefix(_BACKBONE): x for name, x in params.items() if name.startswith(_BACKBONE)}
+    backbone_weights = {name.removeprefix(BACKBONE): x for name, x in params.items() if name.startswith(BACKBONE)}
     if backbone_weights:
         backbone.load_state_dict(backbone_weights)
     model = HMTWrapper.from_backbone(backbone, config)

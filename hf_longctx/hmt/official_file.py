@@ -1,0 +1,150 @@
+"""Checkpoint files of the official HMT code, and of RMT's, whose names it keeps: one pickled state dict."""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from .convert import BACKBONE, OFFICIAL_NAMES, from_official
+from .modeling_hmt import HMTWrapper
+
+
+MEMORY_SIZE = 100  # of the official code, which has it from the command line and in no file
+LORA_ALPHA = 32  # of every training of the official code, whatever the rank
+LORA = re.compile(r"(.*)\.lora_(embedding_)?([AB])\.\w+(?:\.weight)?")
+OF_ARMT = re.compile(r"\.W_m[qkvb]\.")
+OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # in files of old versions of transformers
+
+
+def load_official(
+    path: str | Path,
+    base: str | Path,
+    *,
+    segment_length: int,
+    sensory_tokens: int,
+    memory_size: int | None = MEMORY_SIZE,
+    recall_mode: str = "paper",
+) -> HMTWrapper:
+    """Load a checkpoint of the official HMT code (`model_weights_*.pth`), or of RMT's, around its backbone.
+
+    A file without `mem` and `cross_attn` is that of a memory without recall: RMT, or stage 1 of HMT. Products of LoRA
+    are added to their layers. No code in the file is run (`torch.load(weights_only=True)`).
+
+    Where the width and h are 4096 or more, the official code has divided scores by h since February 2025, and by
+    sqrt(h) before and in `generate`, as here. For a file of the newer code, multiply `memory.wq` by h ** -0.5.
+
+    Args:
+        path: the file; .safetensors is read too.
+        base: folder or Hub name of the model that was wrapped, for its configuration. Its weights are read where the
+            file has none.
+        segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
+        sensory_tokens: the official num_sensory; 0 of RMT.
+        memory_size: the official mem_recall_context.
+        recall_mode: as in `HMTConfig`: "paper" or "three_pass", which have the published parameters.
+
+    Raises:
+        ValueError: the file is damaged, holds other things than tensors, or those of another model than `base`.
+        OSError: a file, or the base, is not there.
+    """
+    weights = read_state_dict(path)
+    memory = {name: x for name, x in weights.items() if not name.startswith(BACKBONE)}
+    backbone = {name.removeprefix(BACKBONE): x for name, x in weights.items() if name.startswith(BACKBONE)}
+    if any(OF_ARMT.search(name) for name in weights):
+        raise ValueError(f"{path} is a checkpoint of ARMT, whose layers have a memory each; no HMT has these.")
+    if backbone:
+        model = build_backbone(path, base, merge_lora(backbone))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    return from_official(
+        model,
+        memory,
+        segment_length=segment_length,
+        sensory_tokens=sensory_tokens,
+        memory_size=memory_size,
+        recall="mem" in memory,
+        memory_tokens=len(memory.get("memory_cell.memory", [0])),
+        recall_mode=recall_mode,
+    )
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """Read a state dict, without the prefix of DDP and what a trainer saves around it; see `load_official`."""
+    if Path(path).is_dir():
+        raise ValueError(
+            f"{path} is a folder; give its file of weights, such as model_weights_700.pth. A folder of DeepSpeed becomes one "
+            "by its zero_to_fp32.py."
+        )
+    try:
+        if Path(path).suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, SafetensorError) as error:
+        reason = (str(error) or "nothing in it").splitlines()[0]
+        raise ValueError(
+            f"{path} is damaged, or holds other things than tensors; it is not read ({reason})."
+        ) from error
+    content = content.get("model_state_dict", content) if isinstance(content, Mapping) else {}
+    weights = {str(name).removeprefix("module."): x for name, x in content.items() if isinstance(x, Tensor)}
+    if "memory_cell.memory" not in weights:
+        raise ValueError(
+            f"{path} has no memory_cell.memory; it must be the state dict of a RecurrentWrapper of HMT or RMT, with "
+            f"{', '.join(OFFICIAL_NAMES)} and {BACKBONE}*."
+        )
+    return weights
+
+
+def merge_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights under the names that they have without PEFT, W + alpha / r B A in the place of W."""
+    weights = {name.removeprefix("base_model.model."): x for name, x in weights.items()}
+    factors: dict[str, dict[str, Tensor]] = {}
+    for name, x in weights.items():
+        if match := LORA.fullmatch(name):
+            layer, of_embedding, letter = match.groups()
+            if of_embedding:  # W (V, d) gets A^T B^T
+                x, letter = x.mT, {"A": "B", "B": "A"}[letter]
+            factors.setdefault(layer, {})[letter] = x
+    merged = {name.replace(".base_layer.", "."): x for name, x in weights.items() if not LORA.fullmatch(name)}
+    for layer, pair in factors.items():
+        if pair.keys() != {"A", "B"} or f"{layer}.weight" not in merged:
+            raise ValueError(f"the LoRA of {layer} is incomplete; it has A, B and the weight that they change.")
+        old = merged[f"{layer}.weight"]
+        product = pair["B"].float() @ pair["A"].float()
+        merged[f"{layer}.weight"] = (old + LORA_ALPHA / len(pair["A"]) * product).to(old.dtype)
+    return merged
+
+
+def build_backbone(path: str | Path, base: str | Path, weights: dict[str, Tensor]):
+    """Build the model of the configuration of `base` with these weights; ValueError where they do not fit."""
+    config = AutoConfig.from_pretrained(base)
+    if config.tie_word_embeddings and not same(weights, "embed_tokens.weight", "lm_head.weight"):
+        config.tie_word_embeddings = False  # LoRA has changed one of them
+    weights = {name: x for name, x in weights.items() if not OLD_BUFFERS.search(name)}
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, found = model_class.from_pretrained(
+        None, config=config, state_dict=weights, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    wrong = {kind: sorted(map(str, names)) for kind, names in found.items() if names}
+    if wrong:
+        words = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names[:3])}" for kind, names in wrong.items())
+        raise ValueError(
+            f"{path} does not hold the weights of {base} ({words}); name the model that it was trained around."
+        )
+    return model
+
+
+def same(weights, *ends):
+    """Return whether the tensors whose names end so are equal, or one is absent."""
+    tensors = [x for end in ends for name, x in weights.items() if name.endswith(end)]
+    return len(tensors) < len(ends) or torch.equal(*tensors)
+
+
+__all__ = ["load_official"]
