@@ -58,6 +58,7 @@ from transformers import (
 from transformers import initialization as init
 from transformers.utils import ModelOutput, cached_file
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_call, check_config
@@ -178,6 +179,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
         self._versions = lm.versions()
+        quantizer: Any = getattr(lm.model, "hf_quantizer", None)
+        if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES:
+            # whose layers have the names of ordinary ones, so that a checkpoint of the wrapper can hold them
+            self.hf_quantizer, config.quantization_config = quantizer, quantizer.quantization_config
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
@@ -416,7 +421,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Raises:
             ValueError: the checkpoint would have to point to the backbone, and `config.backbone_name_or_path` is not
                 set, or the backbone's weights have changed.
-            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or quantized.
+            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or quantized by
+                another library than bitsandbytes.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         if not self.config.backbone_in_checkpoint:
@@ -439,7 +445,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "then call get_peft_model(wrapper, ...), or save its adapters apart and set "
                 "config.backbone_in_checkpoint=False."
             )
-        elif getattr(self.lm.model, "hf_quantizer", None) is not None:
+        elif getattr(self.lm.model, "hf_quantizer", None) is not None and getattr(self, "hf_quantizer", None) is None:
             raise NotImplementedError(
                 "The backbone is quantized, and its weights cannot be read back from a checkpoint of the wrapper. Set "
                 "config.backbone_in_checkpoint=False: the memory is saved, and from_pretrained(..., "
@@ -486,6 +492,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone_kwargs = {name: value for name, value in kwargs.items() if name not in hmt_names}
         # AutoModel keeps its argument attn_implementation in the config
         backbone_kwargs.setdefault("attn_implementation", hmt_config._attn_implementation)
+        if getattr(hmt_config, "quantization_config", None) is not None:  # it is read as it was when this was saved
+            backbone_kwargs.setdefault("quantization_config", hmt_config.quantization_config)
         backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
         loader = custom_model_class(hmt_config.backbone_config) or AutoModelForCausalLM
         try:

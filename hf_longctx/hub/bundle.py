@@ -185,6 +185,11 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         ):
             read_measurement(path, results, documents)
     files |= {name: folder / name for name in documents}
+    if {"config.json", "adapter_config.json"} <= set(names):
+        raise ValueError(
+            f"{folder} holds an adapter and its base, and a repository one of the two. Merge them, `hf-longctx merge RUN "
+            "--base MODEL`, and push what this writes."
+        )
     if "config.json" in names:
         config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
         files |= auto_map_and_code(folder, config) | {path.name: path for path in checkpoint.files.values()}

@@ -88,19 +88,28 @@ def embedding_names(model) -> set[str]:
     return {_leaf_name(model, module) for module in modules if module is not None}
 
 
-def model_fingerprint(model) -> dict[str, str]:
-    """Return the architecture of a base, and a hash of some of its weights, rounded to bfloat16."""
-    config = model.config
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters())[:: max(1, len(list(model.parameters())) // 8)]:
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 4096)].bfloat16().float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
+def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
+    """Return the architecture of a base, and a hash of some of its weights, rounded to bfloat16.
+
+    Args:
+        names: of the parameters whose values are hashed. Default: eight that are not quantized, which a quantized base
+            has in common with the whole one.
+    """
+    config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
+    if names is None:
+        whole = sorted(name for name, parameter in parameters.items() if parameter.is_floating_point())
+        names = whole[:: max(1, len(whole) // 8)]
+    for name in names:
+        if name in parameters:
+            parameter = parameters[name].detach().flatten()
+            sample = parameter[:: max(1, len(parameter) // 4096)].bfloat16().float().cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
     shape = {n: getattr(config, n, None) for n in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     shape["rope_theta"] = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    return {**{name: str(value) for name, value in shape.items()}, "weights": digest.hexdigest()}
+    return {**{name: str(value) for name, value in shape.items()}, "names": names, "weights": digest.hexdigest()}
 
 
-def save_fingerprint(base: dict[str, str], folder: Path) -> None:
+def save_fingerprint(base: dict[str, Any], folder: Path) -> None:
     """Save the fingerprint of a base beside its adapter."""
     (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
 
@@ -115,7 +124,8 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
     if not (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds no adapter (no adapter_config.json); give a folder that finetune wrote.")
     if (folder / BASE).exists():
-        saved, base = json.loads((folder / BASE).read_text()), model_fingerprint(model)
+        saved = json.loads((folder / BASE).read_text())
+        base = model_fingerprint(model, saved["names"])
         differing = [f"{name} {saved[name]}, not {base[name]}" for name in saved if saved[name] != base[name]]
         if differing:
             raise ValueError(

@@ -11,9 +11,9 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.utils import logging
+from transformers.utils import is_bitsandbytes_available, logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..fox import FoxConfig, FoxForCausalLM
@@ -123,10 +123,12 @@ def change_model(settings: ResolvedFinetuning, tokenizer) -> Any:
     vocab_size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}; name the model's own.")
-    if settings.merge and getattr(config, "quantization_config", None):
+    is_quantized = getattr(config, "quantization_config", None)
+    if is_quantized and (settings.merge or settings.full or settings.quantization):
+        what = settings.quantization or ("--full" if settings.full else "--merge (of most recipes the default)")
         raise ValueError(
-            f"{settings.model} is quantized, and merging an adapter into it would round the adapter away. Take the model "
-            "before quantization, or --recipe lora without --merge."
+            f"{settings.model} is quantized, and {what} needs a whole model. Take the model before quantization, or give "
+            "--no-merge, and merge the adapter into that model later: `hf-longctx merge RUN --base MODEL`."
         )
     if settings.recipe == "hmt":
         return with_memory(config, settings)
@@ -134,8 +136,12 @@ def change_model(settings: ResolvedFinetuning, tokenizer) -> Any:
         extend_rope(config, settings)
     decay_time = settings.decay_time  # of the gates of fox-from-llama
     if decay_time is not None:
-        config = read_llama_config(config.to_dict(), decay_time)
-    model = load_whole(settings.model, config, base_dtype(settings), new_gates=decay_time is not None)
+        values = config.to_dict()
+        quantization = values.pop("quantization_config", None)
+        config = read_llama_config(values, decay_time)
+        if quantization is not None:
+            config.quantization_config = quantization
+    model = load_whole(settings, config, new_gates=decay_time is not None)
     if decay_time is not None:
         open_gates(model, decay_time)
     check_length(model, settings.sequence_length)
@@ -155,15 +161,50 @@ def base_dtype(settings: ResolvedSettings) -> torch.dtype:
     return torch.bfloat16 if settings.base_dtype == "bfloat16" else torch.float32
 
 
-def load_whole(name: str, config, dtype: torch.dtype, new_gates: bool = False) -> Any:
-    """Load a pretrained model, all of whose weights are in its files, but for `new_gates`.
+def in_bfloat16(settings: ResolvedSettings) -> bool:
+    """Return whether forward passes run in bfloat16."""
+    if settings.dtype != "auto":
+        return settings.dtype == "bfloat16"
+    return torch.accelerator.is_available() or base_dtype(settings) == torch.bfloat16
+
+
+def quantization(settings: ResolvedFinetuning) -> dict[str, Any]:
+    """Return the argument with which `from_pretrained` quantizes the base, if the settings say so.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+    """
+    if settings.quantization is None:
+        return {}
+    if not is_bitsandbytes_available():
+        raise ImportError(f"{settings.quantization} needs bitsandbytes: pip install 'hf-longctx[quantized]'")
+    if settings.load_in_8bit:
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16 if in_bfloat16(settings) else torch.float32,
+        )
+    }
+
+
+def load_whole(settings: ResolvedFinetuning, config, new_gates: bool = False) -> Any:
+    """Load the pretrained model, all of whose weights are in its files, but for `new_gates`.
 
     Raises:
         ValueError: weights are damaged, missing, or not of the shapes that the configuration says.
     """
+    name = settings.model
     try:
         loaded: Any = load_language_model(
-            name, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            name,
+            config=config,
+            dtype=base_dtype(settings),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **quantization(settings),
         )
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} cannot be read ({error}); its files are damaged.") from error
@@ -195,8 +236,9 @@ def check_borders(model) -> None:
     The tolerance is that of `check_causal`. No cache is made, as a training makes none: with one, no borders are seen.
     """
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    documents = torch.arange(1, 16).split([6, 9])
-    positions = {"position_ids": torch.cat([torch.arange(6), torch.arange(9)])[None]} if takes_positions else {}
+    documents = torch.arange(1, 16, device=model.device).split([6, 9])
+    position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
+    positions = {"position_ids": position_ids} if takes_positions else {}
     packed = model(torch.cat(documents)[None], use_cache=False, **positions).logits[0, 6:].float()
     alone = model(documents[1][None], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
@@ -222,7 +264,7 @@ def read_config(name: str) -> Any:
     """
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} holds an adapter; name its base, or train it with --merge to go on with the whole model."
+            f"{name} holds an adapter; name its base, or a whole model with it: `hf-longctx merge RUN --output FOLDER`."
         )
     try:
         config = AutoConfig.from_pretrained(name)
@@ -240,7 +282,7 @@ def check_sees_the_past_only(model) -> None:
 
     @torch.no_grad()
     def read(ids):
-        return model(torch.from_numpy(ids)).logits
+        return model(torch.from_numpy(ids).to(model.device)).logits
 
     check_causal(model, ids, read(ids), read)
 
@@ -254,7 +296,7 @@ def with_memory(config, settings: ResolvedFinetuning) -> Any:
     sizes = {name: getattr(settings, name) for name in ("segment_length", "sensory_tokens", "recall_mode")}
     if config.model_type != "hmt":
         new = HMTConfig(**sizes, recall=False, backbone_name_or_path=settings.model)
-        return HMTWrapper(new, backbone=load_whole(settings.model, config, dtype))
+        return HMTWrapper.from_backbone(load_whole(settings, config), new)
     trained = {name: getattr(config, name) for name in sizes}
     if trained != sizes:
         raise ValueError(
@@ -263,7 +305,7 @@ def with_memory(config, settings: ResolvedFinetuning) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a first stage has no weights for the recall, which transformers calls missing
     try:
-        model = HMTWrapper.from_pretrained(settings.model, recall=True, dtype=dtype)
+        model = HMTWrapper.from_pretrained(settings.model, recall=True, dtype=dtype, **quantization(settings))
         model.memory.float()
         return model
     finally:
@@ -348,5 +390,7 @@ __all__ = [
     "check_attention",
     "disable_zero3_init",
     "extend_rope",
+    "in_bfloat16",
     "load_changed_model",
+    "quantization",
 ]

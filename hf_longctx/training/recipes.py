@@ -306,6 +306,8 @@ class FinetuneSettings(RunSettings):
     base_dtype: str = setting(
         "auto", "of the weights that stay as they are; auto: those of the checkpoint, bfloat16 for float16", DTYPES
     )
+    load_in_4bit: bool = setting(False, "the base in NF4, as QLoRA (arXiv 2305.14314), by bitsandbytes")
+    load_in_8bit: bool = setting(False, "the base in int8, by bitsandbytes")
     lora_rank: int = setting(8, "r of LoRA (LongLoRA)", bounds=POSITIVE)
     lora_alpha: int = setting(32, "the adapter is scaled by alpha / r", bounds=POSITIVE)
     lora_dropout: float | None = setting(None, "of the adapter's input (default: 0, recipe hmt 0.1)", (), BELOW_ONE)
@@ -358,7 +360,7 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
             steps=recipe.steps,
             schedule=recipe.schedule,
             weight_decay=recipe.weight_decay,
-            merge=recipe.merge,
+            merge=recipe.merge and not self.quantization,
             adam_beta2=recipe.adam_beta2,
             lora_dropout=recipe.lora_dropout,
         )
@@ -389,16 +391,23 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
             ignored = [option(name) for name, default in defaults.items() if getattr(self, name) != default]
             if ignored:
                 raise ValueError(f"--full trains all parameters, without an adapter; leave out {', '.join(ignored)}.")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("--load-in-4bit and --load-in-8bit contradict each other; leave one out.")
+        if self.quantization and (self.full or self.merge):
+            raise ValueError(
+                f"{self.quantization} is of a base that stays as it is beside an adapter; leave out "
+                f"{'--full' if self.full else '--merge: `hf-longctx merge RUN --base MODEL` merges into the whole one'}."
+            )
         if self.base_dtype == "bfloat16" and (self.full or self.dtype == "float32"):
             raise ValueError(
                 f"--base-dtype bfloat16 is of weights that are not trained, read in bfloat16; leave out "
                 f"{'--full' if self.full else '--dtype float32'}, or take --base-dtype float32."
             )
-        if RECIPES[self.recipe].merge and not (self.full or self.merge):
-            raise ValueError(
-                f"--no-merge would leave an adapter of a model that --recipe {self.recipe} makes and nobody saves. Leave it "
-                "out; the adapter is kept beside the merged model."
-            )
+
+    @property
+    def quantization(self) -> str | None:
+        """The option that quantizes the base; None without."""
+        return next((option(name) for name in ("load_in_4bit", "load_in_8bit") if getattr(self, name)), None)
 
 
 __all__ = [

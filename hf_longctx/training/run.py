@@ -36,12 +36,13 @@ from .data import (
     stack,
 )
 from .model_init import (
-    base_dtype,
     build_new_model,
     check_attention,
     disable_zero3_init,
     extend_rope,
+    in_bfloat16,
     load_changed_model,
+    quantization,
     read_config,
 )
 from .progress import Progress, describe, is_first_process, print_status
@@ -179,7 +180,7 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
         adam_beta1=run.adam_beta1,
         adam_beta2=run.adam_beta2,
         max_grad_norm=run.max_grad_norm,
-        bf16=run.dtype == "bfloat16" or (run.dtype == "auto" and (accelerator or base_dtype(run) == torch.bfloat16)),
+        bf16=in_bfloat16(run),
         use_cpu=not accelerator,
         seed=run.seed,
         data_seed=run.seed,
@@ -371,8 +372,9 @@ def evaluate_context(run: ResolvedSettings, tokenizer, rows: Dataset, when: str)
     if (results / "lines.json").exists():  # the last one
         return
     disable_zero3_init()
-    model: Any = AutoModelForCausalLM.from_pretrained(run.model if when == "before" else folder / "model")
-    if torch.accelerator.is_available():
+    name, options = (run.model, quantization(run)) if when == "before" else (folder / "model", {})
+    model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+    if torch.accelerator.is_available() and not getattr(model, "is_quantized", False):
         model.to(torch.accelerator.current_accelerator())
     print_status(f"{when}: {measure(model, tokenizer, rows, run.sequence_length, results)}")
 
@@ -380,7 +382,8 @@ def evaluate_context(run: ResolvedSettings, tokenizer, rows: Dataset, when: str)
 def save_model(trainer: ResumableTrainer, tokenizer, run: ResolvedSettings, base: dict[str, str] | None) -> None:
     """Save the model and its tokenizer in RUN/model, which appears when it is complete.
 
-    An adapter is RUN/model itself, or with `merge` RUN/adapter; it is then read again and merged into its base.
+    An adapter is RUN/model itself, beside its base where a recipe has changed that; or with `merge` RUN/adapter, which
+    is then read again and merged.
     """
     folder = Path(run.output)
     unfinished = folder / ".model"
@@ -401,19 +404,20 @@ def save_model(trainer: ResumableTrainer, tokenizer, run: ResolvedSettings, base
     (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
     if base is not None:
         assert isinstance(run, ResolvedFinetuning)
-        from .adapters import load_adapter, save_fingerprint
+        from .adapters import save_fingerprint
+        from .merge import save_merged, save_with_base
 
         save_fingerprint(base, unfinished)
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if run.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")
-            if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            if not is_sharded:
                 trainer.accelerator.unwrap_model(model).to("meta")  # two bases would not fit into memory
-            merged = load_adapter(load_changed_model(run, tokenizer), folder / "adapter").merge_and_unload()
-            merged.save_pretrained(unfinished)
-            config = AutoConfig.from_pretrained(unfinished)
-            config.dtype = base_dtype(run)  # transformers writes that of the first parameter, trained or not
-            config.save_pretrained(unfinished)
+            save_merged(run, tokenizer, folder / "adapter", unfinished)
+        elif run.recipe != "lora":
+            adapted = None if is_sharded else trainer.accelerator.unwrap_model(model)
+            save_with_base(run, tokenizer, adapted, unfinished, folder / "model")
     tokenizer.model_max_length = max(tokenizer.model_max_length, run.sequence_length)  # now it is the model's
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder / "model")

@@ -1,6 +1,7 @@
 """A pretrained model is changed and trained, and what is saved is what was trained."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import deepspeed
 
+from hf_longctx.cli import main
+from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.model_init import build_new_model, extend_rope, load_changed_model
@@ -104,6 +107,44 @@ def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(reci
     if recipe == "fox-from-llama":
         first = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[0])
         assert (first["decay_time_min"], first["decay_time_max"]) == pytest.approx((1e7, 1e7), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "recipe, bits", [("lora", 4), ("fox-from-llama", 4), ("rope-extend", 4), ("hmt", 4), ("hmt", 8)]
+)
+def test_a_quantized_base_is_kept_beside_its_adapter_and_merged_later_into_the_whole_one(
+    recipe, bits, llama, tmp_path, capsys
+):
+    """The quantized path runs where bitsandbytes is installed."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'hf-longctx[quantized]'")
+    sizes = dict(sequence_length=128, batch_tokens=128) if recipe == "rope-extend" else {}
+    if recipe == "hmt":
+        sizes = dict(sequence_length=80, batch_tokens=80, segment_length=40, sensory_tokens=8)
+    run = settings(llama, tmp_path / "run", recipe=recipe, **{f"load_in_{bits}bit": True}, dtype="float32", **sizes)
+    before = load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama))
+    assert any(p.dtype == (torch.uint8 if bits == 4 else torch.int8) for p in before.parameters())
+    assert train(run) == 0
+    folder = tmp_path / "run" / "model"
+    expected = logits(load_adapter(before, folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if recipe != "lora":  # which leaves the base as it was
+        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+        whole = {n: p for n, p in load_file(folder / "adapter_model.safetensors").items() if "lora_" not in n}
+        assert whole and all(p.dtype in (torch.float32, torch.uint8) for p in whole.values())
+        assert load_file(folder / "model.safetensors")
+        with pytest.raises(ValueError, match="holds an adapter and its base"):
+            build_bundle(folder)
+    assert main(["merge", str(tmp_path / "run"), "--base", str(DEMO)]) == 2
+    assert main(["merge", str(tmp_path / "run"), "--base", str(llama)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(capsys.readouterr().out.strip())
+    adapted = load_adapter(
+        load_changed_model(
+            replace(run, load_in_4bit=False, load_in_8bit=False).resolve(), AutoTokenizer.from_pretrained(llama)
+        ),
+        folder,
+    )
+    torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=1e-5)
+    assert 0 < (logits(merged) - expected).norm() < 0.3 * expected.norm()
 
 
 def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):

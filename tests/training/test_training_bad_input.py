@@ -255,7 +255,11 @@ FINETUNING = [
     refused(
         "a target in full", finetune(lora_targets="q_proj", train_in_full="norm,q_proj"), "both name q_proj; leave it"
     ),
-    refused("adapter of a model that is not saved", finetune(recipe="hmt", merge=False), "--no-merge would leave"),
+    refused(
+        "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "leave out --merge: `hf-longctx"
+    ),
+    refused("training all of 4 bits", finetune(load_in_8bit=True, full=True), "leave out --full"),
+    refused("4 and 8 bits", finetune(load_in_4bit=True, load_in_8bit=True), "contradict each other"),
     refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
     refused(
@@ -299,7 +303,7 @@ FINETUNING = [
         damaged_model(
             "config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "x"}}', merge=True
         ),
-        "is quantized, and merging an adapter",
+        r"is quantized, and --merge \(of most recipes",
     ),
     refused("damaged weights", damaged_model("model.safetensors"), "weights of .*llama cannot be read.*damaged"),
     refused(
