@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from .configuration_hmt import HMTConfig
 from .memory_hmt import HMTState
@@ -21,6 +21,11 @@ _REFUSED = {
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
     "guidance_scale": (1, "the unconditional text would need a state of its own"),
     "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
+}
+# What transformers and its clients pass to any model; None or False asks for nothing.
+_OF_OTHER_MODELS = {
+    *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
+    *("return_loss", "token_type_ids"),
 }
 
 
@@ -41,6 +46,31 @@ def check_config(config: object) -> None:
         )
 
 
+def check_backbone(backbone: object) -> None:
+    """Raise TypeError for what is no causal LM of transformers, such as a name, a layer or a classifier."""
+    get_base_model = getattr(backbone, "get_base_model", None)  # PEFT's
+    model = backbone if get_base_model is None else get_base_model()
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(
+            f"The backbone is a {type(model).__name__}; it must be a causal LM of transformers, such as LlamaForCausalLM, "
+            "or the name or path of one."
+        )
+
+
+def same_state(state: HMTState | None, past_key_values: object) -> HMTState | None:
+    """Return the state of a call, which transformers' clients pass as `past_key_values`."""
+    if past_key_values is None:
+        return state
+    if state is not None:
+        raise ValueError("state and past_key_values are one thing here, an HMTState; pass one of them.")
+    if not isinstance(past_key_values, HMTState):
+        raise TypeError(
+            f"past_key_values is a {type(past_key_values).__name__}; what HMT goes on from is the HMTState of an earlier "
+            "call: the state, or past_key_values, of its output."
+        )
+    return past_key_values
+
+
 def check_call(
     model: "HMTWrapper",
     input_ids: Tensor | None,
@@ -50,13 +80,17 @@ def check_call(
     use_cache: bool,
     logits_to_keep: int | Tensor,
     score_from: int | None,
+    keywords: dict,
 ) -> tuple[Tensor | None, int]:
-    """Check the arguments of a call, as in `HMTWrapper.forward`.
+    """Check the arguments of a call, as in `HMTWrapper.forward`; `keywords` are those that it does not know.
 
     Returns:
         the mask as (B, T) bool, or None if nothing is padding; the first position that gets logits.
     """
     check_settings(model)
+    for name, value in keywords.items():
+        if name not in _OF_OTHER_MODELS or not (value is None or value is False):
+            raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
@@ -69,8 +103,8 @@ def check_call(
     if labels is None and score_from is not None:
         raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
     last = model.config.segment_length - 1
-    if score_from is not None and not 0 <= score_from <= last:
-        raise ValueError(f"score_from is {score_from}; it is a position within a segment, 0 to {last}.")
+    if score_from is not None and not (isinstance(score_from, Integral) and 0 <= score_from <= last):
+        raise ValueError(f"score_from is {score_from!r}; it is a position within a segment, 0 to {last}.")
     if state is not None:
         check_state(model, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
@@ -98,8 +132,10 @@ def check_settings(model: "HMTWrapper") -> None:
         )
     config, memory, lm = model.config, model.memory, model.lm
     config.check(lm.positions)
+    recalls = config.recall and hasattr(memory, "wq")
     shapes = {
-        "recall": (config.recall, config.recall and hasattr(memory, "wq")),
+        "recall": (config.recall, recalls),
+        "recall_dim": (recalls and (config.recall_dim or lm.width), recalls and len(memory.wq)),
         "recall_mode": (config.single_pass, memory.single_pass),
         "memory_tokens": (config.memory_tokens, memory.memory_tokens),
     }
@@ -144,6 +180,14 @@ def check_state(model: "HMTWrapper", state: HMTState) -> None:
             f"The state belongs to another model or setting: it has {of_state}, this model {differing}. "
             "Its memories mean nothing here; start a new state."
         )
+    weight = model.lm.model.get_input_embeddings().weight
+    if (
+        type(weight) is torch.nn.Parameter and weight.dtype != state.bank.dtype
+    ):  # FSDP's own type casts it when it is used
+        raise ValueError(
+            f"The state is in {state.bank.dtype}, and the model in {weight.dtype}. Save the state and load it for this "
+            "model (HMTState.load), or load the model in the state's dtype."
+        )
     config, open_tokens = model.config, state.position % model.config.segment_length
     incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
     if config.recall and config.recall_mode == "paper" and incomplete_query:
@@ -175,4 +219,4 @@ def check_padding(model: "HMTWrapper", mask: Tensor, state: HMTState | None, use
         )
 
 
-__all__ = ["check_call", "check_config", "check_generation"]
+__all__ = ["check_backbone", "check_call", "check_config", "check_generation", "same_state"]

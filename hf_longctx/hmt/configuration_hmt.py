@@ -58,7 +58,7 @@ class HMTConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a value outside its range, or an unknown name; the message says which. A saved configuration may
-            hold unknown names, which other programs have added.
+            hold unknown names, which other programs have added, unless they are close to that of a field.
     """
 
     model_type = "hmt"
@@ -97,8 +97,7 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        if "model_type" not in kwargs:  # not from a saved configuration
-            self._check_names(kwargs)
+        self._check_names(kwargs)
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
@@ -137,10 +136,13 @@ class HMTConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
-    def _check_names(cls, names) -> None:
+    def _check_names(cls, names: dict) -> None:
+        saved = "model_type" in names  # in a file, to which other programs may add what they like
         for name in names:
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
-                closest = difflib.get_close_matches(name, cls.__annotations__)
+                closest = difflib.get_close_matches(name, cls.__annotations__, cutoff=0.85 if saved else 0.6)
+                if saved and not closest:
+                    continue
                 hint = f"; close to it: {', '.join(closest)}" if closest else ""
                 raise ValueError(f"{name!r} is not a field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
 
@@ -221,6 +223,7 @@ class HMTConfig(PreTrainedConfig):
         )
         return {
             "backbone": getattr(self.backbone_config, "model_type", None),
+            "layers": getattr(self.text_config, "num_hidden_layers", None),
             "vocab_size": self.vocab_size,
             "width": width,
             "recall_mode": self.recall_mode,

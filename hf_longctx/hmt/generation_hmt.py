@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from .checks_hmt import check_generation
+from .checks_hmt import check_generation, same_state
 from .memory_hmt import HMTState
 
 
@@ -20,9 +20,12 @@ class HMTGenerationMixin(GenerationMixin):
         state: HMTState | None = None,
         attention_mask: Tensor | None = None,
         is_first_iteration: bool = False,
+        read_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
         """Give the whole prompt first (it may continue a `state`), then one new token at a time."""
+        if is_first_iteration and state is not None and read_again:
+            input_ids, attention_mask = unread(input_ids, attention_mask, state)
         if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
             raise ValueError(
                 "A row of attention_mask ends with padding, and generation would continue it. Remove rows that are all "
@@ -45,19 +48,39 @@ class HMTGenerationMixin(GenerationMixin):
             "model.generate(..., custom_generate=function)."
         )
 
-    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args, **kwargs) -> None:
+    def init_continuous_batching(self, *args, **kwargs) -> Any:
+        """Raise: pages of keys and values hold no memory."""
+        raise NotImplementedError(
+            "HMT has no continuous batching: its memory is a state for each text, and not pages of keys and values. Use "
+            "generate() with a padded batch; leave --continuous-batching out of a server."
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args, **kwargs
+    ) -> None:
         check_generation(generation_config)
         mixin: Any = super()
-        return mixin._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        return mixin._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
-    def generate(self, *args, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
+    def generate(self, *args, past_key_values: HMTState | None = None, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
-        It has read everything but the last token of the sequences, with which the next call begins. Rows that end
-        before others read padding until all have ended: generate such rows one by one to go on from their states. A
-        beam search has no `state`: its rows are beams, not the sequences.
+        It has read everything but the last token of the sequences. Rows that end before others read padding until all
+        have ended: generate such rows one by one to go on from their states. A beam search has no `state`: its rows
+        are beams, not the sequences.
+
+        Args:
+            args, kwargs: of transformers, and `state`, an `HMTState` that the ids continue.
+            past_key_values: an `HMTState` that has read the beginning of each row of the ids, which is not read again.
+
+        Raises:
+            ValueError: both a `state` and `past_key_values`, or ids that go no further than what was read.
+            TypeError: `past_key_values` is another kind of cache.
+            NotImplementedError: continuous batching (`generate_batch`).
         """
         mixin: Any = super()  # transformers hides the type of its mixin
+        if past_key_values is not None:
+            kwargs |= {"state": same_state(kwargs.get("state"), past_key_values), "read_again": True}
         output = mixin.generate(*args, **kwargs)
         if isinstance(output, GenerateDecoderOnlyOutput):
             output["state"] = output.past_key_values
@@ -77,6 +100,21 @@ class HMTGenerationMixin(GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the cache is an HMTState
+
+
+def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) -> tuple[Tensor, Tensor | None]:
+    """Cut from the tokens of whole texts, (B, T), what a state has read; ValueError if nothing is left of a row."""
+    lengths = torch.tensor(state.lengths, device=input_ids.device)[:, None]
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    counted = torch.ones_like(mask) if state.padded else mask
+    new = mask * (counted.cumsum(1) > lengths) if mask.shape == input_ids.shape else torch.zeros_like(mask)
+    if not new.any(1).all():
+        raise ValueError(
+            f"past_key_values has read {list(state.lengths)} tokens, and input_ids, of shape {tuple(input_ids.shape)}, holds "
+            "no more. It must hold the whole text of each row; to give new tokens only, pass state= in its place."
+        )
+    first = int(new.argmax(1).min())
+    return input_ids[:, first:], None if attention_mask is None and new[:, first:].all() else new[:, first:]
 
 
 __all__ = ["HMTGenerationMixin"]

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -177,6 +178,8 @@ class HMTState:
     kv_cache: Cache | None = field(default=None, repr=False)
     kv_mask: Tensor | None = field(default=None, repr=False)
 
+    is_croppable = False  # transformers asks whether tokens can be taken back
+
     @classmethod
     def empty(
         cls,
@@ -336,10 +339,13 @@ class HMTState:
         return replace(replace(self, pages=None).map(lambda x: x.to(device)), pages=pages)
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
-        """Return a state of the rows in `index` (rows,), ints, without the key/value cache."""
-        chosen = torch.as_tensor(index)
-        if chosen.dtype == torch.bool:
-            raise TypeError(f"select_rows takes numbers of rows, such as [0, 2], and not {chosen.tolist()}.")
+        """Return a state of the rows in `index` (rows,), ints, of which all are there, without the key/value cache."""
+        chosen, rows = torch.as_tensor(index), len(self.lengths)
+        whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1 and len(chosen)
+        if not whole or chosen.min() < 0 or chosen.max() >= rows:
+            raise ValueError(
+                f"select_rows takes a list of numbers of rows, here of 0 to {rows - 1}, and not {chosen.tolist()}."
+            )
         state = replace(self, pages=None).map(lambda x: x.index_select(0, chosen.to(x.device)))
         rows = chosen.tolist()
         pages = self.pages and tuple(self.pages[row] for row in rows)
@@ -380,7 +386,12 @@ class HMTState:
         Args:
             model: the one that read the text. A sample of its weights is hashed, so that `load` knows them again.
                 None within a training, which changes them.
+
+        Raises:
+            FileNotFoundError: there is no folder for the file.
         """
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"There is no folder {Path(path).parent} to save a state in.")
         metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "padded": self.padded})}
         metadata |= {"signature": json.dumps(self.signature), "weights": weights_hash(model)}
         tensors = self.tensors()
@@ -397,7 +408,8 @@ class HMTState:
         """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
 
         Args:
-            model: the one that goes on with it. None: any weights, such as those before a training.
+            model: the one that goes on with it, in whose dtype the state is given. None: any weights, such as those
+                before a training.
 
         Raises:
             ValueError: the file holds something else, is damaged, or was made by other weights.
@@ -417,6 +429,10 @@ class HMTState:
                 packed = {name.split(".")[2]: tensors.pop(name) for name in names}
                 pages.append(MemoryPages.unpack(packed, numbers))
             counters = json.loads(metadata["hmt_state"])
+            if model is not None:  # weights in another dtype are the same weights
+                dtype, kept = memory_dtype(model), {name for name in tensors if name.endswith(".sums")}
+                kept |= {name for name, x in tensors.items() if not x.is_floating_point()}
+                tensors = {name: x if name in kept else x.to(dtype) for name, x in tensors.items()}
             return cls(
                 **tensors,
                 pages=tuple(pages) or None,
@@ -438,6 +454,11 @@ def weights_hash(model: nn.Module | None) -> str:
             sample = flat[:: max(1, flat.numel() // 64)].to("cpu", torch.bfloat16).contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def memory_dtype(model: Any) -> torch.dtype:
+    """Return the dtype of the memories of a wrapper, that of its token embeddings."""
+    return model.get_input_embeddings().weight.dtype
 
 
 def mean_memory(

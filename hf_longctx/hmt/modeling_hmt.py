@@ -61,7 +61,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_call, check_config
+from .checks_hmt import check_backbone, check_call, check_config, same_state
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -106,6 +106,11 @@ class HMTOutput(ModelOutput):
     segment_length: int | None = None
     recall_distance: Tensor | None = None
     memories: tuple | None = None
+
+    @property
+    def past_key_values(self) -> HMTState | None:
+        """The state, by the name that transformers gives to whatever continues a text."""
+        return self.state
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
@@ -163,6 +168,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             custom = custom_model_class(config.backbone_config)
             build = custom._from_config if custom else AutoModelForCausalLM.from_config
             backbone = build(config.backbone_config)
+        check_backbone(backbone)
         assert backbone is not None
         lm = Backbone(backbone)
         config.backbone_config = lm.model.config
@@ -236,6 +242,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         score_from: int | None = None,
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
+        past_key_values: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
         """Read tokens, from the start of a text or from where `state` stopped.
@@ -257,6 +264,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
+            past_key_values: another name of `state`.
 
         Returns:
             `HMTOutput`.
@@ -265,11 +273,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
                 an argument that is not used.
         """
-        for name, value in kwargs.items():
-            if value is not None and value is not False:
-                raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
+        if past_key_values is not None:
+            state = same_state(state, past_key_values)
+            if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
+                attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
-        mask, first = check_call(self, input_ids, attention_mask, labels, state, use_cache, logits_to_keep, score_from)
+        mask, first = check_call(
+            self, input_ids, attention_mask, labels, state, use_cache, logits_to_keep, score_from, kwargs
+        )
         assert input_ids is not None
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
             warnings.warn(
@@ -333,8 +344,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             device: default that of the model.
 
         Raises:
-            ValueError: a page file, but no pages.
+            ValueError: a page file, but no pages; no rows.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; a state has at least one row.")
         config, device = self.config, self.device if device is None else device
         if page_file is not None and config.recalled_pages is None:
             raise ValueError(
@@ -399,11 +412,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             revision, kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
 
         Raises:
+            TypeError: a backbone that is no causal LM of transformers, or a config that is no `HMTConfig`.
             ValueError: kwargs beside a model; a backbone or a configuration that does not fit.
         """
         config = HMTConfig() if config is None else deepcopy(config)
         check_config(config)
-        if isinstance(backbone, nn.Module):
+        if not isinstance(backbone, str | Path):
             if kwargs or revision is not None:
                 raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")
         else:

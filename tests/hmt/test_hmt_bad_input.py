@@ -13,7 +13,9 @@ from tiny_hmt import tiny_llama
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertLMHeadModel,
+    DynamicCache,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlamaModel,
     RobertaConfig,
     RobertaForCausalLM,
@@ -116,6 +118,11 @@ CONFIG = [
     ]
 ]
 CONFIG += [
+    refused(
+        "a misspelt name in a saved configuration",
+        lambda: HMTConfig.from_dict({"model_type": "hmt", "segment_lenght": 8}),
+        "'segment_lenght' is not a field",
+    ),
     harmless(
         "an unknown name in a saved configuration",
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
@@ -171,7 +178,11 @@ BUILD = [
         "allows 12 positions, and a segment needs 13",
     ),
     refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "takes no inputs_embeds"),
-    refused("a model without a head", lambda it: build(LlamaModel(tiny_llama().config)), "LlamaModel has no head"),
+    refused(
+        "a model without a head",
+        lambda it: build(LlamaModel(tiny_llama().config)),
+        "LlamaModel; it must be a causal LM",
+    ),
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "is an encoder-decoder"),
     refused("no embeddings", lambda it: build(without_embeddings()), "LlamaForCausalLM has no input embeddings"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
@@ -231,6 +242,8 @@ READ = [
         ("logits of a table", lambda it: {"logits_to_keep": torch.tensor([[0]])}, "of this call, integers"),
         ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "of this call, integers"),
         ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
+        ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "score_from is 'j'"),
+        ("two states", lambda it: {"state": it.state, "past_key_values": it.state}, "pass one of them"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
         ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
     ]
@@ -261,7 +274,27 @@ READ += [
         "of one dtype and on one device",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
-    refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "takes numbers of rows"),
+    refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "list of numbers of rows"),
+    *(
+        refused(f"rows {rows}", lambda it, rows=rows: it.state.select_rows(rows), "here of 0 to 1")
+        for rows in ([5], [-1], 0, [0.0], [[0]], [])
+    ),
+    refused("no rows", lambda it: it.model.new_state(0), "batch_size is 0"),
+    refused(
+        "a state in the wrong dtype",
+        lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),
+        "in torch.float64, and the model in torch.float32",
+    ),
+    refused(
+        "a state of another depth",
+        lambda it: build(tiny_llama(num_hidden_layers=3))(it.tokens, state=it.state),
+        "{'layers': 2}, this model {'layers': 3}",
+    ),
+    refused(
+        "a folder that is not there", lambda it: it.state.save(it.folder / "no" / "s", None), "no folder", OSError
+    ),
+    refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
+    refused("a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "does not use use_cahce"),
     harmless(
         "forgetting what topk finds",
         lambda it: (it.state.forget(*torch.tensor([0, 2])).bank, it.state.forget(0, np.int64(2)).bank),
@@ -341,9 +374,22 @@ GENERATE = [
             "generation continues a state",
         ),
         ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "ends with padding"),
+        ("new tokens as the whole text", lambda it: {"past_key_values": it.state}, "whole text of each row"),
     ]
 ]
 GENERATE += [
+    refused(
+        "another model's cache",
+        lambda it: generate(it, past_key_values=DynamicCache()),
+        "is a DynamicCache",
+        TypeError,
+    ),
+    refused(
+        "continuous batching",
+        lambda it: it.model.generate_batch(it.tokens.tolist(), max_new_tokens=2),
+        "no continuous batching",
+        NotImplementedError,
+    ),
     refused(
         "the paper mode behind an open segment",
         lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
@@ -393,6 +439,13 @@ def test_official_parameters(llama, make_wrapper):
     from_official(llama, {**params, "memory_cell.mem_map.linear.weight": torch.zeros(16, 16)}, **SETTINGS)
     weights = {f"memory_cell.model.{k}": torch.zeros_like(v) for k, v in llama.state_dict().items()}
     assert not from_official(llama, {**params, **weights}, **SETTINGS).backbone.lm_head.weight.any()
+
+
+@pytest.mark.parametrize("backbone", [torch.nn.Linear(2, 2), LlamaForSequenceClassification, LlamaModel, object()])
+def test_what_is_no_causal_lm_is_named(backbone):
+    backbone = backbone(tiny_llama().config) if isinstance(backbone, type) else backbone
+    with pytest.raises(TypeError, match="must be a causal LM of transformers"):
+        HMTWrapper.from_backbone(backbone, config())
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,30 @@ def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens)
         torch.testing.assert_close(logits, model(whole).logits[:, 19:], atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=str)
+def test_what_past_key_values_have_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):
+    """As with any cache of transformers, the whole conversation is given, and its beginning is read once."""
+    model, mask, read = make_wrapper(), torch.ones_like(tokens), []
+    mask[1, :padding] = 0
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "attention_mask": mask, **arguments}
+    whole = model.generate(tokens, **options)
+    with torch.no_grad():
+        start = model(tokens[:, :19], attention_mask=mask[:, :19], use_cache=True)
+        assert start.past_key_values is start.state
+        rest = model(tokens[:, 19:], attention_mask=mask, past_key_values=start.state)
+    torch.testing.assert_close(rest.logits[:, -1], model(tokens, mask).logits[:, -1], atol=ROUNDING, rtol=0)
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda input_ids, **rest: (read.append(input_ids.shape[1]), forward(input_ids, **rest))[1]
+    )
+    out = model.generate(tokens, past_key_values=start.past_key_values, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, whole)
+    assert read == [24, *[1] * 8]
+    if not arguments:
+        assert out.past_key_values is out.state and out.state.lengths == (51, 51 - padding)
+
+
 def test_a_state_needs_the_cache(make_wrapper, tokens):
     model = make_wrapper()
     state = model(tokens[:, :19], use_cache=True).state
