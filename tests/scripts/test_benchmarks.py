@@ -1,11 +1,14 @@
 """Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +72,7 @@ def test_neighbours(load, tmp_path, capsys, monkeypatch):
 @pytest.mark.slow  # interprets
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
-def test_gpu_benchmark_dry_run(load, tmp_path, capsys):
+def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton")
     bench = load("gpu.bench")
     with pytest.MonkeyPatch.context() as patch:
@@ -87,8 +90,19 @@ def test_gpu_benchmark_dry_run(load, tmp_path, capsys):
     assert len(flex) == 2 and all("backward on CPU" in row["error"] for row in flex)
     absent = [row["name"] for row in rows["attention"] + rows["pruning"] if "No module named" in row.get("error", "")]
     flash = [f"FlashAttention-{version} (no gate)" for version in (2, 3, 4)]
-    assert sorted(absent) == sorted([*flash, "FLA", "official"])
+    assert sorted(absent) == sorted([*flash, "folded, FA3", "folded, FA4", "FLA", "official"])
     assert "dry run" in capsys.readouterr().out
+
+    def flash(q, k, v, causal, softmax_scale):
+        assert q.shape[-1] == v.shape[-1] == 32  # 16 and the fold, filled up
+        o = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=softmax_scale
+        )
+        return o.transpose(1, 2), None
+
+    monkeypatch.setitem(sys.modules, "some_flash", SimpleNamespace(flash_attn_func=flash))
+    inputs = bench.draw(1, 2, 40, 16, "cpu", grad=False)
+    assert (bench.folded_flash("some_flash", 32)(*inputs) - bench.ours(*inputs)).abs().max() < 1e-4
     faded = bench.draw(1, 2, 300, 16, "cpu", log_f=-0.3, grad=False)
     for first_blocks in (None, torch.tensor([[[0, 0, 1], [0, 0, 1]]], dtype=torch.int32)):
         assert (bench.flex(first_blocks)(*faded) - bench.ours(*faded)).abs().max() < 1e-4

@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 from hf_longctx.fox import key_ranges_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
-from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, folded_attention
+from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, fold_queries, folded_attention
 from scripts.bench import common
 
 
@@ -90,8 +90,8 @@ def flash_attention(module):
     """FlashAttention-2, 3 or 4, by the module that has it; some return the log-sum-exp beside the output."""
     function = importlib.import_module(module).flash_attn_func
 
-    def attention(q, k, v, log_f):
-        o = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    def attention(q, k, v, log_f, scale=None):
+        o = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, softmax_scale=scale)
         return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
     return attention
@@ -100,6 +100,25 @@ def flash_attention(module):
 def folded(q, k, v, log_f):
     """The path of every attention implementation of transformers: stock attention computes the decay."""
     return folded_attention(q, k, v, log_f, q.shape[-1] ** -0.5)  # without the checks, which wait for the device
+
+
+def folded_cudnn(q, k, v, log_f):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return folded(q, k, v, log_f)
+
+
+def folded_flash(module, multiple):
+    """FlashAttention on folded keys, whose width is filled up to a multiple of what its gradients are right at."""
+    run = flash_attention(module)
+
+    def attention(q, k, v, log_f):
+        c, scale, D = log_f.cumsum(-1), q.shape[-1] ** -0.5, q.shape[-1]
+        inputs = fold_queries(q, c, scale, 1), fold_keys(k, c, scale), v
+        width = -(-inputs[1].shape[-1] // multiple) * multiple
+        inputs = (F.pad(x, (0, width - x.shape[-1])) for x in inputs)
+        return run(*inputs, log_f, scale)[..., :D]
+
+    return attention
 
 
 FLEX_BLOCK = 128
@@ -165,6 +184,9 @@ COMPETITORS = {  # name: (makes the function, whether its results are those of o
     "FlashAttention-3 (no gate)": (lambda: flash_attention("flash_attn_interface"), False),
     "FlashAttention-4 (no gate)": (lambda: flash_attention("flash_attn.cute"), False),
     "folded gate, SDPA": (lambda: folded, True),
+    "folded, cuDNN": (lambda: folded_cudnn, True),
+    "folded, FA3": (lambda: folded_flash("flash_attn_interface", 8), True),
+    "folded, FA4": (lambda: folded_flash("flash_attn.cute", 32), True),
     "FLA": (fla, True),
     "official": (official, True),
     "FlexAttention": (flex, True),  # last: inductor compiles it for each size
