@@ -1,14 +1,16 @@
 """Regenerate model_cards/fox-demo and model_cards/llama-demo: a FoX (Pro) and a Llama of its size, for scripts/demo.
 
-    python -m scripts.train_demo [--work FOLDER]
+    python -m scripts.train_demo [--work FOLDER | --measure-only]
 
 Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages by commands that
 are printed and kept in `training.txt` of each card (`training.yaml`: all settings of the last stage). After an
-interruption, the same command goes on. The models are saved in bfloat16, with their logs, their losses by position
-and their forgetting curves on a novel that was held out.
+interruption, the same command goes on. The models are saved in bfloat16, with their logs, a sample of what they write,
+their losses by position and their forgetting curves on a novel that was held out. --measure-only makes these anew of
+the models that are there.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
@@ -21,6 +23,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_longctx import cli
 from hf_longctx.corpus import load_text
 from hf_longctx.fox.plot import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, position_loss, read_result
@@ -45,6 +48,7 @@ LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
 LOGGED = 8  # of so many steps, one is kept in the log of the card
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
 LENGTHS, REPEATS = range(64, 1025, 64), 20
+PROMPT = "She looked at him, and"
 GATES = 512  # tokens in the picture of the gates
 TITLE = "A FoX and a Llama of equal size and training"
 
@@ -52,7 +56,20 @@ TITLE = "A FoX and a Llama of equal size and training"
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "demo_output" / "training", metavar="FOLDER")
-    work = parser.parse_args().work
+    parser.add_argument("--measure-only", action="store_true")
+    args = parser.parse_args()
+    if not args.measure_only:
+        train_all(args.work)
+    for name in MODELS:
+        measure(CARDS / name)
+    curves = {name: read_result(CARDS / name / "forgetting_curve.json") for name in MODELS}
+    contexts = {name: curve.settings["train_length"] for name, curve in curves.items()}
+    plot_comparison(curves, CARDS / "forgetting_curves.png", train_lengths=contexts, title=TITLE)
+    print(comparison_table(curves, contexts))
+
+
+def train_all(work):
+    """Train both models, and save them in the folders of their cards."""
     if not (work / "corpus").exists():
         demo_corpus.write(work / "corpus")
     if not (work / "tokenizer").exists():
@@ -62,10 +79,6 @@ def main():
     HELD_OUT.write_bytes(gzip.compress(held_out, mtime=0))
     for name, architecture in MODELS.items():
         publish(train(name, architecture, work), CARDS / name)
-    curves = {name: read_result(CARDS / name / "forgetting_curve.json") for name in MODELS}
-    contexts = {name: curve.settings["train_length"] for name, curve in curves.items()}
-    plot_comparison(curves, CARDS / "forgetting_curves.png", train_lengths=contexts, title=TITLE)
-    print(comparison_table(curves, contexts))
 
 
 def train(name, architecture, work):
@@ -86,14 +99,13 @@ def train(name, architecture, work):
 
 
 def publish(stages, card):
-    """Save model, log, losses and forgetting curve of a training, {folder: command}, in the folder of the card."""
+    """Save model, settings and log of a training, {folder: command}, in the folder of the card."""
     trained = list(stages)[-1] / "model"
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.config.use_cache = True  # Trainer switched it off
     model.generation_config.update(**SAMPLING)
     model.save_pretrained(card)
-    tokenizer = AutoTokenizer.from_pretrained(trained)
-    tokenizer.save_pretrained(card)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(card)
     for code in card.glob("*.py"):  # in this repository, the package is the code of the model
         code.unlink()
     config = json.loads((card / "config.json").read_text())
@@ -108,7 +120,14 @@ def publish(stages, card):
                 if "eval_loss" in entry or entry["step"] % LOGGED == 0:
                     log.write(json.dumps({"stage": number} | entry) + "\n")
 
-    model = model.float()
+
+def measure(card):
+    """Save a sample, losses and forgetting curve of the model in the folder of a card."""
+    command = ["generate", str(card.relative_to(ROOT)), PROMPT, "--max-new-tokens", "60", "--json"]
+    with (card / "sample.json").open("w") as sample, contextlib.redirect_stdout(sample):
+        cli.main(command)
+    model = AutoModelForCausalLM.from_pretrained(card, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(card)
     model.config._name_or_path = tokenizer.name_or_path = card.name
     tokens = tokenizer(load_text(str(HELD_OUT)), add_special_tokens=False, verbose=False)["input_ids"]
     train_length = model.config.max_position_embeddings

@@ -8,6 +8,7 @@ The HMT is asked on new texts, also with its recall forced to the right segment,
 Beside it stands what the proof found of a Llama with a window of the size that HMT sees at a time, trained alike.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hf_longctx import cli
 from scripts.bench import common
 from scripts.evidence.hmt_facts import COLOURS, NAMES
 from scripts.prove_hmt import CONTROLS, FACTS, READS, Recipe, Run, ask, run_of, trained
@@ -30,6 +32,10 @@ NOISE = [
     "the", "of", "and", "a", "to", "in", "is", "it", "that", "was", "for", "on", "as", "with", "his", "they", "at", "be",
     "this", "from", "or", "had", "by", "but", "some", "what", "there", "we",
 ]  # fmt: skip
+SAMPLE = (
+    "remember Ada red Ada the of Ada Ada in Ada to Ada Ada was Ada a remember Boris gold Boris the of Boris Boris in Boris to "
+    "Boris Boris was Boris a recall Ada Ada is Ada the Ada of Ada Ada and Ada answer"
+)
 TITLES = {
     None: "HMT",
     "window": "Llama with a window of the size of HMT's",
@@ -74,13 +80,24 @@ def main():
     proof = json.loads((common.RESULTS / "hmt_recall.json").read_text())["rows"]
     window = next(row["accuracy"] for row in proof if run_of(row) == RUN._replace(method="window"))
     command = "python -m scripts.train_hmt_demo"
+    hmt = accuracy(model, task)
+    of_task = {
+        "task_type": "text-generation",
+        "dataset_name": "facts drawn by RecallTask",
+        "dataset_type": "recall-task",
+    }
     result = common.origin(command) | {
         "settings": asdict(RECIPE)
         | {"seed": RUN.seed, "chance": 1 / task.values, "most_tokens": (FACTS[-1] + READS) * task.segment_length},
         "rows": [
-            accuracy(model, task),
+            hmt,
             {"model": TITLES["window"]} | {f"{n} facts": window[str(n)] for n in FACTS},
             *(accuracy(model, task, control) for control in CONTROLS),
+        ],
+        "evaluations": [  # of the model-index
+            of_task | {"metric_type": "accuracy", "metric_name": f"right answers, {name}", "metric_value": share}
+            for name, share in hmt.items()
+            if name != "model"
         ],
     }
     common.save(CARD / "recall.json", result)
@@ -96,6 +113,9 @@ def main():
     }
     (CARD / "training.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     (CARD / "training.txt").write_text(f"{command}\n")
+    arguments = ["generate", str(CARD.relative_to(common.ROOT)), SAMPLE, "--max-new-tokens", "1", "--json"]
+    with (CARD / "sample.json").open("w") as sample, contextlib.redirect_stdout(sample):
+        cli.main(arguments)
     for row in result["rows"]:
         print(row)
 

@@ -76,6 +76,7 @@ class Bundle:
         tensors: numbers in each tensor of the weights, by its name.
         results: results of metrics, by the name of their file.
         documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.
+        samples: what `hf-longctx generate --json` printed, by the name of its file.
         base_has_code: whether the base of an adapter has code of its own.
     """
 
@@ -85,6 +86,7 @@ class Bundle:
     tensors: dict[str, int] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
     documents: dict[str, dict] = field(default_factory=dict)
+    samples: dict[str, dict] = field(default_factory=dict)
     base_has_code: bool = False
 
     @property
@@ -173,7 +175,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     evaluations = [f"{EVALUATIONS}/{path.name}" for path in sorted((folder / EVALUATIONS).glob("*.yaml"))]
     check_names(folder, [*names, *evaluations])
     files: dict[str, Path | bytes] = {name: folder / name for name in evaluations}
-    results, documents, base_type, checkpoint = {}, {}, None, None
+    results, documents, samples, base_type, checkpoint = {}, {}, {}, None, None
     for path in (folder / name for name in names if (folder / name).is_file()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
             files[path.name] = path
@@ -183,8 +185,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
             BASE,
             CONTENTS,
         ):
-            read_measurement(path, results, documents)
-    files |= {name: folder / name for name in documents}
+            read_measurement(path, results, documents, samples)
+    files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
             f"{folder} holds an adapter and its base, and a repository one of the two. Merge them, `hf-longctx merge RUN "
@@ -204,7 +206,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     else:
         raise ValueError(f"{folder} lacks config.json or adapter_config.json; give the folder of a saved model.")
     left_out = tuple(name for name in names if name not in files and name not in (CONTENTS, EVALUATIONS))
-    bundle = Bundle(files, left_out, config, tensors, results, documents, base_type in AUTO_MAPS)
+    bundle = Bundle(files, left_out, config, tensors, results, documents, samples, base_type in AUTO_MAPS)
     if bundle.base is not None:
         check_base(folder, bundle)
     if checkpoint is not None:
@@ -266,11 +268,14 @@ def is_pickle(path):
         return False
 
 
-def read_measurement(path, results, documents):
-    """Add what a JSON file holds, if that is a result of a metric, or what scripts/bench writes."""
+def read_measurement(path, results, documents, samples):
+    """Add what a JSON file holds, if a metric, a benchmark or `hf-longctx generate --json` has written it."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
+            return
+        if all(isinstance(document.get(name), str) for name in ("prompt", "text")):
+            samples[path.name] = document
             return
         types = {"command": str, "machine": dict, "versions": dict, "rows": list}
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 
 from ..metrics.report.card import eval_results, plain
 from ..metrics.result import rounded
@@ -19,6 +19,7 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 
 CARD = "README.md"
+SOURCE = "https://github.com/hf-longctx/hf-longctx"  # as in pyproject.toml
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx card(?: --repo ([\w./-]+))?(?: --tag ([\w./-]+))?[;\n]")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
@@ -76,11 +77,13 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
     if bundle.base is not None:
         data.base_model, data.base_model_relation = bundle.base[0], "adapter" if bundle.is_adapter else "finetune"
     data.tags = data.tags or [bundle.config.get("model_type", "lora"), "long-context"]
-    data.eval_results = eval_results(list(bundle.results.values())) or None
+    data.eval_results = model_index(bundle) or None
     for entry in (data.eval_results or []) if repo else []:
         entry.source_name = "the results, as JSON"
         entry.source_url = f"https://huggingface.co/{repo}/tree/{tag or 'main'}"
     data.model_name = name if data.eval_results else None
+    if bundle.samples:
+        data.widget = [{"text": x["prompt"], "output": {"text": x["text"]}} for x in bundle.samples.values()]
     introduction, *sections = SECTION.split(bundle.text(NOTES).strip())
     code = {path for path in bundle.files if path.endswith(".py")}
     card = ModelCard.from_template(
@@ -106,8 +109,26 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         notes={title.strip(): text.strip() for title, text in zip(sections[::2], sections[1::2])},
         # how it is shown
         show=show,
+        source=SOURCE,
     )
     return re.sub(r"\n{3,}", "\n\n", str(card)).strip() + "\n"
+
+
+def model_index(bundle: Bundle) -> list[EvalResult]:
+    """Return the entries of the model-index: headlines of results, and `evaluations` that a benchmark's JSON has.
+
+    Raises:
+        ValueError: an evaluation is not a number with the names of its metric and dataset.
+    """
+    entries = eval_results(list(bundle.results.values()))
+    for file, document in bundle.documents.items():
+        for entry in document.get("evaluations", ()):
+            try:
+                entries.append(EvalResult(**entry))
+                assert isinstance(entry["metric_value"], int | float)
+            except (TypeError, AssertionError) as error:
+                raise ValueError(f"{file} has an evaluation that is none, {str(entry)[:80]} ({error}).") from error
+    return entries
 
 
 def read_card(text: str) -> ModelCard:

@@ -13,9 +13,8 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard, get_token, parse_eval_result_entries
 
-from ..metrics.report.card import eval_results
-from .bundle import EVALUATIONS, Bundle
-from .card import CARD, UPSTREAM, read_card, read_settings, read_yaml
+from .bundle import EVALUATIONS, NOTES, Bundle
+from .card import CARD, UPSTREAM, model_index, read_card, read_settings, read_yaml
 
 
 # As the Hub lists them when it refuses another one.
@@ -79,10 +78,15 @@ def missing_fields(bundle: Bundle) -> list[str]:
     missing += [" ".join(hint.split()) for hint in TODO.findall(text)]
     if UPSTREAM in text:
         missing.append(f"it still says {UPSTREAM}")
-    base = str(read_settings(bundle).get("model", ""))
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not data.get("base_model"):
-        missing.append(f"its head lacks `base_model`; training.yaml names {base}")
-    if not data.get("eval_results") and eval_results(list(bundle.results.values())):
+    settings = read_settings(bundle)
+    described = "\n## Training" in f"\n{bundle.text(NOTES)}"  # data that are not on the Hub are told in words
+    for field, name in (
+        ("base_model", settings.get("model")),
+        ("datasets", None if described else settings.get("data")),
+    ):
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not data.get(field):
+            missing.append(f"its head lacks `{field}`; training.yaml names {name}")
+    if not data.get("eval_results") and model_index(bundle):
         missing.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:
         missing.append(f"the base {bundle.base[0]} is at no fixed commit")
@@ -136,10 +140,7 @@ def metadata_errors(bundle: Bundle, card: ModelCard) -> Iterator[str]:
         yield f"pipeline_tag {data['pipeline_tag']!r} is not a task of a model of text, such as text-generation"
     if bundle.base is not None and data.get("base_model") not in (None, bundle.base[0], [bundle.base[0]]):
         yield f"base_model is {data['base_model']}, and the configuration names {bundle.base[0]}"
-    figures = {
-        (entry.dataset_name, entry.metric_name): entry.metric_value
-        for entry in eval_results(list(bundle.results.values()))
-    }
+    figures = {(entry.dataset_name, entry.metric_name): entry.metric_value for entry in model_index(bundle)}
     for entry in data.get("eval_results") or ():
         figure = figures.get((entry.dataset_name, entry.metric_name), entry.metric_value)
         if figure != entry.metric_value:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +46,12 @@ BENCHMARK = {
     "machine": {"device": "AMD EPYC"},
     "versions": {"torch": "2.13.0"},
     "rows": [{"name": "Llama", "prefill_tokens_per_s": 1178.92, "parameters": 69219072}],
+    "evaluations": [
+        {"task_type": "text-generation", "dataset_type": "recall", "dataset_name": "Facts"}
+        | {"metric_type": "accuracy", "metric_name": "answers", "metric_value": 0.75}
+    ],
 }
+SAMPLE = {"prompt": "She said:", "text": "\n# *No*.", "tokens": [1], "settings": {"seed": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,7 @@ def llama(tmp_path_factory):
     PositionLoss([3.0, 2.5, 2.25, 2.0], 4, {"corpus": "a novel"}).save(folder / "loss.json")
     rope_report(LLAMA, minimum_base=False).save(folder / "rope.json")
     (folder / "speed.json").write_text(json.dumps(BENCHMARK))
+    (folder / "sample.json").write_text(json.dumps(SAMPLE))
     settings = {"steps": 600, "batch_tokens": 6144, "sequence_length": 256, "learning_rate": 3e-3, "seed": 7}
     (folder / "training.yaml").write_text(yaml.safe_dump(settings))
     (folder / "training_log.jsonl").write_text(
@@ -109,6 +116,10 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "| 64 | 32 | 5 | 93.8% | 0.0% | 3.1% | 0.0% | 0 | coarse |",
         "![Forgetting curve](curve.png)",
         "| Llama | 1179 | 69,219,072 |",
+        "> She said:",
+        "> # \\*No\\*.",
+        "From [sample.json](sample.json), by `hf-longctx generate --json` with seed 3.",
+        f"where to ask: {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['urls']['Source']}.",
         "`python -m scripts.bench.generate` on AMD EPYC, torch 2.13.0: [speed.json](speed.json).",
         "| tokens in these steps | 3,686,400 |",
         "| loss after step 600 | 1.25 |",
@@ -128,7 +139,9 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
 def test_the_model_index_is_that_of_the_results(llama):
     data = ModelCard(with_card(build_bundle(llama), "alice/llama", "v1").text("README.md")).data
     assert data.model_name == "llama" and data.library_name == "transformers"
+    assert data.widget == [{"text": SAMPLE["prompt"], "output": {"text": SAMPLE["text"]}}]
     figures = {(e.metric_name, e.metric_value) for e in eval_results([CURVE, PositionLoss([3.0, 2.5, 2.25, 2.0], 4)])}
+    figures |= {("answers", 0.75)}
     assert {(entry.metric_name, entry.metric_value) for entry in data.eval_results} == figures
     assert {entry.source_url for entry in data.eval_results} == {"https://huggingface.co/alice/llama/tree/v1"}
 
@@ -193,6 +206,12 @@ def test_a_person_s_card_stays_as_it_is(folder, capsys):
     missing = missing_fields(build_bundle(folder))
     assert "README.md: its head lacks `base_model`; training.yaml names alice/base" in missing
     assert "README.md: its head lacks `model-index`, and there are results" in missing
+    write(folder / "training.yaml", "data: alice/novels\n")
+    assert "README.md: its head lacks `datasets`; training.yaml names alice/novels" in missing_fields(
+        build_bundle(folder)
+    )
+    write(folder / "card_notes.md", "## Training\nMy own novels.\n")
+    assert not [line for line in missing_fields(build_bundle(folder)) if "datasets" in line]
 
 
 def test_notes_become_parts_of_the_sections_of_their_name(folder):
@@ -218,7 +237,7 @@ def leaves(value, path=()):
         yield from leaves(inner, (*path, key))
 
 
-@pytest.mark.parametrize("file", ["speed.json", "loss.json", "rope.json"])
+@pytest.mark.parametrize("file", ["speed.json", "loss.json", "rope.json", "sample.json"])
 def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder):
     """A text or null in place of each value: the card has no HTML, link or heading of it."""
     given, bundle = json.loads((folder / file).read_text()), build_bundle(folder)
@@ -230,11 +249,12 @@ def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder):
                 place = place[key]
             place[path[-1]] = value
             write(folder / file, json.dumps(document))
-            results, documents = dict(bundle.results), dict(bundle.documents)
-            results.pop(file, None), documents.pop(file)
-            read_measurement(folder / file, results, documents)
+            read = {name: dict(getattr(bundle, name)) for name in ("results", "documents", "samples")}
+            for entries in read.values():
+                entries.pop(file, None)
+            read_measurement(folder / file, **read)
             try:
-                text = with_card(replace(bundle, results=results, documents=documents)).text("README.md")
+                text = with_card(replace(bundle, **read)).text("README.md")
             except ValueError:
                 continue
             text = re.sub(r"`[^`\n]*`", "", text.partition("written by")[2])  # in code, nothing is HTML
@@ -349,6 +369,11 @@ HARMLESS = (
 )
 MISTAKES = [
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
+    refused(
+        "an evaluation without a number",
+        replacing("0.75", '"x"', "speed.json"),
+        "speed.json has an evaluation that is",
+    ),
     refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml does not hold settings"),
     refused("aliases in settings", writing_the_card("a: &a [1]\nb: *a\n", "training.yaml"), "aliases are not read"),
     refused("aliases in a head", replacing("license: apache-2.0", "license: &a [x]\na: *a"), "aliases are not read"),

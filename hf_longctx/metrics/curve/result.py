@@ -205,13 +205,10 @@ class ForgettingCurve(Result):
         )
 
     def headlines(self) -> list[Headline]:
-        """The ends of the intervals, as far as they are known: numbers that noise does not make."""
-        ends = {}
-        for method in METHODS if self.points else ():
-            interval = self.interval(method)
-            ends[f"{method} memory length, at least"] = interval.low
-            ends[f"{method} memory length, below"] = interval.high
-        return [Headline("forgetting_curve", f"{name} (tokens, 95 % sure)", end) for name, end in ends.items() if end]
+        """The lower ends of the intervals, without 0: what noise does not make, and an upper end is no merit."""
+        lows = {method: self.interval(method).low for method in METHODS if self.points}
+        name = "{} memory length, at least (tokens, 95 % sure)"
+        return [Headline("forgetting_curve", name.format(method), low) for method, low in lows.items() if low]
 
     def table(self) -> Table:
         columns = ("length", "scored tokens", "repeats", "copy", "± std", "LM", "± std", "p", "passes as")
