@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 
+WRITTEN = ("scripts/results", "model_cards")  # by measurements
+
+
 class Headline(NamedTuple):
     """One number for a model card.
 
@@ -257,11 +260,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def commit(folder: Path) -> str | None:
-    """Return the commit of a git checkout, "-dirty" after it if tracked files were changed; None elsewhere."""
+    """Return the commit of a git checkout, "-dirty" after it if tracked files were changed; None elsewhere.
+
+    Files that measurements write do not count: otherwise, of two in a row, the second would be "-dirty".
+    """
     if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
         return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    git, options = ["git", "-C", str(folder)], {"capture_output": True, "text": True, "timeout": 10}
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, **options).stdout.strip()
+        code = [".", *(f":!{written}" for written in WRITTEN)]
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno", "--", *code], check=True, **options).stdout
+        return head + "-dirty" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None

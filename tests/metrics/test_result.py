@@ -159,12 +159,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_the_commit_is_that_of_a_checkout(tmp_path):
     (tmp_path / "file").write_text("one")
+    (tmp_path / "model_cards").mkdir()
+    (tmp_path / "model_cards" / "speed.json").write_text("{}")
     assert commit(tmp_path) is None
     git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "file")
+    git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
     head = commit(tmp_path)
     assert len(head) == 40 and int(head, 16)
+    (tmp_path / "model_cards" / "speed.json").write_text("[]")
+    assert commit(tmp_path) == head
     (tmp_path / "file").write_text("two")
     assert commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "site-packages").mkdir()
