@@ -1,7 +1,8 @@
-# Sourced by scripts/demo, scripts/test and scripts/clients: makes VENV once, with this package and EXTRA, and activates it.
+# Sourced by scripts/demo, scripts/test and others: makes VENV once, with this package and EXTRA, and activates it.
 #
 #   VENV          folder to make (default: .venv)
 #   PYTHON        interpreter to make it with (default: python3, 3.11 or newer)
+#   WHEEL         a wheel of this package, to install in place of the checkout
 #   EXTRA         one of the package's extras, e.g. "plot"
 #   REQUIREMENTS  a file of more packages (default: none)
 #
@@ -9,6 +10,8 @@
 
 python=${PYTHON:-python3}
 venv=${VENV:-.venv}
+package=(-e ".[$EXTRA]")
+if [ -n "${WHEEL:-}" ]; then package=("$WHEEL[$EXTRA]"); fi
 if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     echo "error: '$python' is not a Python 3.11 or newer with venv and pip." >&2
     echo "Install one (on Debian: apt install python3-venv) or name it: PYTHON=/path/to/python $0" >&2
@@ -44,9 +47,9 @@ if [ "$(cat "$installed" 2>/dev/null)" != "$depends_on" ]; then
     install numpy hatchling editables
     python -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null || install_torch
     if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
-        install -c scripts/constraints-triton.txt --no-build-isolation -e ".[$EXTRA]"
+        install -c scripts/constraints-triton.txt --no-build-isolation "${package[@]}"
     else # a CUDA build of PyTorch has brought the Triton that it was made with
-        install --no-build-isolation -e ".[$EXTRA]"
+        install --no-build-isolation "${package[@]}"
     fi
     if [ -n "${REQUIREMENTS:-}" ]; then
         install -r "$REQUIREMENTS"
