@@ -76,6 +76,12 @@ HOOKS = [
         "getattr(transformers, config.arch",
         "hf-longctx serve",
     ),
+    (
+        "GenerateManager",
+        "transformers.cli.serving.utils:GenerationState",
+        "self._generate_managers[model_id] = GenerateManager()",
+        "an HMT goes on from the state of a conversation",
+    ),
     ("_loglikelihood_tokens", "lm_eval.api.model:TemplateLM", "self._loglikelihood_tokens(", "counts by bisection"),
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),

@@ -1,5 +1,6 @@
 """hf-longctx serve, with the `openai` client: what is served is what `generate` gives."""
 
+import json
 import os
 import signal
 import socket
@@ -105,18 +106,85 @@ def test_the_openai_client_gets_what_generate_gives(client, expected):
     assert reply.usage.prompt_tokens == 6  # BOS, a, newline, b, newline, c
 
 
+@pytest.fixture(scope="module")
+def hmt_folder(tmp_path_factory):
+    folder, llama = tmp_path_factory.mktemp("hmt"), DEMO.parent / "llama-demo"
+    backbone = AutoModelForCausalLM.from_pretrained(llama, dtype="float32")
+    HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=16, sensory_tokens=4)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def in_process(hmt_folder, monkeypatch):
+    """Serve the HMT to a test client, without a port."""
+    for package in ("fastapi", "openai", "uvicorn"):
+        pytest.importorskip(package, reason="serving needs more packages: pip install 'hf-longctx[serve]'")
+    from starlette.testclient import TestClient
+    from transformers.cli.serving import model_manager, server, utils
+
+    apps = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: apps.append(server.config.app))
+    for module, name in ((server, "build_server"), (utils, "GenerateManager")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # what the command puts in its place goes again
+    for name in ("FoxForCausalLM", "HMTWrapper"):
+        monkeypatch.setattr(model_manager.transformers, name, None, raising=False)
+
+    def serve(*options):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["serve", str(hmt_folder), "--device", "cpu", "--dtype", "float32", *options])
+        return TestClient(apps[-1])
+
+    return serve
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_hmt_reads_what_is_new_of_a_conversation(in_process, hmt_folder, tmp_path, monkeypatch, stream):
+    client, read, forward = in_process("--conversation-folder", str(tmp_path)), [], HMTWrapper.forward
+
+    def counted(model, input_ids, **rest):
+        read.append(input_ids.shape[1])
+        return forward(model, input_ids, **rest)
+
+    monkeypatch.setattr(HMTWrapper, "forward", counted)
+    tokenizer, prompt = AutoTokenizer.from_pretrained(hmt_folder), " ".join(PROMPTS)
+    options = {"model": str(hmt_folder), "max_tokens": 10, "temperature": 0, "stream": stream}
+
+    def complete(**conversation):
+        read.clear()
+        reply = client.post(
+            "/v1/completions", json={"prompt": prompt, **options, **conversation.pop("body", {})}, **conversation
+        )
+        assert reply.status_code == 200, reply.text
+        lines = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line] if stream else [reply.json()]
+        return "".join(choice["text"] for line in lines for choice in line["choices"]), sum(read)
+
+    def tokens():
+        return len(tokenizer(prompt)["input_ids"])
+
+    for conversation in ({"headers": {"X-Conversation-Id": "one"}}, {"body": {"user": "two"}}):
+        text, count = complete(**conversation)
+        assert (text, count) == (complete()[0], tokens() + 9)
+        begun, prompt = tokens() - 1, f"{prompt}{text} Coroutines are"
+        text, count = complete(**conversation)
+        plain, of_plain = complete()
+        assert text == plain and count <= tokens() - begun + 9 < of_plain == tokens() + 9
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 4
+    assert client.post("/v1/completions", content="{").status_code == 422
+
+
+def test_an_hmt_has_no_continuous_batching(in_process, hmt_folder):
+    reply = in_process("--continuous-batching").post("/v1/completions", json={"model": str(hmt_folder), "prompt": "a"})
+    assert reply.status_code == 400 and "HMT has no continuous batching" in reply.text
+
+
 @pytest.mark.slow
-def test_an_hmt_is_served(tmp_path):
-    backbone, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(DEMO.parent / "llama-demo", dtype="float32"),
-        AutoTokenizer.from_pretrained(DEMO.parent / "llama-demo"),
-    )
-    model = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=16, sensory_tokens=4)).eval()
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path)
+def test_an_hmt_is_served(hmt_folder):
+    model, tokenizer = HMTWrapper.from_pretrained(hmt_folder), AutoTokenizer.from_pretrained(hmt_folder)
     prompt = " ".join(PROMPTS)
     inputs = tokenizer(prompt, return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    options = {"model": str(tmp_path), "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    with served(tmp_path) as client:
-        assert client.completions.create(**options).choices[0].text == tokenizer.decode(ids, skip_special_tokens=True)
+    options = {"model": str(hmt_folder), "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    with served(hmt_folder) as client:
+        reply = client.completions.create(**options, extra_headers={"X-Conversation-Id": "one"})
+        assert reply.choices[0].text == tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,9 +1,12 @@
 """generate(): the arg-max of a teacher-forced forward across segment borders, with what GenerationMixin offers."""
 
+from threading import Thread
+
 import pytest
 import torch
+from demo_model import DEMO
 from tiny_hmt import ROUNDING
-from transformers import MaxLengthCriteria, StoppingCriteriaList
+from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorStreamer, pipeline
 
 
 SINGLE = {"recall_mode": "single_pass"}
@@ -183,6 +186,19 @@ def test_sampling_streamer_and_stopping_criteria(make_wrapper, tokens):
         tokens[:, :13], do_sample=True, num_return_sequences=3, max_new_tokens=9, eos_token_id=None
     )
     assert several.shape == (6, 22)
+
+
+def test_pipeline_and_streamed_text():
+    pipe = pipeline("text-generation", str(DEMO.parent / "hmt-demo"))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    inputs = pipe.tokenizer("remember Ada red the of", return_tensors="pt")
+    ids = pipe.model.generate(**inputs, **options)[0]
+    assert pipe("remember Ada red the of", return_tensors=True, **options)[0]["generated_token_ids"] == ids.tolist()
+    streamer = TextIteratorStreamer(pipe.tokenizer, skip_special_tokens=True, timeout=60)
+    thread = Thread(target=pipe.model.generate, kwargs={**inputs, **options, "streamer": streamer})
+    thread.start()
+    assert "".join(streamer) == pipe.tokenizer.decode(ids)
+    thread.join()
 
 
 def test_the_head_makes_no_logits_that_are_not_returned(make_wrapper, tokens):
