@@ -1,6 +1,7 @@
 """Draw saved results of several models into one picture, and print their numbers side by side.
 
-The files are what `curve` wrote, or what `loss` wrote: all of one kind.
+The files are what one of `curve`, `loss`, `needle` or `lines` wrote. Each model is tested against the first, length by
+length, on the texts that both were measured on.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg

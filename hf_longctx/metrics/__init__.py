@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .report.comparison import plot_comparison as plot_comparison
     from .report.measure_all import measure_all as measure_all
     from .report.page import write_report as write_report
+    from .report.paired import paired_differences as paired_differences
     from .result import Result as Result
     from .result import read_result as read_result
     from .retrieval.haystack import NeedleGrid as NeedleGrid
@@ -60,6 +61,7 @@ _NAMES = {
     "report.comparison": "comparison_table plot_comparison",
     "result": "Result read_result",
     "report.page": "write_report",
+    "report.paired": "paired_differences",
     "report.measure_all": "measure_all",
     "curve.result": "CurvePoint ForgettingCurve",
     "curve.lengths": "MemoryLength",

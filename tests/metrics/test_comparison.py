@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 import matplotlib
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, comparison_table
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss, comparison_table
 from hf_longctx.metrics.report.comparison import (
     comparable,
     compare,
@@ -19,6 +19,8 @@ from hf_longctx.metrics.report.comparison import (
     named,
     plot_comparison,
 )
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
 def curve(*accuracies, lengths=(80, 640, 5120), repeats=10, **settings):
@@ -173,6 +175,37 @@ def test_losses_of_several_lengths_are_named(tmp_path, words):
     assert "not alike: context lengths (3, 4)" in words(compare, losses)
     text = compare(losses, tmp_path / "losses.md")
     assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
+
+
+def test_each_model_is_tested_against_the_first(tmp_path):
+    points = [CurvePoint(n, [n // 2] * 8, [0] * 8, range(8)) for n in (400, 800)]
+    points += [CurvePoint(n, [n // 4] * 8, [0] * 8, range(8)) for n in (400, 800)]
+    settings = {"data_type": "order", "corpus_sha256": "ab"}
+    curves = {"a": ForgettingCurve(points[2:], settings), "b": ForgettingCurve(points[:2], settings)}
+    text = compare(curves | {"other": ForgettingCurve(points[:2])}, tmp_path / "x.md")
+    assert "\nb copies further than a: fine length at least 800 against below 400 tokens, sure. b copies more" in text
+    assert "| tokens | a | b | difference | 95 % interval | p | p of all lengths (Holm) | pairs |" in text
+    assert "| 400 | 50.0% | 100.0% | +50.0% | +49.9% to +50.1% | 0.0078 | 0.016 | 8 |" in text
+    assert "| mean | 50.0% | 100.0% |" in text
+    assert "\nother copies further than a: fine length at least 800 against below 400 tokens, sure.\n" in text
+    assert text.endswith(
+        "Not tested, other against a: the differences cannot be paired: a text without a hash may be another.\n"
+    )
+
+
+def lines(right):
+    points = [LinesPoint([Answer(-1.0, 3, r, None, r) for r in rights], n, [9] * 7, [0] * 7) for n, rights in right]
+    return LineRetrieval(points, {"seed": 0})
+
+
+def test_retrieval_is_compared_too(tmp_path, words):
+    results = {"a": lines([(4, [True] * 7), (64, [False] * 7)]), "b": lines([(64, [True] * 7)])}
+    text = compare(results, tmp_path / "x.md")
+    assert "| model | 4 lines | 64 lines |" in text and "| b | - | 100.0% |" in text
+    assert "b answers more than a at 1 of 1 lengths, 64 lines: sure." in text
+    assert "length of the prompt (lines)" in words(compare, results)
+    with pytest.raises(ValueError, match="nothing was measured: b"):
+        compare(results | {"b": LineRetrieval([])}, tmp_path / "x.md")
 
 
 def test_markdown_goes_to_a_file(tmp_path):

@@ -18,6 +18,9 @@ from ..curve.result import ForgettingCurve
 from ..loss.plot import plot_losses
 from ..loss.result import PositionLoss
 from ..result import Result
+from ..retrieval.answers import Retrieval
+from .paired import conclusion, further, paired_differences
+from .scores import by_length, unit
 
 
 if TYPE_CHECKING:
@@ -32,44 +35,81 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
     """Draw the results of several models into one picture, or write their table into a file.
 
     Args:
-        results: by the name of the model, in the order of the picture; all forgetting curves, or all per-token losses.
+        results: by the name of the model, in the order of the picture; of one metric: forgetting curves, per-token
+            losses, needle or line retrieval.
         path: of a PNG, SVG or PDF; or of a Markdown file (.md), which gets the title and what is returned.
         title: as for `plot_comparison`.
 
     Returns:
-        the numbers as a Markdown table, with a warning for each setting that differs.
+        the numbers as a Markdown table, with a warning for each setting that differs, and `paired_text`.
 
     Raises:
         ValueError: the results are of several metrics, or of one without such a picture; or see `plot_comparison`.
     """
     curves = {name: result for name, result in results.items() if isinstance(result, ForgettingCurve)}
     losses = {name: result for name, result in results.items() if isinstance(result, PositionLoss)}
-    if not results or max(len(curves), len(losses)) < len(results):
-        names = ", ".join(sorted({type(result).__name__ for result in results.values()})) or "none"
-        raise ValueError(f"these results are {names}; give forgetting curves only, or per-token losses only.")
+    kinds = {type(result) for result in results.values()}
+    if len(kinds) != 1 or not issubclass(kinds.copy().pop(), (ForgettingCurve, PositionLoss, Retrieval)):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
+        raise ValueError(
+            f"these results are {names}; give forgetting curves only, or per-token losses only, or needles or line "
+            "retrievals only."
+        )
+    check_measured(results)
     train_lengths = {
         name: curve.settings["train_length"]
         for name, curve in curves.items()
         if curve.settings.get("train_length") is not None
     }
-    text = comparison_table(curves, train_lengths) if curves else loss_table(losses)
+    if curves:
+        text = comparison_table(curves, train_lengths)
+    else:
+        text = loss_table(losses) if losses else score_table(results)
     unlike = differences(results)
     text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
+    text += paired_text(results)
     if Path(path).suffix == ".md":
         heading = title or next(iter(results.values())).title
         Path(path).write_text(f"# {heading}\n\n{text}", encoding="utf-8")
     elif curves:
         plot_comparison(curves, path, train_lengths=train_lengths, title=title)
+    elif not losses:
+        plot_scores(results, path, title=title)
     else:
         named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
         plot_losses(named_losses, path, title=title, differences=unlike)
     return text
 
 
-def check_measured(curves: Mapping[str, ForgettingCurve]) -> None:
-    """Raise ValueError if there is not a curve, or nothing was measured in one, which is named."""
-    empty = [name for name, curve in curves.items() if not curve.measured]
-    if empty or not curves:
+def paired_text(results: Mapping[str, Result]) -> str:
+    """Return, as Markdown, how each model differs from the first, in words and a table; or why that is not known."""
+    (name, first), *others = results.items()
+    text = ""
+    for other, second in others:
+        try:
+            differences = paired_differences(first, second)
+        except ValueError as error:
+            text += "".join(f"\n{sentence}\n" for sentence in further(name, other, first, second))
+            text += f"\nNot tested, {other} against {name}: {error}\n"
+            continue
+        columns = (unit(first), name, other, "difference", "95 % interval", "p", "p of all lengths (Holm)", "pairs")
+        rows = [
+            (
+                *("mean" if d.length is None else d.length, f"{d.first:.1%}", f"{d.second:.1%}"),
+                f"{d.second - d.first:+.1%}",
+                "-" if d.low == -np.inf else f"{d.low:+.1%} to {d.high:+.1%}",
+                *(f"{d.p:.2g}", f"{d.holm:.2g}", d.pairs),
+            )
+            for d in differences
+        ]
+        text += f"\n{conclusion(name, other, first, second, differences)}\n\n{markdown(columns, rows)}"
+    return text
+
+
+def check_measured(results: Mapping[str, Result]) -> None:
+    """Raise ValueError if there is not a result, or nothing was measured in one, which is named."""
+    empty = [name for name, result in results.items() if not result.measured]
+    if empty or not results:
         raise ValueError(f"nothing was measured: {', '.join(empty) or 'give one curve or more'}.")
 
 
@@ -173,6 +213,37 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
         cells = [loss.smoothed_at(end // 2 + 1), loss.smoothed_at(end), f"{loss.perplexity[-1]:.2f}"]
         rows.append([name, *cells, end, loss.sequences])
     return markdown(columns, rows)
+
+
+def score_table(results: Mapping[str, Result]) -> str:
+    """Return the shares of right answers of several models as a Markdown table, a column for each length."""
+    scores = {name: {s.length: s.shares.mean() for s in by_length(result)} for name, result in results.items()}
+    lengths = sorted(set().union(*scores.values()))
+    columns = ("model", *(f"{n} {unit(next(iter(results.values())))}" for n in lengths))
+    rows = [(name, *(f"{row[n]:.1%}" if n in row else "-" for n in lengths)) for name, row in scores.items()]
+    return markdown(columns, rows)
+
+
+def plot_scores(results: Mapping[str, Result], path: str | PathLike, *, title: str | None = None) -> None:
+    """Draw the shares of right answers of several models by length, a line for each model.
+
+    Args:
+        results: needles or line retrievals, by the name of the model. The rest is as for `plot_comparison`.
+    """
+    figure = style.figure(style.WIDTH, 4.6)
+    axes = figure.add_subplot()
+    for (name, result), colour, marker in zip(results.items(), cycle(style.MODELS), cycle(style.MARKERS)):
+        scores = by_length(result)
+        line: dict[str, Any] = dict(color=colour, marker=marker, label=textwrap.fill(style.literal(name), 30))
+        axes.plot([s.length for s in scores], [s.shares.mean() for s in scores], **line)
+    first = next(iter(results.values()))
+    style.percent_axis(axes)
+    style.grid(axes)
+    style.strip_frame(axes, f"length of the prompt ({unit(first)})", "questions answered")
+    axes.xaxis.set_major_formatter(style.TOKENS)
+    style.name_differences(axes, differences(results))
+    style.titled_legend(figure, axes.get_legend_handles_labels()[0], title or first.title)
+    figure.savefig(path)
 
 
 def plot_comparison(

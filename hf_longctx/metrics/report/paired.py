@@ -1,0 +1,257 @@
+"""Paired tests of two models that were measured on the same targets, haystacks or records, length by length.
+
+Where both got the same texts, the difference on each text is free of what makes a text easy or hard. Two tests judge
+the differences of a length, and the larger p value counts:
+
+- The paired t test, with a standard error of at least one token (or question) in all.
+- The sign-flip test (Fisher 1935): if the models do not differ, each difference is as likely with the other sign. Its
+  p value is exact whatever the distribution, also where texts are copied wholly or not at all, of which three alike
+  are nothing rare but convince a t test. Of single questions, right or wrong, it is McNemar's exact test.
+
+So fewer than six texts never show a difference, at one length. The interval is the smallest that holds the interval of
+the t test and that of the sign-flip test, which lies between means of subsets (Hartigan 1969). Holm's correction makes
+the risk of one or more wrong claims over all lengths, and the mean over lengths, 5 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+from ..curve.lengths import METHODS
+from ..curve.result import ForgettingCurve
+from ..loss.result import PositionLoss
+from ..result import Result
+from ..retrieval.haystack import NeedleGrid
+from ..retrieval.lines import LineRetrieval
+from .scores import by_length, unit
+
+
+RISK = 0.05
+EXACT = 13  # up to so many differences, all their signs are tried; else `DRAWN` draws of them
+DRAWN = 10_000
+# What two results must have alike to have the same texts, by kind of result; random data are drawn, and not cut.
+SAME = {
+    "forgetting_curve": ("data_type", "corpus_sha256"),
+    "needle": ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256"),
+    "line_retrieval": ("seed",),
+}
+SAME_RANDOM = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
+VERBS = {"forgetting_curve": "copies", "needle": "finds", "line_retrieval": "answers"}
+
+
+class Difference(NamedTuple):
+    """How much more one model has right than another, at one length.
+
+    Attributes:
+        length: in tokens, or lines; None for the mean over all lengths.
+        first, second: shares that the two models have right, from 0 to 1.
+        low, high: where second - first lies with a confidence of 95 %; infinite for fewer than six pairs.
+        p: of the hypothesis that the models do not differ there.
+        holm: the same, corrected for all lengths and their mean.
+        pairs: texts.
+    """
+
+    length: int | None
+    first: float
+    second: float
+    low: float
+    high: float
+    p: float
+    holm: float
+    pairs: int
+
+    @property
+    def sure(self) -> bool:
+        """Return whether the models differ for sure, over all lengths together."""
+        return self.holm <= RISK
+
+
+def signs(pairs: int) -> np.ndarray:
+    """Return signs to flip differences by, (F, pairs): all but for a common sign, or as many as are drawn.
+
+    The first row flips none, and the first column is never flipped.
+    """
+    if pairs <= EXACT:
+        return np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=pairs - 1)])
+    flips = np.random.default_rng(0).choice((1, -1), (DRAWN, pairs))
+    flips[0], flips[:, 0] = 1, 1
+    return flips
+
+
+def flip_test(differences: np.ndarray) -> np.ndarray:
+    """Return the two-sided p value of the sign-flip test, for differences (..., R) to (...)."""
+    flips = signs(differences.shape[-1])
+    sums = np.abs(differences @ flips.T)
+    return (sums >= sums[..., :1] - 1e-9).mean(-1)
+
+
+def flip_interval(differences: np.ndarray) -> tuple[float, float]:
+    """Return the interval of 95 % of the centre of differences (R,), by means of subsets; infinite for R < 6."""
+    flips = signs(len(differences))
+    subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
+    subsets = subsets[subsets.any(-1)]
+    outside = math.floor(RISK / 2 * (len(subsets) + 1))  # the subset means part the line into pieces equally likely
+    if not outside:
+        return -math.inf, math.inf
+    means = np.sort(subsets @ differences / subsets.sum(-1))
+    return float(means[outside - 1]), float(means[-outside])
+
+
+def t_error(differences: np.ndarray, least: float) -> np.ndarray:
+    """Return the standard error of the mean of differences (..., R), which counts at least `least` as their sum."""
+    pairs = differences.shape[-1]
+    return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
+
+
+def p_values(differences: np.ndarray, least: float) -> np.ndarray:
+    """Return the larger p value of t test and sign-flip test, two-sided, for differences (..., R) to (...)."""
+    pairs = differences.shape[-1]
+    if pairs < 2:
+        return np.ones(differences.shape[:-1])
+    t = differences.mean(-1) / t_error(differences, least)
+    return np.maximum(2 * stdtr(pairs - 1, -np.abs(t)), flip_test(differences))
+
+
+def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
+    """Return the smallest interval that holds those of both tests, for differences (R,)."""
+    low, high = flip_interval(differences)
+    if low == -math.inf:
+        return low, high
+    width = stdtrit(len(differences) - 1, 1 - RISK / 2) * t_error(differences, least)
+    return min(low, float(differences.mean() - width)), max(high, float(differences.mean() + width))
+
+
+def holm(p: np.ndarray) -> np.ndarray:
+    """Correct p values (..., m) for their number, after Holm 1979.
+
+    >>> holm(np.array([0.01, 0.04, 0.03])).round(2).tolist()
+    [0.03, 0.06, 0.06]
+    """
+    order = np.argsort(p, axis=-1)
+    steps = np.take_along_axis(p, order, -1) * np.arange(p.shape[-1], 0, -1)
+    corrected = np.empty_like(p)
+    np.put_along_axis(corrected, order, np.maximum.accumulate(np.minimum(steps, 1), axis=-1), -1)
+    return corrected
+
+
+def obstacle(first: Result, second: Result) -> str | None:
+    """Return why two results of one metric cannot be paired; None if they had the same texts."""
+    if isinstance(first, PositionLoss):
+        return "per-token losses keep the mean over sequences only"
+    settings = (first.settings, second.settings)
+    names = SAME[first.kind]
+    if isinstance(first, ForgettingCurve):
+        if any(s.get("protocol") == "adaptive" for s in settings):
+            return (
+                "the adaptive protocol stops where it is sure of one model; measure both with the reference protocol"
+            )
+        random = [s.get("data_type") == "random" for s in settings]
+        names += SAME_RANDOM if all(random) else ()
+        if not any(random) and any("corpus_sha256" not in s for s in settings):
+            return "a text without a hash may be another"
+    unlike = [name for name in names if settings[0].get(name) != settings[1].get(name)]
+    return f"they differ in {', '.join(unlike)}" if unlike else None
+
+
+def texts(result: Result) -> dict[int, list]:
+    """Return what tells the texts of each length apart, by the places that a result keeps; empty for random ids."""
+    if isinstance(result, ForgettingCurve):
+        return {p.length: list(p.begin_locs or ()) for p in result.points}
+    if isinstance(result, LineRetrieval):
+        return {p.lines: list(p.asked_lines) for p in result.points}
+    assert isinstance(result, NeedleGrid)
+    return {n: [(c.depth, *c.positions) for c in result.cells if c.length == n] for n in result.lengths}
+
+
+def paired_differences(first: Result, second: Result) -> list[Difference]:
+    """Test length by length how much more the second model has right than the first, on the same texts.
+
+    Args:
+        first, second: two forgetting curves (share of tokens copied), needles or line retrievals (share of right
+            answers).
+
+    Returns:
+        one `Difference` for each length that both have, and one for their mean if there are several.
+
+    Raises:
+        ValueError: they are of two metrics, or did not get the same texts; the setting that differs is named.
+    """
+    if type(first) is not type(second):
+        raise ValueError(f"{first.kind} and {second.kind} are two metrics; give two results of one.")
+    reason = obstacle(first, second)
+    if reason is not None:
+        raise ValueError(f"the differences cannot be paired: {reason}.")
+    replies = all("match_rate" in getattr(result, "scores", ()) for result in (first, second))
+    one, other = ({score.length: score for score in by_length(r, replies)} for r in (first, second))
+    places = texts(first), texts(second)
+    lengths = [n for n in one if n in other]
+    tests, units = [], []
+    for n in lengths:
+        pairs = min(len(one[n].shares), len(other[n].shares))
+        a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
+        if a != b:
+            raise ValueError(f"the differences cannot be paired: the texts of length {n} are not the same.")
+        shares = one[n].shares[:pairs], other[n].shares[:pairs]
+        units.append(shares[1] - shares[0])
+        tests.append((n, shares, units[-1], 1 / one[n].questions))
+    if not tests:
+        raise ValueError("the differences cannot be paired: the results have no length in common.")
+    if len(tests) > 1:
+        means = tuple(np.array([np.mean(shares[i]) for _, shares, *_ in tests]) for i in (0, 1))
+        weights = [len(tests) ** -1 * sum(map(len, units)) / len(d) for d in units]  # each length counts the same
+        together = np.concatenate([d * weight for d, weight in zip(units, weights)])
+        least = max(weight * test[-1] for weight, test in zip(weights, tests))
+        tests.append((None, means, together, least))
+    p = np.array([p_values(d, least) for *_, d, least in tests])
+    return [
+        Difference(n, float(a.mean()), float(b.mean()), *interval(d, least), float(p), float(corrected), len(d))
+        for (n, (a, b), d, least), p, corrected in zip(tests, p, holm(p))
+    ]
+
+
+def conclusion(name: str, other: str, first: Result, second: Result, differences: Sequence[Difference]) -> str:
+    """Return in a sentence or two which of two models has more right, and where that is sure."""
+    verb, size = VERBS[first.kind], unit(first)
+    sentences = further(name, other, first, second)
+    claims = []
+    for better, worse, sign in ((other, name, 1), (name, other, -1)):
+        where = [d.length for d in differences if d.sure and (d.second - d.first) * sign > 0]
+        lengths = [n for n in where if n is not None]
+        if where:
+            tested = sum(d.length is not None for d in differences)
+            span = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") if lengths else ""
+            at = f"at {len(lengths)} of {tested} lengths, {span} {size}" if lengths else "in the mean over all lengths"
+            claims.append(f"{better} {verb} more than {worse} {at}")
+    if claims:
+        sentences.append(f"{'; '.join(claims)}: sure.")
+    elif not sentences:
+        needed = math.ceil(math.log2(2 * len(differences) / RISK))
+        pairs = max(d.pairs for d in differences)
+        few = f"; {needed} repeats are needed to show one at a single length" if pairs < needed else ""
+        sentences.append(f"No difference between {name} and {other} is sure{few}.")
+    return " ".join(sentences)
+
+
+def further(name: str, other: str, first: Result, second: Result) -> list[str]:
+    """Return whose fine and whose coarse length is larger, where that is sure; the results need not be paired.
+
+    The risk of 5 % is shared by two methods, two models and which of them is ahead.
+    """
+    sentences = []
+    if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
+        return sentences
+    for method in METHODS:
+        a, b = (curve.interval(method, 1 - RISK / 4) for curve in (first, second))
+        for better, worse, ahead, behind in ((other, name, b, a), (name, other, a, b)):
+            if behind.high is not None and ahead.low >= behind.high:
+                sentences.append(
+                    f"{better} copies further than {worse}: {method} length at least {ahead.low:,} against below "
+                    f"{behind.high:,} tokens, sure."
+                )
+    return sentences
