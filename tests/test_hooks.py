@@ -54,6 +54,13 @@ HOOKS = [
         "def lazy_import_flash_attention(",
         "candidates of auto",
     ),
+    ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
+    (
+        "_are_functorch_transforms_active",
+        "torch.autograd:Function",
+        "torch._C._are_functorch_transforms_active()",
+        "same",
+    ),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
     ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),

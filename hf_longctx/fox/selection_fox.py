@@ -2,8 +2,9 @@
 
 The first call on a GPU, for a dtype, a size of heads, a kind of work and a length, compares every candidate with the
 definition in float64 and times it. The order is kept in a file, which all processes of the machine share: the first of
-them measures, the others wait for it. Elsewhere than on a GPU, "auto" is "sdpa". While torch compiles or a CUDA graph
-is captured nothing can be measured: what an earlier call of the same kind took is taken, "sdpa" if there was none.
+them measures, the others wait for it. Elsewhere than on a GPU, and under transforms of torch.func, "auto" is "sdpa".
+While torch compiles or a CUDA graph is captured nothing can be measured: what an earlier call of the same kind took is
+taken, "sdpa" if there was none.
 """
 
 import copy
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 import transformers
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils import WeakFileLock
+from torch.autograd import forward_ad
 from torch.utils.benchmark import Timer
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
@@ -32,7 +34,7 @@ from transformers.utils import (
 
 from .attention_fox import autocast_dtype, fold_keys, forgetting_attention_ref, running_sum
 from .backend_fox import GATED, NAME, SDPA, attend
-from .budget_fox import EPS, draw, find_errors, run, run_exact, run_plain
+from .budget_fox import EPS, FOLDED_DLOG_F, draw, find_errors, run, run_exact, run_plain
 from .call_fox import Call
 from .inputs_fox import read_call
 from .kernels_fox import triton
@@ -71,11 +73,35 @@ class Case(NamedTuple):
     length: int = 0
 
 
+class Finding(NamedTuple):
+    """What was found of one implementation, for a `Case`.
+
+    errors: {result: (how far it is from the definition, how far it may be)}, shares of the result's norm.
+    milliseconds: of a call, None if it is wrong.
+    failure: the exception that it raised, in words.
+    out_of_memory: that was for want of memory, and may be different another time.
+    """
+
+    errors: dict[str, tuple[float, float]] = {}
+    milliseconds: float | None = None
+    failure: str | None = None
+    out_of_memory: bool = False
+
+    def mistake(self) -> str | None:
+        """Return the worst error in words, None if all are within the budget."""
+        wrong = {name: pair for name, pair in self.errors.items() if not pair[0] <= pair[1]}
+        if not wrong:
+            return None
+        name, (error, allowed) = max(wrong.items(), key=lambda item: item[1][0] / item[1][1])
+        return f"{name} is {error:.2%} of its norm off, where {allowed:.2%} are rounding"
+
+
 class Order(NamedTuple):
     """What was found for a `Case`: the time of right implementations, the fastest first, and errors of wrong ones."""
 
     milliseconds: dict[str, float]
     wrong: dict[str, str]
+    out_of_memory: bool = False  # of one of them, or more
 
 
 ORDERS: dict[tuple[torch.device, Case], Order] = {}
@@ -92,7 +118,7 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
     """
     chosen = copy.copy(config)
     chosen._attn_implementation_internal = "sdpa"
-    if x.device.type not in MEASURED or config.forget_gate == "none":
+    if x.device.type not in MEASURED or config.forget_gate == "none" or is_transformed():
         return chosen
     training, dtype = torch.is_grad_enabled(), autocast_dtype(x.device) or x.dtype
     work = "training" if training else "prefill" if x.shape[1] > DECODE_ROWS else "decoding"
@@ -110,6 +136,11 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
         barred += FLASH  # they would take free slots for tokens
     chosen._attn_implementation_internal = next((name for name in names if name not in barred), "sdpa")
     return chosen
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func, or forward-mode differentiation, reads the call: not all kernels have derivatives."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def cached_length(cache) -> int:
@@ -147,8 +178,9 @@ def rank(case: Case, config, layer_class, device: torch.device) -> list[str]:
             order = read_orders().get(key)
             if order is None:
                 order = measure(case, config, layer_class, device)
-                with suppress(OSError):
-                    write_orders(read_orders() | {key: order})
+                if order.milliseconds and not order.out_of_memory:  # of which only this process shall know
+                    with suppress(OSError):
+                        write_orders(read_orders() | {key: order})
         for name, error in order.wrong.items():
             logger.warning_once(
                 f"attn_implementation={name!r} computes FoX wrongly on this machine and is not used: {error}."
@@ -195,7 +227,18 @@ def write_orders(orders: dict[str, Order]) -> None:
 
 def measure(case: Case, config, layer_class, device: torch.device) -> Order:
     """Compare every candidate with the definition, and time those that are right."""
-    milliseconds, wrong = {}, {}
+    findings = examine(case, config, layer_class, device)
+    times = {name: found.milliseconds for name, found in findings.items() if found.milliseconds is not None}
+    return Order(
+        dict(sorted(times.items(), key=lambda item: item[1])),
+        {name: mistake for name, found in findings.items() if (mistake := found.mistake())},
+        any(found.out_of_memory for found in findings.values()),
+    )
+
+
+def examine(case: Case, config, layer_class, device: torch.device) -> dict[str, Finding]:
+    """Return what is found of each candidate that is installed."""
+    findings = {}
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.autocast(device.type, enabled=False),
@@ -207,20 +250,24 @@ def measure(case: Case, config, layer_class, device: torch.device) -> Order:
         timed = draw_for(case, 1, heads, case.length, device)
         timed[3] = slow_gates(timed[3])
         for name in CANDIDATES:
+            if name in FLASH and not FLASH[name]():
+                continue
             try:
                 if name in FLASH:
-                    if not FLASH[name]():
-                        continue
                     lazy_import_flash_attention(name)
-                error = find_mistake(name, case, config, layer_class, checks)
-                if error is None:
+                found = Finding(compare(name, case, config, layer_class, checks))
+                if found.mistake() is None:
                     attention = attention_of(name, case, config, layer_class, timed)
-                    milliseconds[name] = 1e3 * seconds(lambda: compute(case, attention, timed))  # noqa: B023
-                else:
-                    wrong[name] = error
+                    milliseconds = 1e3 * seconds(lambda: compute(case, attention, timed))  # noqa: B023
+                    found = found._replace(milliseconds=milliseconds)
             except Exception as error:  # it has no kernel for this GPU, dtype or width, or no memory is left
-                logger.info(f"attn_implementation={name!r} cannot compute FoX here: {type(error).__name__}: {error}")
-    return Order(dict(sorted(milliseconds.items(), key=lambda item: item[1])), wrong)
+                found = Finding(
+                    failure=f"{type(error).__name__}: {error}",
+                    out_of_memory=isinstance(error, (torch.OutOfMemoryError, MemoryError)),
+                )
+                logger.info(f"attn_implementation={name!r} cannot compute FoX here: {found.failure}")
+            findings[name] = found
+    return findings
 
 
 def draw_for(case: Case, batch: int, heads: int, length: int, device: torch.device) -> list[torch.Tensor]:
@@ -259,22 +306,28 @@ def with_results(case: Case, inputs):
 
 
 class Cached(NamedTuple):
-    """The cached tokens, as a `CachedLayer`, to which the new one has been appended already."""
+    """The cached tokens, as a `CachedLayer`: none, or `keys` and `values`, which hold the new token already.
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    before: c of the last cached token, (B, H, 1).
+    """
+
     before: torch.Tensor
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     cache: None = None
 
     def decay(self, c):
         return self.before
 
     def append(self, k, v):
-        return self.keys, self.values
+        return (k, v) if self.keys is None else (self.keys, self.values)
 
 
 def attention_of(name: str, case: Case, config, layer_class, inputs):
-    """Return a function of q, k, v and log f, of shapes as in `inputs`, that runs `name` as a layer does."""
+    """Return a function of q, k, v and log f, of shapes as in `inputs`, that runs `name` as a layer does.
+
+    Prefill fills a cache, whose keys are folded for all implementations.
+    """
     q, k, v, log_f, _ = inputs
     config = copy.copy(config)
     config._attn_implementation_internal = name
@@ -285,9 +338,11 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
     if case.work == "decoding":
         c = running_sum(log_f)
         keys = fold_keys(k, c, layer.scaling)
-        past = Cached(keys, F.pad(v, (0, keys.shape[-1] - v.shape[-1])), c[..., -2:-1])
+        past = Cached(c[..., -2:-1], keys, F.pad(v, (0, keys.shape[-1] - v.shape[-1])))
     else:
         call = read_call(config, q.new_zeros(len(q), q.shape[2], 1), None, None, None)
+        if case.work == "prefill":
+            past = Cached(torch.zeros_like(log_f[..., :1]))
 
     def attention(q, k, v, log_f):
         k, v, log_f = (x[:, :, -q.shape[2] :] for x in (k, v, log_f))
@@ -296,22 +351,23 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
     return attention
 
 
-def find_mistake(name: str, case: Case, config, layer_class, checks) -> str | None:
-    """Return how far an implementation is from the definition in words, None if it is within the budget."""
+def compare(name: str, case: Case, config, layer_class, checks) -> dict[str, tuple[float, float]]:
+    """Return the `errors` of a `Finding`: for each result, of the check in which it uses most of its budget."""
+    worst = {}
     for inputs, plain, exact in checks:
         fast = compute(case, attention_of(name, case, config, layer_class, inputs), inputs)
         limits = {}
         if name not in GATED:  # logits hold c_j in place of c_i - c_j; gradients of keys are rounded, then summed up
             limits["resolution"] = EPS * inputs[3].sum(-1).abs().max().item()
-            limits["dlog_f"] = 1e-3 if case.dtype == torch.float32 else 0.06
+            limits["dlog_f"] = FOLDED_DLOG_F[case.dtype]
         elif case.pruned:
             limits["resolution"] = 2 * math.exp(config.log_pruning_tolerance)
         errors = find_errors(fast, plain, exact, inputs, **limits)
         for (result, (error, _, allowed)), x in zip(errors.items(), exact):
-            if not error <= allowed:
-                norm = x.norm().item()
-                return f"{result} is {error / norm:.2%} of its norm off, where {allowed / norm:.2%} are rounding"
-    return None
+            pair = tuple(y / x.norm().item() for y in (error, allowed))
+            if result not in worst or not pair[0] / pair[1] <= worst[result][0] / worst[result][1]:
+                worst[result] = pair
+    return worst
 
 
 def seconds(function) -> float:

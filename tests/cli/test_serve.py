@@ -15,7 +15,7 @@ from commands import Command
 from demo_model import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx import HMTConfig, HMTWrapper, cli
+from hf_longctx import FoxForCausalLM, HMTConfig, HMTWrapper, cli
 
 
 PROMPTS = ["The import statement", "If a class", "An exception", "Coroutines are"]
@@ -26,6 +26,26 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     assert cli.main(["serve", str(DEMO)]) == 2
     assert "pip install 'hf-longctx[serve]'" in capsys.readouterr().err
+
+
+def test_a_served_fox_chooses_its_attention(monkeypatch):
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    from transformers.cli.serving import model_manager, server
+
+    monkeypatch.setattr(server, "build_server", server.build_server)  # puts back what the command replaces
+    for name in ("FoxForCausalLM", "HMTWrapper"):
+        monkeypatch.setattr(model_manager.transformers, name, None, raising=False)
+    loaded = []
+
+    def load(app, *args, **options):
+        find = model_manager.transformers.FoxForCausalLM.from_pretrained
+        loaded.extend(find(DEMO, attn_implementation=name) for name in (None, "eager"))
+
+    monkeypatch.setattr("typer.Typer.__call__", load)
+    assert cli.main(["serve", str(DEMO)]) == 0
+    assert [model.config._attn_implementation for model in loaded] == ["auto", "eager"]
+    assert all(type(model) is FoxForCausalLM for model in loaded)
 
 
 @contextmanager

@@ -3,12 +3,17 @@
 A CPU stands for the GPU, and Triton's interpreter for its kernels; times are made up.
 """
 
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_fox import NO_TRITON, ROPE, TINY, make_from, tokens
+import torch.distributed as dist
+from tiny_fox import NO_TRITON, ROPE, TINY, make_from, skip_without_triton, tokens
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -59,9 +64,8 @@ def no_kernel(*args, **kwargs):
 WRONG = {"wrong_gradient": wrong_gradient, "without_gate": without_gate, "no_kernel": no_kernel}
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """Return names in the order of their made-up times; the interpreter is fastest of the right ones."""
+def pretend(monkeypatch, folder, times):
+    """Make a CPU the GPU; `times` are made up. Return names in the order in which they are measured."""
     for name, function in WRONG.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
@@ -69,13 +73,18 @@ def machine(monkeypatch, tmp_path):
     names = [*WRONG, *([] if NO_TRITON else ["forgetting_triton"]), "sdpa"]
     monkeypatch.setattr(selection_fox, "CANDIDATES", names)
     monkeypatch.setattr(selection_fox, "MEASURED", ["cpu"])
-    monkeypatch.setattr(selection_fox, "FILE", tmp_path / "home" / "attention.json")
+    monkeypatch.setattr(selection_fox, "FILE", Path(folder) / "home" / "attention.json")
     monkeypatch.setattr(selection_fox, "CHECKED", ((1, 1, 37),))
     monkeypatch.setattr(selection_fox, "ORDERS", {})
     monkeypatch.setattr(selection_fox, "LATEST", {})
-    times = iter(range(1000))
     monkeypatch.setattr(selection_fox, "seconds", lambda function: next(times))
     return names
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine on which the interpreter is fastest of the right ones."""
+    return pretend(monkeypatch, tmp_path, itertools.count())
 
 
 @pytest.mark.parametrize(
@@ -165,15 +174,74 @@ def test_calls_that_the_fastest_cannot_compute_take_another(machine, used, monke
 
 
 @torch.no_grad()
-def test_while_compiling_what_was_found_before_is_taken(machine, used):
+@pytest.mark.parametrize("fastest", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)])
+def test_while_compiling_what_was_found_before_is_taken(fastest, machine, monkeypatch):
     torch.compiler.reset()
-    model, ids = make("llama"), tokens(1, 20)
+    monkeypatch.setattr(selection_fox, "CANDIDATES", [fastest])
+    model, ids, graphs = make("llama"), tokens(1, 20), []
     want = model(ids, use_cache=False).logits
-    fastest = used[-1]
-    used.clear()
-    compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="eager", fullgraph=True)
+    monkeypatch.setattr(selection_fox, "measure", None)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(ids), want)
-    assert set(used) <= {fastest}
+    called = " ".join(str(node.target) for node in graphs[0].graph.nodes)
+    assert ("fox_forward" in called, "scaled_dot" in called) == (fastest != "sdpa", fastest == "sdpa")
+
+
+@torch.no_grad()
+def test_transforms_of_torch_func_take_sdpa(machine, used, monkeypatch):
+    """No derivative is asked of kernels that have none, and nothing is measured there."""
+    monkeypatch.setattr(selection_fox, "measure", None)
+    model, embeds = make("llama"), torch.randn(1, 5, 32)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (embeds,), (embeds,))
+        with forward_ad.dual_level():
+            model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
+        torch.func.grad(lambda x: model(inputs_embeds=x).logits.sum())(embeds)
+    assert set(used) == {"sdpa"}
+
+
+def test_what_ran_out_of_memory_is_tried_again_by_the_next_process(machine, used, monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, ids = make(), tokens(1, 20)
+    with monkeypatch.context() as patch:
+        patch.setitem(backend_fox.GATED, "forgetting_triton", no_memory)
+        patch.setattr(backend_fox, "forgetting_triton_attention", no_memory)
+        patch.setattr(selection_fox, "CANDIDATES", ["forgetting_triton", "sdpa"])
+        model(ids)
+        assert used[-1] == "sdpa" and not selection_fox.read_orders()
+        patch.setattr(selection_fox, "measure", None)  # this one has measured
+        model(ids)
+    selection_fox.ORDERS.clear()
+    model(ids)
+    assert used[-1] == (machine[-2] if "forgetting_triton" in machine else "sdpa") and selection_fox.read_orders()
+
+
+def choose_at_once(folder):
+    """Choose while the other process does; by itself, each would find another order."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, folder, itertools.count(0, -1 if rank else 1))
+        patch.setattr(selection_fox, "CANDIDATES", ["sdpa", "eager"])
+        measured = []
+        patch.setattr(selection_fox, "measure", lambda *args: measured.append(args) or measure(*args))
+        model = make("llama")
+        dist.barrier()
+        names = model.rank_attention(20, False, torch.float32, "cpu")
+        result: list[Any] = [None] * 2
+        dist.all_gather_object(result, (names, len(measured)))
+    return result
+
+
+def test_two_processes_that_choose_at_once_take_the_same(two_processes, tmp_path):
+    (first, measured), (second, also) = two_processes(choose_at_once, str(tmp_path))
+    assert first == second and sorted(first) == ["eager", "sdpa"] and measured + also == 1
 
 
 def test_generation_in_every_cache(machine, used):
