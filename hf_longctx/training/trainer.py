@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from .gate_statistics import ForgetGateStatistics
+from .loss_in_pieces import LossInPieces, fits
 from .run_folder import UNFINISHED, explain_full_disk, flush
 from .sequence_parallel import SequenceShard, check_arguments
 
@@ -72,6 +74,10 @@ class ResumableTrainer(Trainer):
             self.loss_options["skip_logits"] = True
         elif getattr(base, "reads_in_segments", False):
             self.loss_options["logits_to_keep"] = 1
+        # both of these need logits, and ZeRO-3 has the weights of the head only while the head is called
+        needs_logits = self.label_smoother is not None or self.compute_loss_func is not None
+        others = bool(self.loss_options.keys() - {"shard"}) or needs_logits or self.is_deepspeed_enabled
+        self.loss_context = nullcontext() if others or not fits(base) else LossInPieces(base)
 
     def create_accelerator_and_postprocess(self):
         check_arguments(self.args)
@@ -106,7 +112,8 @@ class ResumableTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, {**inputs, **self.loss_options}, *args, **kwargs)
+        with self.loss_context:
+            return super().compute_loss(model, {**inputs, **self.loss_options}, *args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         with torch.random.fork_rng(devices=[]):  # a loader draws a number for its workers, and dropout would shift

@@ -2,30 +2,35 @@
 
     python -m scripts.bench.training_memory [--device cpu|cuda] [--models tiny 125M] [--lengths 1024 4096]
 
-A step is a forward and backward pass over one row and an update by AdamW, of a FoX (Pro) with weights in float32; on a
-GPU the passes run in bfloat16 on the Triton kernels. Figures are of the second step, weights, gradients and moments
-included: allocated memory on a GPU, and on a CPU the resident memory of a fresh process, less that before the model
-was made. "in pieces" is the loss without all logits at once. The columns of shards are `--sequence-parallel` with
-pieces and checkpointing, in one of the processes; the others are pretended, as their data do not matter to memory.
-Buffers of DDP, a copy of the gradients, are not included. A figure of 0 means that the memory was not enough.
+A step is a forward and backward pass over one row and an update by AdamW, of a FoX (Pro) or a Llama with weights in
+float32; on a GPU the passes run in bfloat16, those of FoX on the Triton kernels. Figures are of the second step,
+weights, gradients and moments included: allocated memory on a GPU, and on a CPU the resident memory of a fresh
+process, less that before the model was made. "in pieces" is the loss without all logits at once. The columns of
+shards are `--sequence-parallel` with pieces and checkpointing, in one of the processes; the others are pretended, as
+their data do not matter to memory. Buffers of DDP, a copy of the gradients, are not included. A figure of 0 means
+that the memory was not enough.
 """
 
 import gc
+from contextlib import nullcontext
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox import FoxConfig
 from hf_longctx.training.data import make_row
+from hf_longctx.training.loss_in_pieces import LossInPieces
 from hf_longctx.training.recipes import PRESETS, TrainSettings
 from hf_longctx.training.sequence_parallel import SequenceShard
 from scripts.bench import common
 
 
 TABLE = """
-| model | parameters | tokens | plain MB | loss in pieces | checkpointing | both | of 2 shards | of 4 shards |
-| {model} | {millions:.0f} M | {tokens} | {plain:.0f} | {pieces:.0f} | {checkpointing:.0f} | {both:.0f} | {shards_2:.0f} |\
+| model | size | parameters | tokens | plain MB | loss in pieces | checkpointing | both | of 2 shards | of 4 shards |
+| {architecture} | {model} | {millions:.0f} M | {tokens} | {plain:.0f} | {pieces:.0f} | {checkpointing:.0f} | {both:.0f} | {shards_2:.0f} |\
  {shards_4:.0f} |
 """
 VARIANTS = {  # loss in pieces, checkpointing, processes that share a row
@@ -42,22 +47,27 @@ DEFAULTS = {
 }
 
 
-def make_config(name, length, vocab):
-    settings = TrainSettings(preset=name, pro=True, sequence_length=length, data="-", tokenizer="-", output="-")
-    return FoxConfig.pro(vocab_size=vocab, **settings.resolve().model_sizes())
-
-
-def make_model(name, length, vocab, device):
+def make_model(architecture, name, length, vocab, device):
+    is_fox = architecture == "fox"
+    settings = TrainSettings(preset=name, architecture=architecture, pro=is_fox, sequence_length=length)
+    settings.data = settings.tokenizer = settings.output = "-"
+    make_config = FoxConfig.pro if is_fox else LlamaConfig
     with torch.device(device):
-        model = FoxForCausalLM(make_config(name, length, vocab))
-    model.set_attn_implementation("forgetting_triton" if device == "cuda" else "sdpa")
+        config = make_config(vocab_size=vocab, **settings.resolve().model_sizes())
+        model = AutoModelForCausalLM.from_config(config)
+    model.set_attn_implementation("forgetting_triton" if device == "cuda" and is_fox else "sdpa")
     return model.train()
 
 
-def peak_mb(name, length, vocab, device, pieces, checkpointing, size):
+def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, size):
     """MB at the peak of the second step."""
     before = common.resident_mb("VmRSS")
-    model = make_model(name, length, vocab, device)
+    model = make_model(architecture, name, length, vocab, device)
+    options, in_pieces = {}, nullcontext()
+    if architecture == "fox":
+        options["skip_logits"] = pieces
+    elif pieces:
+        in_pieces = LossInPieces(model)
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -69,8 +79,8 @@ def peak_mb(name, length, vocab, device, pieces, checkpointing, size):
         batch = {name: x.to(device) for name, x in shard.collate([row]).items()} | {"shard": shard}
 
     def step():
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = model(**batch, skip_logits=pieces, num_items_in_batch=length).loss
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), in_pieces:
+            loss = model(**batch, **options, num_items_in_batch=length).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -93,15 +103,15 @@ def measure(args):
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name in args.models:
-        with torch.device("meta"):
-            model = FoxForCausalLM(make_config(name, args.lengths[0], args.vocab))
-        heads, row = model.config.num_key_value_heads, {"model": name, "millions": model.num_parameters() / 1e6}
+    for architecture, name in product(("fox", "llama"), args.models):
+        model = make_model(architecture, name, args.lengths[0], args.vocab, "meta")
+        heads = model.config.num_key_value_heads if architecture == "fox" else 1  # others share no rows
+        row = {"architecture": architecture, "model": name, "millions": model.num_parameters() / 1e6}
         for length in args.lengths:
             peaks = {}
             for variant, (*options, size) in VARIANTS.items():
                 if heads % size == 0:
-                    cell = name, length, args.vocab, args.device, *options, size
+                    cell = architecture, name, length, args.vocab, args.device, *options, size
                     peaks[variant] = (
                         peak_mb(*cell) if args.device == "cuda" else common.in_fresh_process(peak_mb, *cell)
                     )
@@ -113,7 +123,7 @@ def measure(args):
 def table(result):
     s = result["settings"]
     how = "bfloat16 over float32 weights" if s["device"] == "cuda" else "float32"
-    return f"FoX (Pro), vocabulary {s['vocab']}, one row, {how}.\n\n{common.markdown(result['rows'], TABLE)}"
+    return f"FoX (Pro) and Llama, vocabulary {s['vocab']}, one row, {how}.\n\n{common.markdown(result['rows'], TABLE)}"
 
 
 def main(arguments=None):

@@ -22,7 +22,7 @@ TINY = {
     "training_memory": "--models tiny --lengths 16 --vocab 64",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14, "training_memory": 1}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14}  # 2 elsewhere
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from transformers.integrations import deepspeed
 from hf_longctx.cli import main
 from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import read_result, rope_base_bound
+from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.adapters import load_adapter
+from hf_longctx.training.loss_in_pieces import LossInPieces
 from hf_longctx.training.model_init import build_new_model, extend_rope, load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import dry_run, train
@@ -73,6 +75,26 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
     assert (logits(model) - start).abs().max() > 0.01
     torch.testing.assert_close(logits(adapted), logits(model), atol=1e-5, rtol=1e-5)
     assert model.config.tie_word_embeddings == (model.get_input_embeddings().weight is model.lm_head.weight)
+
+
+def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, monkeypatch):
+    made = []
+
+    def make_small_pieces(model):
+        made.append(LossInPieces(model, logits_at_once=10 * VOCABULARY))
+        return made[-1]
+
+    monkeypatch.setattr(trainer_module, "LossInPieces", make_small_pieces)
+    losses = {}
+    for in_pieces in (True, False):
+        if not in_pieces:
+            monkeypatch.setattr(trainer_module, "fits", lambda model: False)
+        folder = tmp_path / str(in_pieces)
+        assert train(settings(llama, folder, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in lines]
+    assert len(made) == 1 and len(losses[True]) == 4
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])

@@ -1,0 +1,120 @@
+"""The loss of a causal language model without all logits at once: for large vocabularies they take most of the memory.
+
+The forward pass is the model's own, but its head hands on the hidden states. The loss has the head make the logits of
+some tokens at a time, and again in the backward pass, so that those of one piece are in memory.
+"""
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; fewer rows make slow products where the vocabulary is large
+
+
+class LossInPieces:
+    """A context in which a model returns its loss as it otherwise would, and hidden states in the place of logits.
+
+    Soft caps (Gemma) and scales (Granite, Cohere, Falcon-H1) of the logits are those of the model's configuration.
+
+    Args:
+        model: a causal language model for which `fits` is true.
+        logits_at_once: how many a piece has, at least those of one token.
+    """
+
+    def __init__(self, model: Any, logits_at_once: int = LOGITS_AT_ONCE):
+        self.model, self.head, self.logits_at_once = model, model.get_output_embeddings(), logits_at_once
+        self.project, self.functions = self.head.forward, (self.keep, self.loss)
+
+    def __enter__(self):
+        self.head.forward, self.model.loss_function = self.functions
+        return self
+
+    def __exit__(self, *error):
+        del self.head.forward, self.model._loss_function, self.hidden_states
+
+    def keep(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Remember what the head is given, and return it."""
+        self.hidden_states = hidden_states
+        return hidden_states
+
+    def loss(
+        self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+    ) -> torch.Tensor:
+        """Compute `ForCausalLMLoss` of the logits of the remembered hidden states; a scalar, fp32."""
+        hidden_states = self.hidden_states.flatten(0, -2)  # (tokens, hidden)
+        if shift_labels is None:
+            shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        shift_labels = shift_labels.flatten().to(hidden_states.device)
+        tokens = max(1, self.logits_at_once // self.model.config.get_text_config().vocab_size)
+        pieces = list(zip(hidden_states.split(tokens), shift_labels.split(tokens)))
+
+        def sum_of(piece, targets):
+            scores = finish(self.model, self.project(piece)).float()
+            return F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")
+
+        if len(pieces) == 1:
+            loss = sum_of(*pieces[0])
+        else:
+            loss = torch.stack([checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]).sum()
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != ignore_index).sum()
+        return loss / num_items_in_batch
+
+
+def finish(model: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits with the scale and the soft cap of the model's configuration."""
+    config = model.config.get_text_config()
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            logits = logits * getattr(config, name)
+    if getattr(config, "logits_scaling", None) is not None:
+        logits = logits / config.logits_scaling
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+@torch.no_grad()
+def fits(model: Any) -> bool:
+    """Return whether the loss in pieces is the model's own, by a trial in which the decoder returns random states."""
+    head, decoder = model.get_output_embeddings(), model.base_model
+    if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
+        return False
+    weight = head.weight
+    width = model.config.get_text_config().hidden_size
+    states = 10 * torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
+    states = states.to(weight.device, weight.dtype)
+    ids = torch.arange(5, device=weight.device)[None]
+    with replaced_forward(decoder, lambda *args, **kwargs: DecoderOutput(last_hidden_state=states)):
+        try:
+            own = model(input_ids=ids, labels=ids, use_cache=False)
+            with LossInPieces(model):
+                in_pieces = model(input_ids=ids, labels=ids, use_cache=False)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            return False  # the loss is made in another way
+    return torch.allclose(own.loss, in_pieces.loss, rtol=1e-5)
+
+
+class DecoderOutput(BaseModelOutputWithPast):
+    """Output of a decoder whose states are known, and nothing else that some have, such as a cache of Mamba."""
+
+    def __getattr__(self, name):
+        return None
+
+
+@contextmanager
+def replaced_forward(module, forward):
+    """Let a module have another forward function."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+__all__ = ["LossInPieces", "fits"]
