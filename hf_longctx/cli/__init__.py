@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from .. import __version__
 from . import (
+    ask,
     card,
     compare,
     convert,
@@ -32,6 +33,7 @@ from . import (
     push_kernel,
     push_metric,
     push_space,
+    read,
     register_metrics,
     report,
     rope,
@@ -52,6 +54,8 @@ COMMANDS = {
     "lm-eval": lm_eval,
     "lm-eval-tasks": lm_eval_tasks,
     "generate": generate,
+    "read": read,
+    "ask": ask,
     "serve": serve,
     "gates": gates,
     "train": train,

@@ -5,6 +5,7 @@ Without --temperature, --top-p or --top-k, generation_config.json of the model s
 Examples:
   hf-longctx generate model_cards/fox-demo "She looked at him, and" --max-new-tokens 20
   hf-longctx generate MODEL "Which foxes are grey?" --chat --temperature 0 --json
+  hf-longctx generate MODEL "Who is Mr Darcy?" --state state.safetensors
   echo "She looked at him, and" | hf-longctx generate model_cards/fox-demo - --top-p 0.9 --stop .
 """
 
@@ -20,6 +21,19 @@ from . import shared
 def add_arguments(parser: ArgumentParser) -> None:
     shared.add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads it from standard input")
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="of `hf-longctx read`, or NAMESPACE/NAME@REVISION of one on the Hub: PROMPT follows the text that was read",
+    )
+    add_generation(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: prompt, text, tokens, finish_reason, settings"
+    )
+
+
+def add_generation(parser: ArgumentParser) -> None:
+    """Add the options of `respond`."""
     group = parser.add_argument_group("generation")
     group.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     group.add_argument("--temperature", type=float, metavar="T", help="of sampling; 0 = greedy")
@@ -29,9 +43,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--stop", action="append", metavar="STRING", help="end with the token that completes STRING; repeatable"
     )
     group.add_argument("--chat", action="store_true", help="PROMPT is the user's turn in the model's chat template")
-    group.add_argument(
-        "--json", action="store_true", help="print one JSON object: prompt, text, tokens, finish_reason, settings"
-    )
 
 
 def read_prompt(args: Namespace) -> str:
@@ -75,10 +86,14 @@ def configure(config: Any, args: Namespace) -> None:
     config.update(max_new_tokens=args.max_new_tokens, max_length=None, stop_strings=args.stop)
 
 
-def encode(args: Namespace, tokenizer: Any, prompt: str) -> Any:
-    """Return the tokens of the prompt, or raise ValueError if there are none or the chat template is missing."""
+def encode(args: Namespace, tokenizer: Any, prompt: str, continues: bool = False) -> Any:
+    """Return the tokens of the prompt, without special ones if it continues a text.
+
+    Raises:
+        ValueError: there are none, or the chat template is missing.
+    """
     if not args.chat:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not continues)
     elif tokenizer.chat_template is None:
         raise ValueError(
             f"--chat: the tokenizer of {args.model} has no chat template. Leave --chat out to continue the text, or save "
@@ -100,15 +115,21 @@ def is_end(token: int, eos_token_id: int | list[int] | None) -> bool:
 def run(args: Namespace) -> None:
     prompt = read_prompt(args)
     check(args, prompt)
-    import torch
-    from transformers import TextStreamer
-
     from ..fox import FoxPreTrainedModel
+    from ..hmt.reading import load_state
 
     model, tokenizer = shared.load_model(args)
     if FoxPreTrainedModel in type(model).mro():
         model.set_attn_implementation("auto")
-    inputs = encode(args, tokenizer, prompt).to(model.device)
+    respond(args, model, tokenizer, prompt, None if args.state is None else load_state(args.state, model))
+
+
+def respond(args: Namespace, model: Any, tokenizer: Any, prompt: str, state: Any = None) -> None:
+    """Print how the model continues the prompt, which follows the text of `state` if there is one."""
+    import torch
+    from transformers import TextStreamer
+
+    inputs = encode(args, tokenizer, prompt, continues=state is not None).to(model.device)
     config = model.generation_config
     configure(config, args)
     if config.pad_token_id is None:
@@ -126,6 +147,7 @@ def run(args: Namespace) -> None:
     torch.manual_seed(args.seed)
     ids = model.generate(
         **inputs,
+        **({} if state is None else {"state": state}),
         logits_processor=[refuse_nan],
         tokenizer=tokenizer if args.stop else None,
         streamer=None if args.json else TextStreamer(tokenizer, skip_prompt=args.chat, **text_options),
@@ -140,6 +162,12 @@ def run(args: Namespace) -> None:
             "text": text,
             "tokens": new.tolist(),
             "finish_reason": "stop" if ended else "length",
-            "settings": {"model": args.model, "chat": args.chat, **computed, **config.to_diff_dict()},
+            "settings": {
+                "model": args.model,
+                "chat": args.chat,
+                "state": args.state,
+                **computed,
+                **config.to_diff_dict(),
+            },
         }
         print(json.dumps(document, ensure_ascii=False))

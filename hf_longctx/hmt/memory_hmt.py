@@ -380,12 +380,13 @@ class HMTState:
             kv_mask = None if kv_mask is None else kv_mask.index_select(0, beam_idx.to(kv_mask.device))
             self.kv_cache, self.kv_mask = kv_cache, kv_mask
 
-    def save(self, path: str | Path, model: nn.Module | None) -> None:
+    def save(self, path: str | Path, model: nn.Module | None, about: dict | None = None) -> None:
         """Write a safetensors file from which `load` restores the state in any process.
 
         Args:
             model: the one that read the text. A sample of its weights is hashed, so that `load` knows them again.
                 None within a training, which changes them.
+            about: what else the file shall tell, as JSON.
 
         Raises:
             FileNotFoundError: there is no folder for the file.
@@ -394,6 +395,7 @@ class HMTState:
             raise FileNotFoundError(f"There is no folder {Path(path).parent} to save a state in.")
         metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "padded": self.padded})}
         metadata |= {"signature": json.dumps(self.signature), "weights": weights_hash(model)}
+        metadata |= {} if about is None else {"about": json.dumps(about)}
         tensors = self.tensors()
         if self.pages is not None:
             packed = [row.pack() for row in self.pages]

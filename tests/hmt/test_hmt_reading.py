@@ -1,0 +1,72 @@
+"""A text that is read once: in pieces, after an interruption, and from a file, it is the text read in one call."""
+
+import pytest
+import torch
+from tiny_hmt import ROUNDING, VOCAB, tiny_llama
+
+from hf_longctx.hmt import reading
+from hf_longctx.hmt.reading import describe, load_state, read_text
+
+
+TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune"
+
+
+def tokenizer(text, **options):
+    return {"input_ids": torch.tensor([[3 + ord(letter) % (VOCAB - 3) for letter in text]], dtype=torch.long)}
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
+def test_a_reading_that_was_killed_goes_on(make_wrapper, monkeypatch, tmp_path, mode):
+    model, file, question = make_wrapper(recall_mode=mode), tmp_path / "state.safetensors", torch.tensor([[5, 6, 7]])
+    text = TEXT if mode != "paper" else TEXT[:80]  # whole segments
+    monkeypatch.setattr(reading, "SEGMENTS", 2)
+    monkeypatch.setattr(reading, "SAVE_EVERY", 0)
+    calls = []
+
+    def counted(module, arguments, options):
+        calls.append(options["input_ids"].shape[1] if "input_ids" in options else arguments[0].shape[1])
+        if len(calls) == 3:
+            raise Killed
+
+    hook = model.register_forward_pre_hook(counted, with_kwargs=True)
+    with pytest.raises(Killed):
+        read_text(model, tokenizer, text, file, name="novel")
+    state = read_text(model, tokenizer, text, file, name="novel")
+    assert calls == [16, 16, *[16] * ((len(text) - 32) // 16 + 1), *[len(text) % 16] * (len(text) % 16 > 0)]
+    read_text(model, tokenizer, text, file, name="novel")  # nothing is left to read
+    hook.remove()
+    assert describe(file)["text"] == "novel" and describe(file)["tokens"] == state.position == len(text)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    with torch.no_grad():
+        expected = model(torch.cat([tokenizer(text)["input_ids"], question], 1)).logits[:, -3:]
+        for found in (state, load_state(file, model)):
+            torch.testing.assert_close(model(question, state=found).logits, expected, atol=ROUNDING, rtol=0)
+
+
+def test_what_would_be_a_wrong_memory_is_refused(make_wrapper, tmp_path):
+    model, file = make_wrapper(), tmp_path / "state.safetensors"
+    state = read_text(model, tokenizer, TEXT, file, name="novel")
+    with pytest.raises(ValueError, match="holds the memory of novel, another text"):
+        read_text(model, tokenizer, TEXT + "!", file)
+    with pytest.raises(ValueError, match="makes no token of novel"):
+        read_text(model, tokenizer, "", name="novel")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        read_text(model, tokenizer, TEXT, tmp_path / "no" / "x")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no memory to read a text into; wrap it"):
+        read_text(tiny_llama(), tokenizer, TEXT)
+    with pytest.raises(FileNotFoundError, match=r"no file .*x\.safetensors; `hf-longctx read"):
+        load_state(tmp_path / "x.safetensors", model)
+    state.save(tmp_path / "bare", model)
+    for other in ("bare", "no"):
+        (tmp_path / "no").write_text("no")
+        with pytest.raises(ValueError, match="is not a file of a text that was read"):
+            describe(tmp_path / other)
+    with torch.no_grad():
+        model.memory.wq.mul_(2)
+    for call in (lambda: load_state(file, model), lambda: read_text(model, tokenizer, TEXT, file)):
+        with pytest.raises(ValueError, match="made by other weights"):
+            call()
