@@ -1,11 +1,13 @@
 """Draw saved results of several models into one picture, and print their numbers side by side.
 
 The files are what one of `curve`, `loss`, `needle` or `lines` wrote. Each model is tested against the first, length by
-length, on the texts that both were measured on.
+length, on the texts that both were measured on. The effective length has an interval, under three rules; that of any
+other benchmark too, by a table of its counts, whose first line is length,correct,total or model,length,correct,total.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
   hf-longctx compare gpt2.json llama.json --output both.md
+  hf-longctx compare --counts ruler.csv
 """
 
 import argparse
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE.json", help="in the order of the picture")
+    parser.add_argument("files", nargs="*", metavar="FILE.json", help="in the order of the picture")
+    parser.add_argument("--counts", metavar="FILE.csv", help="counts of right answers by length, instead of results")
     parser.add_argument(
         "--output",
         default="comparison.png",
@@ -39,8 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..metrics import irrelevant_source_test, read_result
-    from ..metrics.report.comparison import compare, named
+    from ..metrics.report.comparison import compare, compare_counts, named
+    from ..metrics.report.effective import read_counts
 
+    if bool(args.files) == bool(args.counts):
+        raise ValueError("give result files, or --counts FILE.csv, and not both.")
+    if args.counts is not None:
+        if args.names is not None or args.test_sources:
+            raise ValueError(
+                "--names and --test-sources are for result files; a column model names those of --counts."
+            )
+        models, output = read_counts(args.counts), measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
+        print(compare_counts(models, output, title=args.title), end="")
+        print(f"wrote {output}")
+        return
     files = [Path(file) for file in args.files]
     if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):
         raise ValueError(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .report.card import eval_results as eval_results
     from .report.comparison import comparison_table as comparison_table
     from .report.comparison import plot_comparison as plot_comparison
+    from .report.effective import effective_length as effective_length
     from .report.measure_all import measure_all as measure_all
     from .report.page import write_report as write_report
     from .report.paired import paired_differences as paired_differences
@@ -60,6 +61,7 @@ _NAMES = {
     "report.card": "card_snippet eval_results",
     "report.comparison": "comparison_table plot_comparison",
     "result": "Result read_result",
+    "report.effective": "effective_length",
     "report.page": "write_report",
     "report.paired": "paired_differences",
     "report.measure_all": "measure_all",

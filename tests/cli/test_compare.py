@@ -23,8 +23,8 @@ def test_curves(files, capsys):
     assert cli.main(["compare", str(files / "fox.json"), str(files / "llama.json"), "--output", str(picture)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[2:4] == [
-        "| fox | - | about 590 repeats needed | at least 8 | >9, >9 | 9 | 8 to 9 | 32 |",
-        "| llama | - | about 1900 repeats needed | about 1900 repeats needed | 8, 8 | 8 | 8 to 9 | 32 |",
+        "| fox | - | about 590 repeats needed | at least 8 | >9, >9 | 9; unknown: more answers are needed | 8 to 9 | 32 |",
+        "| llama | - | about 1900 repeats needed | about 1900 repeats needed | 8, 8 | 8; unknown: more answers are needed | 8 to 9 | 32 |",
     ]
     assert picture.read_text().startswith("<?xml")
 
@@ -58,3 +58,17 @@ def test_what_cannot_be_compared(files, monkeypatch, capsys, arguments, message)
     monkeypatch.chdir(files)
     assert cli.main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_counts_of_other_benchmarks(files, capsys):
+    (files / "ruler.csv").write_text("model,length,correct,total\na,4096,480,500\na,8192,300,500\nb,4096,99,500\n")
+    for output in ("ruler.svg", "ruler.md"):
+        assert cli.main(["compare", "--counts", str(files / "ruler.csv"), "--output", str(files / output)]) == 0
+        printed = capsys.readouterr().out
+        assert "| a | RULER | 85.6% | 4096 | 4,096 to below 8,192 | 4096 to 8192 |" in printed
+        assert "| b | NoLiMa | 16.8% | 4096 | " in printed
+    assert (files / "ruler.md").read_text().startswith("# Effective length\n\n| model | rule |")
+    assert cli.main(["compare", str(files / "fox.json"), "--counts", str(files / "ruler.csv")]) == 2
+    assert cli.main(["compare"]) == 2
+    assert cli.main(["compare", "--counts", str(files / "ruler.csv"), "--names", "a"]) == 2
+    assert capsys.readouterr().err.count("hf-longctx: error: ") == 3

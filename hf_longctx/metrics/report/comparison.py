@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, dropwhile, takewhile
+from itertools import cycle
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from ..loss.plot import plot_losses
 from ..loss.result import PositionLoss
 from ..result import Result
 from ..retrieval.answers import Retrieval
+from .effective import effective_length, effective_rows
 from .paired import conclusion, further, paired_differences
 from .scores import by_length, unit
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 R = TypeVar("R", bound=Result)
-
-EFFECTIVE = 0.85  # copy accuracy that counts as effective; RULER's threshold for its tasks is 85.6 %
 
 
 def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str | None = None) -> str:
@@ -41,7 +40,8 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
         title: as for `plot_comparison`.
 
     Returns:
-        the numbers as a Markdown table, with a warning for each setting that differs, and `paired_text`.
+        the numbers as a Markdown table, with a warning for each setting that differs, `paired_text`, and effective
+        lengths by three rules.
 
     Raises:
         ValueError: the results are of several metrics, or of one without such a picture; or see `plot_comparison`.
@@ -67,7 +67,7 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
         text = loss_table(losses) if losses else score_table(results)
     unlike = differences(results)
     text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
-    text += paired_text(results)
+    text += paired_text(results) + ("" if losses else f"\n{markdown(*effective_rows(results))}")
     if Path(path).suffix == ".md":
         heading = title or next(iter(results.values())).title
         Path(path).write_text(f"# {heading}\n\n{text}", encoding="utf-8")
@@ -168,13 +168,6 @@ def differences(results: Mapping[str, Result]) -> list[str]:
     return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
 
 
-def effective_length(curve: ForgettingCurve) -> int:
-    """Return the end of the first stretch of lengths that are copied with an accuracy of 85 % or more, or 0."""
-    copied = [(p.length, p.copy_mean >= EFFECTIVE) for p in curve.points]
-    stretch = takewhile(lambda entry: entry[1], dropwhile(lambda entry: not entry[1], copied))
-    return max((length for length, _ in stretch), default=0)
-
-
 def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     """Return a table; a bar in a cell is escaped."""
     lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
@@ -183,7 +176,7 @@ def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
-    """Return the lengths of several models as a Markdown table, in tokens; see `effective_length`.
+    """Return the lengths of several models as a Markdown table, in tokens; the effective length by our own rule.
 
     Raises:
         ValueError: curves are missing, or one is without a point.
@@ -194,7 +187,8 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
         row = {"model": name, "data": curve.settings.get("data_type", "-")}
         row |= {f"{method}, 95 % sure": curve.interval(method).in_words() for method in METHODS}
         row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
-        row["effective (85 % copied)"] = effective_length(curve)
+        effective = effective_length(curve)
+        row["effective (85 % copied)"] = f"{effective.tokens}; {effective.interval}"
         row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
         row["training context"] = (train_lengths or {}).get(name, "-")
         row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
@@ -224,25 +218,65 @@ def score_table(results: Mapping[str, Result]) -> str:
     return markdown(columns, rows)
 
 
+def compare_counts(
+    models: Mapping[str, list[tuple[int, int, int]]], path: str | PathLike, *, title: str | None = None
+) -> str:
+    """Draw anybody's counts of right answers by length, and return effective lengths by three rules.
+
+    Args:
+        models: by the name of the model, rows of (length in tokens, right answers, answers); see `read_counts`.
+        path, title: as for `compare`.
+
+    Returns:
+        a Markdown table.
+
+    Raises:
+        ValueError: counts that cannot be; or matplotlib does not know the extension.
+    """
+    text = markdown(*effective_rows(models))
+    if Path(path).suffix == ".md":
+        Path(path).write_text(f"# {title or 'Effective length'}\n\n{text}", encoding="utf-8")
+    else:
+        shares = {name: {n: right / answers for n, right, answers in sorted(rows)} for name, rows in models.items()}
+        plot_shares(shares, path, title=title or "Right answers by length")
+    return text
+
+
 def plot_scores(results: Mapping[str, Result], path: str | PathLike, *, title: str | None = None) -> None:
-    """Draw the shares of right answers of several models by length, a line for each model.
+    """Draw the shares of right answers of several models by length.
 
     Args:
         results: needles or line retrievals, by the name of the model. The rest is as for `plot_comparison`.
     """
+    first = next(iter(results.values()))
+    shares = {name: {s.length: s.shares.mean() for s in by_length(result)} for name, result in results.items()}
+    plot_shares(shares, path, title=title or first.title, unit=unit(first), unlike=differences(results))
+
+
+def plot_shares(
+    models: Mapping[str, Mapping[int, float]],
+    path: str | PathLike,
+    *,
+    title: str,
+    unit: str = "tokens",
+    unlike: Sequence[str] = (),
+) -> None:
+    """Draw a line of shares for each model; `unlike` is named in the picture, see `differences`."""
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
-    for (name, result), colour, marker in zip(results.items(), cycle(style.MODELS), cycle(style.MARKERS)):
-        scores = by_length(result)
+    for (name, shares), colour, marker in zip(models.items(), cycle(style.MODELS), cycle(style.MARKERS)):
         line: dict[str, Any] = dict(color=colour, marker=marker, label=textwrap.fill(style.literal(name), 30))
-        axes.plot([s.length for s in scores], [s.shares.mean() for s in scores], **line)
-    first = next(iter(results.values()))
+        axes.plot([*shares], [*shares.values()], **line)
     style.percent_axis(axes)
     style.grid(axes)
-    style.strip_frame(axes, f"length of the prompt ({unit(first)})", "questions answered")
+    if all(logarithmic([*shares]) for shares in models.values()):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({n for shares in models.values() for n in shares}))
     axes.xaxis.set_major_formatter(style.TOKENS)
-    style.name_differences(axes, differences(results))
-    style.titled_legend(figure, axes.get_legend_handles_labels()[0], title or first.title)
+    style.strip_frame(axes, f"length of the prompt ({unit})", "questions answered")
+    axes.minorticks_off()
+    style.name_differences(axes, unlike)
+    style.titled_legend(figure, axes.get_legend_handles_labels()[0], title)
     figure.savefig(path)
 
 

@@ -221,12 +221,12 @@ def conclusion(name: str, other: str, first: Result, second: Result, differences
     sentences = further(name, other, first, second)
     claims = []
     for better, worse, sign in ((other, name, 1), (name, other, -1)):
+        tested = [d.length for d in differences if d.length is not None]
         where = [d.length for d in differences if d.sure and (d.second - d.first) * sign > 0]
         lengths = [n for n in where if n is not None]
         if where:
-            tested = sum(d.length is not None for d in differences)
-            span = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "") if lengths else ""
-            at = f"at {len(lengths)} of {tested} lengths, {span} {size}" if lengths else "in the mean over all lengths"
+            at = f"at {len(lengths)} of {len(tested)} lengths, {spans(tested, lengths)} {size}"
+            at = at if lengths else "in the mean over all lengths"
             claims.append(f"{better} {verb} more than {worse} {at}")
     if claims:
         sentences.append(f"{'; '.join(claims)}: sure.")
@@ -236,6 +236,19 @@ def conclusion(name: str, other: str, first: Result, second: Result, differences
         few = f"; {needed} repeats are needed to show one at a single length" if pairs < needed else ""
         sentences.append(f"No difference between {name} and {other} is sure{few}.")
     return " ".join(sentences)
+
+
+def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
+    """Name some of the tested lengths, neighbours by the first and the last of them.
+
+    >>> spans([8, 16, 32, 64, 128], [8, 32, 64, 128])
+    '8 and 32 to 128'
+    """
+    words = []
+    for found, run in itertools.groupby(tested, lambda n: n in lengths):
+        first, *rest = run
+        words += [f"{first:,}" + (f" to {rest[-1]:,}" if rest else "")] * found
+    return " and ".join(words)
 
 
 def further(name: str, other: str, first: Result, second: Result) -> list[str]:

@@ -19,11 +19,13 @@ class Score(NamedTuple):
         length: in tokens; of line retrieval, in lines.
         shares: of each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
         questions: in a unit: scored tokens of a target, depths of a haystack, 1 of a record.
+        tokens: the length in tokens, of line retrieval the mean over records.
     """
 
     length: int
     shares: np.ndarray
     questions: int
+    tokens: int
 
 
 def by_length(result: Result, replies: bool = True) -> list[Score]:
@@ -36,17 +38,19 @@ def by_length(result: Result, replies: bool = True) -> list[Score]:
         ValueError: the result is of another metric.
     """
     if isinstance(result, ForgettingCurve):
-        return [Score(p.length, np.array(p.copy_correct) / p.scored_tokens, p.scored_tokens) for p in result.points]
+        shares = ((p.length, np.array(p.copy_correct) / p.scored_tokens, p.scored_tokens) for p in result.points)
+        return [Score(*share, share[0]) for share in shares]
     field = "matched" if replies else "exact"
     if isinstance(result, LineRetrieval):
-        return [Score(p.lines, np.array([getattr(a, field) for a in p.answers], float), 1) for p in result.points]
+        shares = ((p.lines, np.array([getattr(a, field) for a in p.answers], float)) for p in result.points)
+        return [Score(*share, 1, round(p.mean_tokens)) for share, p in zip(shares, result.points)]
     if not isinstance(result, NeedleGrid):
         raise ValueError(f"a {type(result).__name__} has no scores by length; give curves, needle or line retrieval.")
     scores = []
     for length in result.lengths:
         cells = [[getattr(answer, field) for answer in c.answers] for c in result.cells if c.length == length]
         repeats = min(map(len, cells))  # all depths of a repeat are questions about one haystack
-        scores.append(Score(length, np.mean([cell[:repeats] for cell in cells], axis=0), len(cells)))
+        scores.append(Score(length, np.mean([cell[:repeats] for cell in cells], axis=0), len(cells), length))
     return scores
 
 

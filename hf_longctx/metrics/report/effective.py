@@ -1,0 +1,210 @@
+"""Effective length: how long a context may be until too little is right in it, with an interval, under three rules.
+
+The effective length is the largest tested length whose share of right answers reaches a threshold:
+
+- "ours": 85 %.
+- "RULER": 85.6 %, what Llama-2-7B had at 4,096 tokens (Hsieh et al. 2024).
+- "NoLiMa": 85 % of the base score, which is the best share of the lengths up to 1,000 tokens, or of the shortest if
+  there are none (Modarressi et al. 2025).
+
+None of the benchmarks says how sure its number is. Here each length has limits of its share, at a level that makes all
+statements right together in 95 % of all cases, whatever the curve is: of single answers those of Clopper and Pearson,
+which are exact. Answers within one text are alike, so of texts (targets, or haystacks of several questions) the
+*typical* one is judged: the limits are those of the median, which a sign test has. The lower end is the largest length
+that is above the threshold for sure; lengths share the risk, and one that is above it hands its share on to the next
+(fallback procedure, Wiens 2003). The upper end is the smallest from which on all lengths are below it for sure, tested
+from the longest down. For NoLiMa's rule, half of the risk is for the base.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import bdtr, betaincinv
+
+from ..result import Result
+from .scores import by_length
+
+
+RULES = {"ours": 0.85, "RULER": 0.856, "NoLiMa": 0.85}
+BASE = 1000  # NoLiMa's base score is measured up to here, in tokens
+
+
+class EffectiveLength(NamedTuple):
+    """How long a context may be, by one rule.
+
+    Attributes:
+        tokens: the largest tested length that reaches the threshold by its own counts; 0 if none does.
+        low: the largest tested length that reaches it for sure; 0 if none does.
+        high: the smallest tested length from which on none reaches it, for sure; None if none.
+        threshold: share of right answers, from 0 to 1.
+    """
+
+    tokens: int
+    low: int
+    high: int | None
+    threshold: float
+
+    @property
+    def interval(self) -> str:
+        """Return where the length lies, in words.
+
+        >>> EffectiveLength(8192, 4096, 16384, 0.85).interval, EffectiveLength(64, 0, None, 0.85).interval
+        ('4,096 to below 16,384', 'unknown: more answers are needed')
+        """
+        if self.high is None:
+            return f"at least {self.low:,}" if self.low else "unknown: more answers are needed"
+        return f"{self.low:,} to below {self.high:,}" if self.low else f"below {self.high:,}"
+
+
+class Shares(NamedTuple):
+    """What is known of one length.
+
+    Attributes:
+        length: in tokens.
+        share: the share of right answers, or the median over texts.
+        texts: shares of the texts, ascending; None for single answers.
+        right, answers: counts of single answers.
+    """
+
+    length: int
+    share: float
+    texts: np.ndarray | None = None
+    right: int = 0
+    answers: int = 0
+
+    def limit(self, level: float, direction: int) -> float:
+        """Return the lower limit (direction -1) or the upper one (1) of the share, wrong with this probability."""
+        if self.texts is None:
+            wrong = self.answers - self.right
+            if direction < 0:
+                return float(betaincinv(self.right, wrong + 1, level)) if self.right else 0.0
+            return float(betaincinv(self.right + 1, wrong, 1 - level)) if wrong else 1.0
+        n = len(self.texts)
+        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # texts that may lie beyond the limit
+        if not beyond:
+            return 0.0 if direction < 0 else 1.0
+        return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
+
+
+def shares_of(counts: Result | Sequence[tuple[int, int, int]]) -> list[Shares]:
+    """Return what is known of each length, ascending.
+
+    Raises:
+        ValueError: counts are missing, impossible, or given twice for a length.
+    """
+    if isinstance(counts, Result):
+        scores = by_length(counts)
+        if any(s.questions > 1 for s in scores):
+            return [Shares(s.tokens, float(np.median(s.shares)), np.sort(s.shares)) for s in scores]
+        rows = [(s.tokens, s.shares.sum(), len(s.shares)) for s in scores]
+    else:
+        rows = list(counts)
+    shares = []
+    for row in rows:
+        if len(row) != 3:
+            raise ValueError(f"counts must be rows of (length, right answers, answers), got {row!r}.")
+        length, right, answers = int(row[0]), int(row[1]), int(row[2])
+        if [length, right, answers] != [*row] or not (length > 0 and 0 <= right <= answers and answers > 0):
+            raise ValueError(
+                f"length {row[0]}: {row[1]} right of {row[2]} answers cannot be; give whole numbers, for each length how "
+                "many answers are right and how many there are."
+            )
+        shares.append(Shares(length, right / answers, None, right, answers))
+    lengths = [s.length for s in shares]
+    if not shares or len(set(lengths)) < len(lengths):
+        raise ValueError(f"counts must have one row for each of one or more lengths, got lengths {lengths}.")
+    return sorted(shares)
+
+
+def effective_length(
+    counts: Result | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
+) -> EffectiveLength:
+    """Find how long a context may be until too little is right in it, and where that length lies for sure.
+
+    Args:
+        counts: for each length in tokens, how many answers are right, and of how many; for any benchmark. Or a
+            forgetting curve, needle or line retrieval.
+        rule: "ours", "RULER" or "NoLiMa"; see the head of this file.
+        confidence: between 0 and 1.
+
+    Raises:
+        ValueError: the rule is unknown, or the counts cannot be.
+
+    >>> effective_length([(4096, 480, 500), (8192, 455, 500), (16384, 430, 500), (32768, 300, 500)], "RULER")[:3]
+    (16384, 8192, 32768)
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
+    shares, risk = shares_of(counts), (1 - confidence) / 2
+    threshold = most = least = RULES[rule]
+    if rule == "NoLiMa":
+        risk /= 2
+        base = [s for s in shares if s.length <= BASE] or shares[:1]
+        threshold *= max(s.share for s in base)
+        most *= max(s.limit(risk, 1) for s in base)  # that of the best one suffices
+        least *= max(s.limit(risk / len(base), -1) for s in base)
+    low, high, level = 0, None, 0.0
+    for s in shares:
+        level += risk / len(shares)
+        if s.limit(level, -1) >= most:
+            low = s.length
+        else:
+            level = 0
+    for s in reversed(shares):
+        if s.limit(risk, 1) >= least:
+            break
+        high = s.length
+    return EffectiveLength(max((s.length for s in shares if s.share >= threshold), default=0), low, high, threshold)
+
+
+def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
+    """Read a CSV with the columns length, correct and total, and model if there are several.
+
+    Returns:
+        by model, rows for `effective_length`.
+
+    Raises:
+        ValueError: a column is missing, or a value is not a whole number; the line is named.
+    """
+    models: dict[str, list[tuple[int, int, int]]] = {}
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        table = csv.DictReader(file, skipinitialspace=True)
+        missing = {"length", "correct", "total"} - {*(table.fieldnames or ())}
+        if missing:
+            raise ValueError(
+                f"{path} lacks the column {' and '.join(sorted(missing))}; its first line must be length,correct,total, "
+                "or model,length,correct,total."
+            )
+        for row in table:
+            try:
+                counts = (int(row["length"]), int(row["correct"]), int(row["total"]))
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"{path}, line {table.line_num}: length, correct and total must be whole numbers, got {row}."
+                ) from None
+            models.setdefault(row.get("model") or "the model", []).append(counts)
+    if not models:
+        raise ValueError(f"{path} has no row below its first line; give one for each length.")
+    return models
+
+
+def effective_rows(
+    results: Mapping[str, Result] | Mapping[str, list[tuple[int, int, int]]],
+) -> tuple[tuple[str, ...], list]:
+    """Return columns and rows of a table of effective lengths, a row for each model and rule."""
+    columns = ("model", "rule", "threshold", "effective length", "95 % sure", "tested")
+    rows = []
+    for name, counts in results.items():
+        shares = shares_of(counts)
+        for rule in RULES:
+            length = effective_length(counts, rule)
+            tested = f"{shares[0].length} to {shares[-1].length}"
+            rows.append((name, rule, f"{length.threshold:.1%}", length.tokens, length.interval, tested))
+    return columns, rows

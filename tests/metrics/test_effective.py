@@ -1,0 +1,144 @@
+"""Effective lengths and their intervals."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss
+from hf_longctx.metrics.report.effective import RULES, Shares, effective_length, read_counts
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.lines import LinesPoint
+
+
+@pytest.mark.parametrize("right, answers", [(0, 5), (5, 5), (1, 1), (430, 500), (17, 20)])
+@pytest.mark.parametrize("level", [0.001, 0.025])
+def test_limits_of_answers_are_those_of_clopper_and_pearson(right, answers, level):
+    shares = Shares(1, 0, None, right, answers)
+    expected = scipy.stats.binomtest(right, answers).proportion_ci(1 - 2 * level, method="exact")
+    assert (shares.limit(level, -1), shares.limit(level, 1)) == pytest.approx(tuple(expected))
+
+
+@pytest.mark.parametrize("texts", [5, 6, 10, 21])
+def test_limits_of_texts_are_those_of_the_sign_test(texts):
+    """The median lies outside only where so few texts are beyond it as the level allows."""
+    shares = Shares(1, 0, np.arange(1, texts + 1) / 100)
+    beyond = [k for k in range(texts + 1) if scipy.stats.binom.cdf(k, texts, 0.5) <= 0.025]
+    low = 0 if texts == 5 else len(beyond) / 100
+    assert shares.limit(0.025, -1) == low
+    assert shares.limit(0.025, 1) == (1 if texts == 5 else pytest.approx((texts + 1 - len(beyond)) / 100))
+
+
+COUNTS = [(512, 495, 500), (4096, 480, 500), (8192, 455, 500), (16384, 427, 500), (32768, 300, 500)]
+
+
+@pytest.mark.parametrize(
+    "rule, threshold, tokens, low, high",
+    [("ours", 0.85, 16384, 8192, 32768), ("RULER", 0.856, 8192, 8192, 32768), ("NoLiMa", 0.8415, 16384, 8192, 32768)],
+)
+def test_three_rules(rule, threshold, tokens, low, high):
+    assert effective_length(COUNTS, rule) == (tokens, low, high, pytest.approx(threshold))
+    assert effective_length(COUNTS[::-1], rule) == effective_length(COUNTS, rule)
+
+
+def test_more_answers_say_more():
+    tenth = [(n, right // 10, 50) for n, right, _ in COUNTS]
+    assert effective_length(tenth).interval == "512 to below 32,768"
+    assert effective_length(tenth, confidence=0.5).low == 4096
+    assert effective_length([(512, 3, 4)]).interval == "unknown: more answers are needed"
+    assert effective_length([(512, 1000, 1000), (1024, 999, 1000)]).interval == "at least 1,024"
+    assert effective_length([(512, 0, 100)]).interval == "below 512"
+
+
+def test_a_weak_model_has_a_low_base():
+    weak = [(250, 300, 500), (1000, 250, 500), (8000, 290, 500), (64000, 100, 500)]
+    assert effective_length(weak, "NoLiMa").tokens == 8000 and effective_length(weak, "RULER").tokens == 0
+    assert effective_length(weak, "NoLiMa").threshold == pytest.approx(0.85 * 0.6)
+
+
+def curve(*copied):
+    return ForgettingCurve(
+        [CurvePoint(n, [round(40 * c) for c in row], [0] * len(row)) for n, row in zip((79, 80), copied)]
+    )
+
+
+def test_of_a_curve_the_typical_text_is_judged():
+    """One text of ten that is lost takes the mean below 85 %, and eight show nothing of two lengths."""
+    found = effective_length(curve([1] * 10, [1] * 9 + [0.1]))
+    assert found == (80, 80, None, 0.85)
+    assert effective_length(curve([1] * 5, [1] * 5)) == (80, 0, None, 0.85)
+    assert effective_length(curve([1] * 10, [0.8] * 10)) == (79, 79, 80, 0.85)
+
+
+def test_lines_count_in_tokens():
+    points = [LinesPoint([Answer(-1.0, 3, True, None, True)] * 40, 5, [90, 110] * 20, [0] * 40)]
+    assert effective_length(LineRetrieval(points))[:3] == (100, 100, None)
+
+
+LENGTHS = (500, 1000, 2000, 4000, 8000, 16000)
+MODELS = {
+    "fades": (0.97, 0.95, 0.93, 0.88, 0.8, 0.6),
+    "at the threshold": (0.95, 0.9, 0.85, 0.85, 0.849, 0.85),
+    "dips": (0.95, 0.7, 0.7, 0.9, 0.84, 0.6),
+    "weak": (0.6, 0.58, 0.55, 0.52, 0.5, 0.3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_interval_holds_the_length(model, rule):
+    """Of single answers, in 95 % of the tables, and the luck of the draw; whatever the curve."""
+    rates, rng, tables = np.array(MODELS[model]), np.random.default_rng(0), 150
+    threshold = RULES[rule] * (rates[:2].max() if rule == "NoLiMa" else 1)
+    truth = max((n for n, rate in zip(LENGTHS, rates) if rate >= threshold), default=0)
+    missed = 0
+    for right in rng.binomial(100, rates, (tables, len(rates))):
+        found = effective_length([(n, int(r), 100) for n, r in zip(LENGTHS, right)], rule)
+        missed += not (found.low <= truth and (found.high is None or truth < found.high))
+    assert missed <= scipy.stats.binom.ppf(0.99, tables, 0.05)
+
+
+@pytest.mark.parametrize("repeats", [6, 10, 20])
+def test_texts_copied_wholly_or_not_fool_nobody(repeats):
+    """45 % of the texts of each length are copied: the typical one is not, and its length is 0."""
+    rng = np.random.default_rng(repeats)
+    missed = 0
+    for _ in range(150):
+        points = [
+            CurvePoint(n, [n // 2 * (rng.random() < 0.45) for _ in range(repeats)], [0] * repeats) for n in LENGTHS
+        ]
+        missed += effective_length(ForgettingCurve(points)).low > 0
+    assert missed <= scipy.stats.binom.ppf(0.99, 150, 0.025)
+
+
+@pytest.mark.parametrize(
+    "counts, options, message",
+    [
+        (COUNTS, {"rule": "HELMET"}, "rule must be one of ours, RULER, NoLiMa"),
+        (COUNTS, {"confidence": 95}, "confidence must lie between 0 and 1"),
+        ([], {}, "one row for each of one or more lengths"),
+        ([COUNTS[0], COUNTS[0]], {}, r"one row for each of one or more lengths, got lengths \[512, 512\]"),
+        ([(512, 6, 5)], {}, "length 512: 6 right of 5 answers cannot be"),
+        ([(512, 0.9, 1)], {}, "give whole numbers"),
+        ([(512, 5)], {}, r"rows of \(length, right answers, answers\)"),
+        (PositionLoss([1.0], 2), {}, "a PositionLoss has no scores by length"),
+    ],
+)
+def test_what_is_refused(counts, options, message):
+    with pytest.raises(ValueError, match=message):
+        effective_length(counts, **options)
+
+
+def test_tables_of_others_are_read(tmp_path):
+    table = tmp_path / "ruler.csv"
+    table.write_text("\ufeffmodel, length, correct, total, task\na, 4096, 480, 500, all\nb, 4096, 20, 500, all\n")
+    assert read_counts(table) == {"a": [(4096, 480, 500)], "b": [(4096, 20, 500)]}
+    table.write_text("length,correct,total\n4096,480,500\n")
+    assert read_counts(table) == {"the model": [(4096, 480, 500)]}
+    for text, message in (
+        ("length,score\n4096,0.9\n", "lacks the column correct and total"),
+        ("length,correct,total\n", "has no row"),
+        ("length,correct,total\n4096,0.96,500\n", "line 2: length, correct and total must be whole numbers"),
+    ):
+        table.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_counts(table)
