@@ -112,6 +112,14 @@ class HMTOutput(ModelOutput):
         """The state, by the name that transformers gives to whatever continues a text."""
         return self.state
 
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Raise AttributeError: a text has none, as each segment has passes of its own."""
+        raise AttributeError(
+            "HMT returns no last_hidden_state, from which SFTTrainer of TRL makes its loss. Train with Trainer of "
+            "transformers, or with hf-longctx finetune --recipe hmt."
+        )
+
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
 

@@ -1,4 +1,4 @@
-"""Run unmodified clients on a small FoX (LLaMA), FoX (Pro) and Llama, each check in a process of its own.
+"""Run unmodified clients on a small FoX (LLaMA), FoX (Pro), HMT and Llama, each check in a process of its own.
 
     scripts/clients [WORD ...]
 
@@ -24,8 +24,8 @@ from scripts.client_checks.checks import CHECKS, MODELS, make_model
 
 BUILD = common.ROOT / "build"
 TABLE = """
-| client | FoX (LLaMA) | FoX (Pro) | Llama |
-| {name} | {fox_llama} | {fox_pro} | {llama} |
+| client | FoX (LLaMA) | FoX (Pro) | HMT | Llama |
+| {name} | {fox_llama} | {fox_pro} | {hmt} | {llama} |
 """
 
 
@@ -76,7 +76,7 @@ def table(result):
     def text(cell):  # a figure, or what failed: of an exception its class
         return f"{cell:.1e}" if isinstance(cell, float) else cell.partition(":")[0]
 
-    rows = [row | {name: text(row[name]) for name in MODELS} for row in result["rows"]]
+    rows = [row | {name: text(row[name]) for name in MODELS if name in row} for row in result["rows"]]
     return common.markdown(rows, TABLE)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hf_longctx import FoxConfig
+from hf_longctx import FoxConfig, HMTConfig
 from scripts.bench.common import ROOT
 
 
@@ -32,6 +32,14 @@ MODELS = {
     "fox_llama": lambda: FoxConfig(**SIZES),
     "fox_pro": lambda: FoxConfig.pro(**SIZES, num_key_value_heads=2),
     "llama": lambda: LlamaConfig(**SIZES, num_key_value_heads=2),
+    "hmt": lambda: HMTConfig(  # segments that are shorter than most texts here
+        backbone_config=LlamaConfig(**SIZES, num_key_value_heads=2),
+        segment_length=16,
+        sensory_tokens=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
 }
 
 

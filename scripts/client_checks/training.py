@@ -43,6 +43,14 @@ def trainer(folder):
     return difference(run(), run(resume_from_checkpoint=str(folder / "trainer" / "checkpoint-2")))
 
 
+@check("TRL, SFT", "trl", "loss after training as a share of that before", 0.99)
+def sft(folder):
+    worker = sft_trainer(folder, max_length=512)
+    before = worker.evaluate()["eval_loss"]
+    worker.train()
+    return worker.evaluate()["eval_loss"] / before
+
+
 @check("TRL, SFT with packing", "trl", "difference of eval losses between packed and padded texts", 1e-5)
 def sft_packing(folder):
     return sft_difference(folder, dict(packing=True, eval_packing=True))
@@ -53,17 +61,18 @@ def sft_padding_free(folder):
     return sft_difference(folder, dict(padding_free=True, max_length=None))
 
 
-def sft_difference(folder, layout):
-    """Between the eval losses of two layouts of the same texts. The first is trained with afterwards."""
+def sft_trainer(folder, **layout):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    def make(**layout):
-        args = SFTConfig(folder / "sft", per_device_eval_batch_size=8, learning_rate=1e-3, **OPTIONS, **layout)
-        data, tokenizer = Dataset.from_dict({"text": texts(8)}), load_tokenizer(folder)
-        return SFTTrainer(load(folder), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    args = SFTConfig(folder / "sft", per_device_eval_batch_size=8, learning_rate=1e-3, **OPTIONS, **layout)
+    data, tokenizer = Dataset.from_dict({"text": texts(8)}), load_tokenizer(folder)
+    return SFTTrainer(load(folder), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
 
-    joined, padded = make(**layout), make(max_length=512)
+
+def sft_difference(folder, layout):
+    """Between the eval losses of two layouts of the same texts. The first is trained with afterwards."""
+    joined, padded = sft_trainer(folder, **layout), sft_trainer(folder, max_length=512)
     before, expected = (worker.evaluate()["eval_loss"] for worker in (joined, padded))
     joined.train()
     if not (after := joined.evaluate()["eval_loss"]) < before:

@@ -454,3 +454,11 @@ def test_what_is_no_causal_lm_is_named(backbone):
 def test_what_is_no_hmt_config_is_named(build):
     with pytest.raises(TypeError, match=r"HMTWrapper\.from_backbone"):
         build(tiny_llama())
+
+
+def test_a_library_that_takes_the_head_apart_is_told_so(make_wrapper, tokens):
+    """As SFTTrainer of TRL does; hasattr() still works."""
+    out = make_wrapper()(tokens)
+    with pytest.raises(AttributeError, match=r"SFTTrainer of TRL.* Train with Trainer of transformers"):
+        _ = out.last_hidden_state
+    assert not hasattr(out, "last_hidden_state")

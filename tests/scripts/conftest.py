@@ -33,9 +33,11 @@ def smollm2(load, monkeypatch, tmp_path):
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
     (tmp_path / "text" / "train").mkdir(parents=True)
     (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
+    for book in load("hmt_recall_tokens").BOOKS:
+        (tmp_path / "text" / "train" / f"{book}.txt").write_text(stdlib_text("held_out")[:6000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
     monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
     for name in ("rope_smollm2", "llama_to_fox"):
         monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
-    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts", "hmt_perplexity"):
+    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts", "hmt_perplexity", "hmt_recall_tokens", "hmt_wrapping"):
         monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")

@@ -19,6 +19,11 @@ TINY = {  # rows of the result, and options
         "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --asked 2 --most-facts 2 "
         "--most-asked 4 --seeds 0",
     ),
+    "hmt_wrapping": (5, "--lengths 16 --sensory-tokens 4 --segments 3 --texts 2 --reply-segment 64 --new-tokens 4"),
+    "hmt_recall_tokens": (
+        4,
+        "--segment-length 32 --sensory-tokens 4 --earliest 6 --segments 1 --seeds 0 2",
+    ),
     "hmt_perplexity": (
         17,
         "--segment-length 16 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --segments 2 --text-length 64 "
