@@ -236,8 +236,8 @@ def measure(case: Case, config, layer_class, device: torch.device) -> Order:
     )
 
 
-def examine(case: Case, config, layer_class, device: torch.device) -> dict[str, Finding]:
-    """Return what is found of each candidate that is installed."""
+def examine(case: Case, config, layer_class, device: torch.device, names=None) -> dict[str, Finding]:
+    """Return what is found of each candidate that is installed; names: of these only."""
     findings = {}
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -246,10 +246,8 @@ def examine(case: Case, config, layer_class, device: torch.device) -> dict[str, 
         torch.set_grad_enabled(case.work == "training"),
     ):
         checks = [with_results(case, draw_for(case, *sizes, device)) for sizes in CHECKED]
-        heads = max(1, min(config.sizes.num_key_value_heads, TIMED // case.length))
-        timed = draw_for(case, 1, heads, case.length, device)
-        timed[3] = slow_gates(timed[3])
-        for name in CANDIDATES:
+        timed = draw_timed(case, config, device)
+        for name in names or CANDIDATES:
             if name in FLASH and not FLASH[name]():
                 continue
             try:
@@ -279,6 +277,18 @@ def draw_for(case: Case, batch: int, heads: int, length: int, device: torch.devi
     q, k, v, log_f, do = draw(*sizes, case.dtype, device=device)
     q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
     return [q, k, v, log_f[:, :: case.group // case.gates_per_key].contiguous(), do]
+
+
+def timed_heads(case: Case, config) -> int:
+    """Return how many key heads are timed: those of the model, or fewer of a long row."""
+    return max(1, min(config.sizes.num_key_value_heads, TIMED // case.length))
+
+
+def draw_timed(case: Case, config, device: torch.device) -> list[torch.Tensor]:
+    """Return what is timed: one row."""
+    inputs = draw_for(case, 1, timed_heads(case, config), case.length, device)
+    inputs[3] = slow_gates(inputs[3])
+    return inputs
 
 
 def slow_gates(log_f: torch.Tensor) -> torch.Tensor:
