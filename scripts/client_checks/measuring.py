@@ -69,6 +69,18 @@ def lm_eval_curve(folder):
     return float(sum(a != b for row, counts in zip(zip(*replies), expected) for a, b in zip(row, counts)))
 
 
+@check("Every Eval Ever, its validator", "every-eval-ever", "records that are not valid", 0)
+def every_eval_ever_validates(folder):
+    if sys.version_info < (3, 12):
+        raise NotApplicable("every-eval-ever needs Python 3.12")
+    command = [program("hf-longctx"), "curve", folder, "--text", "stdlib", "--lengths", "8,24", "--repeats", "6"]
+    subprocess.run([*command, "--output", folder / "curve"], check=True)
+    options = ["--model-id", "alice/fox", "--organization", "Alice", "--output", folder / "records"]
+    subprocess.run([program("hf-longctx"), "export", folder / "curve.json", *options], check=True)
+    records = [*folder.glob("records/data/**/*.json")]
+    return float(subprocess.run([program("every_eval_ever"), "validate", *records]).returncode or not records)
+
+
 def count_differences(address, folder):
     """Lengths at which the counts of a served model are not those of the model."""
     command = [sys.executable, "-m", "scripts.served_counts", f"{address}/v1", folder]
