@@ -1,4 +1,4 @@
-"""Push the folder of a model or adapter to the Hub, in one commit.
+"""Push the folder of a model or adapter, or what a model remembers of a text, to the Hub, in one commit.
 
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
 so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
@@ -6,15 +6,18 @@ DIR, and what looks like a token or a path of one machine are refused. A README.
 without one, the card is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the
 variable HF_TOKEN.
 
+A file in the place of DIR is that of `hf-longctx read`; its card names model, commit and text.
+
 Examples:
   hf-longctx push model alice/fox --dry-run
   hf-longctx push model alice/fox --private --verify
   hf-longctx push model alice/fox --tag v1
+  hf-longctx push state.safetensors alice/a-novel --tag v1
 """
 
 
 def add_arguments(parser):
-    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter")
+    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a file of a memory")
     add_destination(parser)
     parser.add_argument(
         "--verify",
@@ -44,9 +47,18 @@ def add_destination(parser, branch=True):
 
 
 def run(args):
-    from ..hub import build_bundle, check_destination, loading_lines, pin_base, verify_push, with_card
+    from pathlib import Path
+
+    from ..hub import build_bundle, build_state, check_destination, loading_lines, pin_base, verify_push, with_card
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
+    if Path(args.folder).is_file():
+        if args.verify:
+            raise ValueError("--verify loads models; a memory is compared with the weights when it is loaded.")
+        commit = send(build_state(args.folder, args.repo, args.tag), args)
+        if commit is not None:
+            print(f"hf-longctx generate MODEL PROMPT --state {args.repo}@{commit.oid}")
+        return
     bundle = build_bundle(args.folder)
     if not args.dry_run:
         bundle = pin_base(bundle)

@@ -9,6 +9,7 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -442,7 +443,7 @@ class HMTState:
                 padded=counters["padded"],
                 signature=dict(json.loads(metadata["signature"])),
             )
-        except (AttributeError, LookupError, RecursionError, SafetensorError, TypeError) as error:
+        except (AttributeError, LookupError, RecursionError, SafetensorError, TypeError, JSONDecodeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path} is not a whole file of HMTState.save ({reason}).") from error
 

@@ -6,6 +6,7 @@ A file is that of `HMTState.save`, which also says what was read, by which model
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from .modeling_hmt import HMTWrapper
 
 
 STATE = "state.safetensors"  # in a repository of the Hub
+HASH = re.compile("[0-9a-f]+")
 SEGMENTS = 16  # of a call
 SAVE_EVERY = 60.0  # seconds
 
@@ -46,6 +48,7 @@ def read_text(
     path: str | Path | None = None,
     *,
     name: str = "text",
+    revision: str | None = None,
     progress: bool = False,
 ) -> HMTState:
     """Read a text from its beginning, and return the state after its last token.
@@ -56,6 +59,7 @@ def read_text(
         path: a file to save the state in, every minute and at the end. One that holds a part of this text, read by
             this model, is gone on from.
         name: of the text, for `describe`.
+        revision: the commit of the model on the Hub, for `describe`; `hf-longctx push` asks for it.
         progress: show a bar on stderr.
 
     Raises:
@@ -69,7 +73,7 @@ def read_text(
         raise ValueError(f"the tokenizer makes no token of {name}; there is nothing to read.")
     about = {
         "model": str(model.config.name_or_path),
-        "revision": getattr(model.config, "_commit_hash", None),
+        "revision": revision,
         "text": name,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tokens": ids.shape[1],
@@ -116,7 +120,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         with safe_open(str(path), "pt") as file:
             about = json.loads((file.metadata() or {})["about"])
         types = {"model": str, "text": str, "sha256": str, "tokens": int, "revision": str | None}
-        if all(isinstance(about[name], kind) for name, kind in types.items()):
+        sound = all(isinstance(about[name], kind) for name, kind in types.items())
+        if sound and HASH.fullmatch(about["sha256"]) and HASH.fullmatch(about["revision"] or "0"):
             return about
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError):
         pass

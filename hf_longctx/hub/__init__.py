@@ -7,6 +7,7 @@ from .kernel_repository import build_kernel
 from .lint import check, missing_fields
 from .metric_space import build_space
 from .push import check_destination, pin_base, push, removed_files
+from .state_file import build_state
 from .verify import verify_push
 
 
@@ -16,6 +17,7 @@ __all__ = [
     "build_explorer",
     "build_kernel",
     "build_space",
+    "build_state",
     "check",
     "check_destination",
     "loading_lines",

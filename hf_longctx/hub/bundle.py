@@ -229,13 +229,18 @@ def read_config(path):
 def check_base(folder, bundle):
     """Raise ValueError for a base that is not named, or by the path of a folder."""
     (base, _), field = bundle.base, "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
+    file = "adapter_config.json" if bundle.is_adapter else "config.json"
+    check_base_name(folder, base, f"put its name into {field} of {file}")
+
+
+def check_base_name(path: Path, base: object, remedy: str) -> None:
+    """Raise ValueError if what a folder or file needs has no name on the Hub. `remedy`: to do once it has one."""
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:
         validate_repo_id(base if is_name else "")
     except ValueError as error:
         raise ValueError(
-            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and put its name into {field} of "
-            f"{'adapter_config.json' if bundle.is_adapter else 'config.json'}."
+            f"{path} needs {base}, which is not a name on the Hub. Push that model first, and {remedy}."
         ) from error
 
 

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
+from ..hmt.reading import STATE
 from .bundle import Bundle, with_contents
 from .lint import check
 
@@ -27,6 +28,8 @@ REPLACED = {
     "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+"),
     "kernel": re.compile(r"(build|torch-ext)/.*"),
 }
+# A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
+KINDS = {"an adapter": "adapter_config.json", "a model": "config.json", "the memory of a text": STATE}
 # Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
 REFERENCE = re.compile(r"(?!refs/|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
@@ -93,7 +96,7 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
     and old files of a kernel.
 
     Raises:
-        ValueError: it holds a model, which an adapter would hide, or an adapter, which would hide a model. Others:
+        ValueError: it holds another kind of thing, such as a model, which an adapter would hide. Others:
             `named_errors`.
     """
     try:
@@ -102,12 +105,12 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
         return removed_files(bundle, repo, repo_type=repo_type)
     except RepositoryNotFoundError:
         return []
-    own, other = ("adapter", "model") if bundle.is_adapter else ("model", "adapter")
-    if repo_type == "model" and ("config.json" if bundle.is_adapter else "adapter_config.json") in present:
-        raise ValueError(
-            f"{repo} holds a{'n' * (other == 'adapter')} {other}; beside each other, transformers would load the base of the "
-            f"adapter, and not the model. Push the {own} to another name."
-        )
+    for kind, file in KINDS.items() if repo_type == "model" else ():
+        if file in present and file not in bundle.files:
+            own = next(kind for kind, file in KINDS.items() if file in bundle.files)
+            raise ValueError(
+                f"{repo} holds {kind}; beside each other, one would hide the other. Push {own} to another name."
+            )
     pattern = REPLACED.get(repo_type)
     return sorted(path for path in present - bundle.files.keys() if pattern and pattern.fullmatch(path))
 

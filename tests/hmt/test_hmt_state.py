@@ -137,6 +137,7 @@ def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
         {"hmt_state": None},
         {"hmt_state": "[" * 10**5},
         {"hmt_state": "{}"},
+        {"hmt_state": "x"},
         {"hmt_state": '{"lengths": 3, "padded": false}'},
         {"signature": "3"},
         {"weights": None},

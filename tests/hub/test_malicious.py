@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from kernels_library import kernels_library
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
+from hf_longctx.hmt.memory_hmt import weights_hash
 from hf_longctx.hub import build_bundle, build_kernel
 
 
@@ -143,6 +145,14 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
         publish(files | {"chat_template.jinja": template.replace("RAN", ran).encode()}, f"mallory/template-{i}")
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=16, sensory_tokens=4))
     publish(saved(hmt) | {"custom_generate/generate.py": generate}, "mallory/generate-hmt")
+    states = [pickle.dumps(Touch(ran)), *HEADERS]
+    for i, metadata in enumerate(({"weights": "0"}, {"hmt_state": f"__import__('pathlib').Path({ran!r}).touch()"})):
+        save_file(
+            {"bank": torch.ones(1, 1, 32)}, tmp_path / f"state-{i}", metadata={"weights": weights_hash(hmt)} | metadata
+        )
+        states.append(tmp_path / f"state-{i}")
+    for i, content in enumerate(states):
+        publish({"state.safetensors": content}, f"mallory/state-{i}")
     hmt.config.backbone_in_checkpoint, hmt.config.backbone_name_or_path = False, "mallory/evil"
     publish(saved(hmt), "mallory/hmt")
 

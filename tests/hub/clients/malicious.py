@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTo
 
 import hf_longctx.hub
 from hf_longctx.corpus import open_source
+from hf_longctx.hmt.reading import load_state
 from hf_longctx.hub.verify import main as verify
 
 
@@ -114,6 +115,12 @@ def check_generate_is_that_of_the_package():
         ids, options = torch.ones(1, 3, dtype=torch.long), {"max_new_tokens": 2, "do_sample": False}
         assert model.generate(ids, **options).shape == (1, 5)
         refused(model.generate, ids, custom_generate=id, trust_remote_code=True, says="give its function")
+
+
+def check_a_memory_runs_no_code():
+    model = load("mallory/generate-hmt")
+    for id in numbered("state"):
+        refused(load_state, id, model, says="state.safetensors ")
 
 
 def check_an_adapter_names_whose_code_is_trusted():

@@ -20,7 +20,7 @@ from hf_longctx import FoxConfig, HMTConfig, cli, fox
 from hf_longctx.hub.verify import main as verify
 
 
-DEMO = sys.argv[1]
+DEMO, HMT_DEMO = sys.argv[1:]
 TINY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 api = HfApi()
 
@@ -159,6 +159,27 @@ def check_an_adapter_pins_its_base_and_never_hides_a_model():
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(api.list_repo_files("alice/adapter"))
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/no-such"}')
     assert "the base alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
+
+
+def check_a_memory_goes_to_the_hub_and_answers_from_there():
+    """One colour of sixteen, which stands in the text alone."""
+    push(HMT_DEMO, "alice/hmt", "--tag", "v1")
+    fact, question = (
+        f"{word} Ada {rest}" for word, rest in (("remember", "red Ada the of Ada"), ("recall", "Ada is Ada"))
+    )
+    Path("novel.txt").write_text(f"{fact} Ada in Ada to Ada Ada was Ada a")
+    push("alice/hmt", "novel.txt", "--revision", "v1", "--output", "state.safetensors", command="read")
+    text = push("state.safetensors", "alice/novel", "--tag", "v1")
+    sha = api.repo_info("alice/hmt").sha
+    assert f"--state alice/novel@{api.repo_info('alice/novel').sha}" in text
+    card = ModelCard.load("alice/novel")
+    assert card.data.base_model == "alice/hmt" and f"alice/hmt at {sha}" in card.text
+    question = f"{question} the Ada of Ada Ada and Ada answer"
+    options = ["--max-new-tokens", "1", "--state", "alice/novel@v1"]
+    assert push("alice/hmt", question, *options, command="generate").split()[-1] == "red"
+    for words in ([], ["--dry-run"]):
+        assert "alice/hmt holds a model; beside" in push("state.safetensors", "alice/hmt", *words, code=2)
+        assert "alice/novel holds the memory of a text; beside" in push(DEMO, "alice/novel", *words, code=2)
 
 
 def check_a_tag_is_what_the_card_pins():
