@@ -10,6 +10,7 @@ output. An error is one line on stderr.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Collection
 
@@ -98,6 +99,9 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
+    words = [
+        re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words
+    ]  # as transformers
     args = parser(words).parse_args(words)
     try:
         args.run(args)

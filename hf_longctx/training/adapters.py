@@ -44,6 +44,7 @@ def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
     if targets is None and settings.recipe == "hmt" and linear.issuperset(QUERIES_AND_VALUES):
         targets = QUERIES_AND_VALUES
     targets = targets or TARGETS.get(config.model_type, "all-linear")
+    targets = "all-linear" if targets == ["all-linear"] else targets
     if targets != "all-linear":
         _check_names("--lora-targets", targets, linear)
     if both := set(_names(settings.lora_targets) or ()) & set(in_full):

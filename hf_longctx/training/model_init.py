@@ -64,15 +64,22 @@ def check_attention(settings: ResolvedSettings, tokenizer) -> None:
             f"--attention {settings.attention} sees the borders of packed documents in passes of one row only; give "
             "--per-device-batch-size 1, or --no-packing."
         )
-    if isinstance(settings, ResolvedTraining):
-        config = new_config(settings, tokenizer)
-    else:
-        assert isinstance(settings, ResolvedFinetuning)
-        config = read_config(settings.model)
-        if settings.decay_time is not None:
-            config = read_llama_config(config.to_dict(), settings.decay_time)
+    config = planned_config(settings, tokenizer)
     with torch.device("meta"):
         set_attention(AutoModelForCausalLM.from_config(getattr(config, "backbone_config", config)), settings)
+
+
+def planned_config(settings: ResolvedSettings, tokenizer) -> Any:
+    """Return the configuration of the model that a run will train; of a model with memory, that of its base."""
+    if isinstance(settings, ResolvedTraining):
+        return new_config(settings, tokenizer)
+    assert isinstance(settings, ResolvedFinetuning)
+    config = read_config(settings.model)
+    if settings.recipe == "rope-extend":
+        extend_rope(config, settings)
+    if settings.decay_time is not None:
+        config = read_llama_config(config.to_dict(), settings.decay_time)
+    return config
 
 
 def set_attention(model, settings: ResolvedSettings) -> None:
@@ -392,5 +399,6 @@ __all__ = [
     "extend_rope",
     "in_bfloat16",
     "load_changed_model",
+    "planned_config",
     "quantization",
 ]

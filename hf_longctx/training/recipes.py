@@ -13,6 +13,7 @@ from .synthetic_data import KINDS, Construction
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 RECALL_MODES = ("single_pass", "three_pass", "paper")
 
 
@@ -49,6 +50,14 @@ class RunSettings:
         may_change=True,
     )
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", may_change=True)
+    checkpointed_layers: int = setting(
+        1, "activation checkpointing of every n-th layer", bounds=POSITIVE, may_change=True
+    )
+    offload_activations: bool = setting(
+        False, "checkpointed activations wait in the memory of the host", may_change=True
+    )
+    optimizer: str = setting("adamw", "its moments in 8 bits, and pages of the host: by bitsandbytes", OPTIMIZERS)
+    compile: bool = setting(False, "the model by torch.compile")
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
     packing: bool = setting(True, "rows hold several documents; else chunks of one, padded")
@@ -118,6 +127,10 @@ class ResolvedSettings(RunSettings):
                 raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
         if self.construction_size is not None and self.construction is None:
             raise ValueError("--construction-size belongs to --construction, which is missing.")
+        checkpointing = {"checkpointed_layers": 1, "offload_activations": False}
+        for name, default in checkpointing.items():
+            if not self.activation_checkpointing and getattr(self, name) != default:
+                raise ValueError(f"{option(name)} belongs to --activation-checkpointing, which is off; turn it on.")
         if self.eval_data is None and self.eval_steps != RunSettings.eval_steps:
             raise ValueError("--eval-steps belongs to --eval-data, which is missing.")
         if self.streaming and self.data.endswith(".npy"):

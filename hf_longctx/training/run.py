@@ -24,6 +24,7 @@ from transformers import (
     PrinterCallback,
     TrainingArguments,
 )
+from transformers.utils import is_bitsandbytes_available
 
 from ..metrics.run.distributed import wait
 from .copy_data import CopyDataset
@@ -166,6 +167,13 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
     new_name = "activation_checkpointing"  # before transformers 5.23 or so: gradient_checkpointing
     checkpointing = new_name if hasattr(TrainingArguments, new_name) else "gradient_checkpointing"
     by_version: dict[str, Any] = {checkpointing: run.activation_checkpointing}
+    layers = {"every_n_layers": run.checkpointed_layers, "offload": run.offload_activations}
+    if layers != {"every_n_layers": 1, "offload": False}:
+        by_version[f"{checkpointing}_kwargs"] = {"use_reentrant": False, **layers}
+    if run.optimizer != "adamw":
+        if not is_bitsandbytes_available():
+            raise ImportError(f"--optimizer {run.optimizer} needs bitsandbytes: pip install 'hf-longctx[quantized]'")
+        by_version["optim"] = run.optimizer
     decay = {"num_decay_steps": run.steps // 10, "decay_type": "1-sqrt"}
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
@@ -177,6 +185,7 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
         lr_scheduler_kwargs=decay if run.schedule == "warmup_stable_decay" else {},
         warmup_steps=run.warmup_steps,
         weight_decay=run.weight_decay,
+        torch_compile=run.compile,
         adam_beta1=run.adam_beta1,
         adam_beta2=run.adam_beta2,
         max_grad_norm=run.max_grad_norm,

@@ -25,6 +25,9 @@ RANGES = {
 }
 
 
+ALIASES = {"wsd": "warmup_stable_decay", "bf16": "bfloat16", "fp32": "float32"}  # what others call these values
+
+
 def setting(
     default: Any, text: str, choices: tuple[str, ...] = (), bounds: str | None = None, may_change: bool = False
 ) -> Any:
@@ -59,7 +62,7 @@ def add_settings(parser: Any, settings: type) -> None:
         if kind is bool:
             how = {"action": BooleanOptionalAction}
         elif entry.metadata["choices"]:
-            how = {"choices": entry.metadata["choices"]}
+            how = {"choices": entry.metadata["choices"], "type": lambda value: ALIASES.get(value, value)}
         parser.add_argument(option(entry.name), dest=entry.name, default=SUPPRESS, help=text, **how)
 
 
@@ -119,6 +122,8 @@ def _read_yaml(file):
 
 def _convert(value: Any, entry: dataclasses.Field, file) -> Any:
     kind = _kind(entry)
+    if entry.metadata["choices"]:
+        value = ALIASES.get(value, value)
     if type(value) is kind or (value is None and entry.default is None):
         return os.path.expanduser(value) if kind is str and value else value
     if kind is str and type(value) in (int, float):

@@ -70,7 +70,8 @@ class ResumableTrainer(Trainer):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # a training needs no logits, only their loss; a FoX and a model with memory can leave out most of them
         self.loss_options: dict[str, Any] = {} if shard is None else {"shard": shard}
-        if "skip_logits" in inspect.signature(base.forward).parameters:
+        skips = "skip_logits" in inspect.signature(base.forward).parameters  # by a copy of the head in float32
+        if skips and base.get_output_embeddings().weight.requires_grad:
             self.loss_options["skip_logits"] = True
         elif getattr(base, "reads_in_segments", False):
             self.loss_options["logits_to_keep"] = 1

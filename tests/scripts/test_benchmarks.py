@@ -21,9 +21,10 @@ TINY = {
     "hmt speed": "--size tiny --tokens 80 --segment-lengths 40 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
+    "estimate": "--models llama --scale 16",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
 
 
 @pytest.fixture

@@ -81,3 +81,13 @@ def test_what_is_done_so_far_is_shown_without_measuring_more(load, smollm2, tmp_
     result = json.loads((tmp_path / "output").read_text())
     assert result["rows"] == measured["rows"] and "--so-far" in result["command"]
     assert "so_far" not in result["settings"]
+
+
+@pytest.mark.slow
+def test_seven_billion_at_a_tiny_size(load, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'hf-longctx[quantized]'")
+    size = "--layers 1 --hidden 128 --recipes lora hmt"
+    load("seven_billion").main([*size.split(), "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"])
+    first, second = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert first["killed"] and not second["killed"] and second["step_seconds"] > 0
+    assert first["peak"] > first["estimated"] > 0 and len(first["losses"]) == len(second["losses"]) == 2

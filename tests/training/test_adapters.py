@@ -58,7 +58,7 @@ ADAPTERS = [
     (fox, None, "f_proj"),
     (fox, None, f"{NORMS},embed_tokens"),
     (fox, None, "embed_tokens,lm_head"),
-    (llama, None, "lm_head"),
+    (llama, "all-linear", "lm_head"),
     (llama, None, "q_proj,norm"),
     (hmt, "q_proj,v_proj", "memory"),
     (hmt, None, "memory"),

@@ -13,7 +13,7 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import StepLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.integrations import deepspeed
 
 from hf_longctx.cli import main
@@ -24,7 +24,7 @@ from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.loss_in_pieces import LossInPieces
 from hf_longctx.training.model_init import build_new_model, extend_rope, load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
-from hf_longctx.training.run import dry_run, train
+from hf_longctx.training.run import dry_run, train, training_arguments
 from hf_longctx.training.trainer import ResumableTrainer
 
 
@@ -95,6 +95,20 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
         losses[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in lines]
     assert len(made) == 1 and len(losses[True]) == 4
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
+def test_optimizer_compilation_and_checkpointed_layers_are_those_of_trainer(llama, tmp_path, monkeypatch):
+    layers = dict(activation_checkpointing=True, checkpointed_layers=2, offload_activations=True)
+    run = settings(llama, tmp_path, optimizer="paged_adamw_8bit", compile=True, **layers).resolve()
+    monkeypatch.setattr("hf_longctx.training.run.is_bitsandbytes_available", lambda: True)
+    arguments = training_arguments(run, tmp_path)
+    assert arguments.optim == "paged_adamw_8bit" and arguments.torch_compile
+    expected = {"use_reentrant": False, "every_n_layers": 2, "offload": True}
+    assert arguments.activation_checkpointing and arguments.activation_checkpointing_kwargs == expected
+    monkeypatch.setattr("hf_longctx.training.run.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ImportError, match="paged_adamw_8bit needs bitsandbytes"):
+        training_arguments(run, tmp_path)
+    assert training_arguments(settings(llama, tmp_path).resolve(), tmp_path).optim == TrainingArguments("x").optim
 
 
 @pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])

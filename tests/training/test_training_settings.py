@@ -23,6 +23,15 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_preset(tm
     assert settings.eval_data == str(Path.home() / "x.txt")
 
 
+def test_names_that_people_type_are_taken(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("dtype: bf16\n")
+    options = ["--schedule", "wsd", "--learning_rate", "1e-4", "--data=my_text", "--config", f"{tmp_path}/config.yaml"]
+    assert main(["train", *options, "--print-config"]) == 0
+    said = capsys.readouterr().out
+    assert "schedule: warmup_stable_decay\n" in said and "dtype: bfloat16\n" in said
+    assert "learning_rate: 0.0001\n" in said and "data: my_text\n" in said
+
+
 def test_settings_are_read_as_they_were_written(tmp_path):
     settings = TrainSettings(**NEEDED, preset="360M", pro=True).resolve()
     (tmp_path / "config.yaml").write_text(write_settings(settings))

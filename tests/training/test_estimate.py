@@ -1,0 +1,75 @@
+"""The estimate of a step counts what a step with data counts; scripts.bench.estimate compares it with peaks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from demo_model import DEMO
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from hf_longctx.cli import main
+from hf_longctx.training.estimate import LiveMemory, estimate, savings
+from hf_longctx.training.recipes import FinetuneSettings
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    LlamaConfig(vocab_size=500, max_position_embeddings=128, dtype="bfloat16", **sizes).save_pretrained(folder)
+    return folder
+
+
+def settings(config, **changes):
+    fixed = dict(model=str(config), tokenizer=str(DEMO), data="-", output="-")
+    return FinetuneSettings(**fixed | dict(sequence_length=64, batch_tokens=64) | changes)
+
+
+def test_parts_are_those_of_a_step_with_data(config):
+    found = estimate(settings(config, full=True, dtype="float32"))
+    with LiveMemory() as memory:
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(config)).float()
+        ids = torch.zeros(1, 64, dtype=torch.int64)
+        memory.kind, memory.vocab_size = "activations", 500
+        model(ids, labels=ids, position_ids=torch.arange(64)[None] % 32, use_cache=False).loss.backward()
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert weights <= found.weights < 1.01 * weights
+    assert 2 * weights <= found.optimizer < 2.01 * weights
+    of_step = memory.most["activations"] + memory.most["logits"]  # with its gradients
+    assert found.gradients + found.activations + found.logits == pytest.approx(of_step, rel=0.05)
+
+
+@pytest.mark.parametrize("recipe", ["lora", "fox-from-llama", "rope-extend", "hmt"])
+def test_every_recipe_has_an_estimate(recipe, config):
+    longer = {"sequence_length": 256, "batch_tokens": 256} if recipe == "rope-extend" else {}
+    if recipe == "hmt":
+        longer = {"segment_length": 32, "sensory_tokens": 4}
+    found = estimate(settings(config, recipe=recipe, **longer))
+    assert 0 <= found.gradients < found.optimizer and found.activations > 0
+    assert 2 * 2 * 500 * 32 < found.weights < found.peak  # embeddings in bfloat16
+
+
+def test_what_saves_memory_is_told_and_saves_it(config, capsys):
+    run = settings(config, sequence_length=128, batch_tokens=512, per_device_batch_size=4)
+    before = estimate(run)
+    saved = dict(savings(run, before))
+    assert saved["--per-device-batch-size 1"] > before.activations / 2
+    less = estimate(replace(run, activation_checkpointing=True))
+    assert saved["--activation-checkpointing"] == before.peak - less.peak > 0
+    assert estimate(settings(config, load_in_4bit=True)).weights < estimate(settings(config)).weights
+    main(["finetune", str(config), "--tokenizer", str(DEMO), "--data", "-", "--output", "-", "--sequence-length", "32",
+          "--estimate"])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "weights" in printed and "in all" in printed
+
+
+def test_a_new_model_has_an_estimate(capsys):
+    main(["train", "--tokenizer", str(DEMO), "--data", "-", "--output", "-", "--sequence-length", "64",
+          "--batch-tokens", "512", "--estimate"])  # fmt: skip
+    assert "optimizer" in capsys.readouterr().out
