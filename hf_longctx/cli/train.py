@@ -8,6 +8,7 @@ Examples:
 
 import dataclasses
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from ..training.recipes import FinetuneSettings, RunSettings, TrainSettings
 from ..training.settings import add_settings, read_settings, write_settings
@@ -42,6 +43,8 @@ def add_run_arguments(parser: ArgumentParser, settings: type[RunSettings]) -> No
 def run_training(args: Namespace, kind: type[RunSettings]) -> None:
     """Train with the settings that the arguments name; a stopped run exits with 128 + the number of the signal."""
     settings = read_settings(kind, args.config, vars(args))
+    if settings.steps and settings.epochs:
+        raise ValueError("--steps and --epochs contradict each other; leave one out.")
     model = settings.model if isinstance(settings, FinetuneSettings) else None
     for name in (model, settings.tokenizer):
         if name:
@@ -49,7 +52,9 @@ def run_training(args: Namespace, kind: type[RunSettings]) -> None:
     if args.print_config:
         needed = ("model", "data", "tokenizer", "output")
         placeholders = {name: name.upper() for name in needed if getattr(settings, name, "") is None}
-        print(write_settings(dataclasses.replace(settings, **placeholders).resolve()), end="")
+        resolved: Any = dataclasses.replace(settings, **placeholders).resolve()
+        resolved.steps = None if resolved.epochs else resolved.steps
+        print(write_settings(resolved), end="")
         return
     try:
         from ..training.run import dry_run, train

@@ -13,6 +13,7 @@ from .recipes import ResolvedSettings
 
 
 SECONDS_BETWEEN_LINES = 10
+MASK_TO_TELL = 2**28  # bytes
 
 
 def is_first_process() -> bool:
@@ -42,6 +43,12 @@ def describe(settings: ResolvedSettings, trainer: Trainer, arguments: TrainingAr
     if hasattr(rows, "__len__"):  # a stream has no end
         read = settings.steps * settings.batch_tokens / settings.sequence_length
         lines.append(f"the data are {len(rows)} rows, which are read {read / len(rows):.2f} times")
+    mask = settings.per_device_batch_size * settings.sequence_length**2  # of bytes: one for each pair of tokens
+    if settings.packing and config._attn_implementation == "sdpa" and mask > MASK_TO_TELL:
+        lines.append(
+            f"sdpa hides packed documents from each other by a mask of {mask / 1e9:.1f} GB; "
+            "--attention flash_attention_2 takes their borders"
+        )
     count = torch.accelerator.device_count()
     if count > 1 and arguments.world_size == 1:
         lines.append(

@@ -36,6 +36,7 @@ class RunSettings:
         None, "rows of a forward pass in each process", bounds=POSITIVE, may_change=True
     )
     steps: int | None = setting(None, "optimizer steps", bounds=POSITIVE)
+    epochs: float | None = setting(None, "in the place of steps: how often the data are read", (), POSITIVE)
     learning_rate: float | None = setting(None, "peak of the schedule", bounds=POSITIVE)
     schedule: str | None = setting(None, "after the warmup", SCHEDULES)
     warmup_steps: int | None = setting(None, "of a linear warmup")
@@ -62,6 +63,12 @@ class RunSettings:
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
     packing: bool = setting(True, "rows hold several documents; else chunks of one, padded")
     repeated_rows: float = setting(0.0, "share of rows in which passages come twice, to teach memory", bounds=SHARE)
+    max_hours: float | None = setting(
+        None, "after which the run stops, to go on by the same command", (), POSITIVE, may_change=True
+    )
+    report_to: str | None = setting(
+        None, "tensorboard, wandb, trackio or others of transformers, with commas", may_change=True
+    )
     seed: int = setting(0, "of new weights, dropout and the order of rows", bounds=SEED)
     save_steps: int = setting(100, "steps between checkpoints", bounds=POSITIVE, may_change=True)
     keep_checkpoints: int = setting(2, "older ones are removed", bounds=POSITIVE, may_change=True)
@@ -133,6 +140,8 @@ class ResolvedSettings(RunSettings):
                 raise ValueError(f"{option(name)} belongs to --activation-checkpointing, which is off; turn it on.")
         if self.eval_data is None and self.eval_steps != RunSettings.eval_steps:
             raise ValueError("--eval-steps belongs to --eval-data, which is missing.")
+        if self.streaming and self.epochs:
+            raise ValueError("--epochs needs to know how long the data are; leave out --streaming, or give --steps.")
         if self.streaming and self.data.endswith(".npy"):
             raise ValueError(f"{self.data} holds packed tokens, which need no --streaming; leave it out.")
         if self.sequence_length < 2:

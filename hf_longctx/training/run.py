@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import resource
 import shutil
 import sys
@@ -23,6 +24,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainingArguments,
+)
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
 )
 from transformers.utils import is_bitsandbytes_available
 
@@ -102,6 +107,12 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
     with arguments.main_process_first(local=False):
         in_use = prepare_folder(folder, resume)  # noqa: F841 - closing the file would give the folder free
         lock = RunLock(folder, resume)
+        if settings.epochs is not None:
+            rows: Any = prepare_datasets(run, tokenizer, lock).train
+            steps = math.ceil(settings.epochs * len(rows) * run.sequence_length / run.batch_tokens)
+            settings = dataclasses.replace(settings, steps=steps, epochs=None)
+            run = settings.resolve()
+            arguments = training_arguments(run, folder, trial)
         checkpoint = find_checkpoint(folder / "checkpoints", resume)
         step = 0 if checkpoint is None else check_checkpoint(checkpoint)
         is_longer = lock.lengthen(run, step, keep_warmup=settings.warmup_steps is None)
@@ -114,7 +125,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         return 0
 
     model, base = make_model(run, tokenizer, lock)
-    stops = StopAtSignal()
+    stops = StopAtSignal(run.max_hours)
     trainer = make_trainer(run, model, arguments, datasets, stops)
     if checkpoint is not None:
         trainer.check_sharding(checkpoint)
@@ -152,7 +163,7 @@ def dry_run(settings: RunSettings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         streaming = not (run.repeated_rows or run.carry_state or run.data.endswith(".npy"))
         changes: dict[str, Any] = dict(eval_data=None, eval_steps=RunSettings.eval_steps, streaming=streaming)
-        short = dataclasses.replace(run, output=folder, steps=3, warmup_steps=0, **changes)
+        short = dataclasses.replace(run, output=folder, steps=3, epochs=None, warmup_steps=0, **changes)
         train(short, trial=True)
     if torch.accelerator.is_available():
         peak = torch.accelerator.max_memory_allocated()
@@ -201,7 +212,7 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
         prediction_loss_only=True,
         logging_steps=1,
         logging_nan_inf_filter=False,
-        report_to="none",
+        report_to=check_reports(run.report_to),
         disable_tqdm=True,
         dataloader_pin_memory=accelerator,
         remove_unused_columns=False,  # rows hold what the model or its Trainer takes
@@ -214,6 +225,17 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
     arguments._n_gpu = min(arguments.n_gpu, 1)  # else Trainer reads a batch for each GPU in one process
     arguments.gradient_accumulation_steps = run.accumulation(arguments.world_size)
     return arguments
+
+
+def check_reports(names: str | None) -> list[str]:
+    """Return what a training is reported to; raises ImportError for what is not installed."""
+    reports = [] if names is None else [name.strip() for name in names.split(",")]
+    for name in reports:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"--report-to names {name}; transformers has {', '.join(INTEGRATION_TO_CALLBACK)}.")
+        if name not in get_available_reporting_integrations():
+            raise ImportError(f"--report-to {name} needs another package: pip install {name}")
+    return reports
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -233,28 +233,38 @@ class ResumableTrainer(Trainer):
 
 
 class StopAtSignal(TrainerCallback):
-    """Ends the training at SIGTERM or Ctrl-C after the step it is in, with a checkpoint; at another Ctrl-C at once.
+    """Ends the training at SIGTERM, Ctrl-C or the end of its time after the step it is in; at another Ctrl-C at once.
+
+    A checkpoint is saved first.
 
     Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun passes the signal on to workers
     that have it already. Call `restore` after the training, however it ends.
+
+    Args:
+        hours: after which SIGALRM comes; None: never.
 
     Attributes:
         signal: number of the signal that came, or 0; the highest if processes received several.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 
-    def __init__(self):
+    def __init__(self, hours: float | None = None):
         self.signal, self.before = 0, {}  # handlers before the training, by number
+        self.hours = hours
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self.receive) for number in self.SIGNALS}
+        if self.hours is not None:
+            signal.setitimer(signal.ITIMER_REAL, 3600 * self.hours)
 
     def receive(self, number: int, frame: Any) -> None:
         self.signal = number
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
 
     def restore(self) -> None:
+        if self.hours is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -9,6 +9,7 @@ resident memory at the peak of the third step, less that before the weights were
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
@@ -89,8 +90,8 @@ def measured_mb(settings):
         trainer.add_callback(peak)
         return trainer
 
-    training.make_model, training.make_trainer = make_and_note, make_trainer
-    training.train(settings)
+    with mock.patch.multiple(training, make_model=make_and_note, make_trainer=make_trainer):
+        training.train(settings)
     return peak.megabytes - before[0]
 
 

@@ -147,6 +147,12 @@ SETTINGS = [
         lambda kit: TrainSettings(**NEEDED, batch_tokens=5000).resolve().accumulation(2),
         "5000 is not a multiple of the 8192 tokens.*Change --batch-tokens",
     ),
+    refused("epochs of a stream", resolve(epochs=2, streaming=True), "--epochs needs to know how long the data are"),
+    refused(
+        "layers without checkpoints", resolve(checkpointed_layers=2, sequence_length=512), "which is off; turn it on"
+    ),
+    refused("unknown report", run(report_to="tensorbord"), "--report-to names tensorbord; transformers has"),
+    refused("report without package", run(report_to="swanlab"), "pip install swanlab"),
     refused("rows in unequal parts", resolve(sequence_parallel=3), "3 does not divide the 512 tokens of a row"),
     refused(
         "processes in unequal groups",

@@ -1,12 +1,14 @@
 """Runs that are killed, stopped and continued end as if nothing had happened."""
 
 import json
+import math
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,15 @@ def evaluated(text):
 def test_a_process_without_launcher_trains_on_one_of_several_gpus(text, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))  # of which Trainer would use all
     assert training_arguments(settings(text, tmp_path).resolve(), tmp_path)._n_gpu == 1
+
+
+def test_a_run_stops_after_its_hours_and_is_as_long_as_its_epochs(text, tmp_path):
+    run = settings(text, tmp_path, epochs=0.1)
+    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
+    assert not (tmp_path / "model").exists()
+    assert train(run) == 0
+    rows = len(TokenDataset(tmp_path / "data" / "tokens.npy", 32, 2, VOCABULARY))
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, math.ceil(0.1 * rows / 4) + 1))
 
 
 def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path, capsys):
