@@ -25,7 +25,8 @@ def build_state(path: str | os.PathLike, repo: str, tag: str | None = None) -> B
         ValueError: the file is damaged, holds NaN, or was not read to the end; its model has no name on the Hub, or no
             commit there.
     """
-    path, about = Path(path), describe(path)
+    path = Path(path)
+    about = describe(path)
     check_safetensors(path)
     state = HMTState.load(path, None)
     if state.position != about["tokens"]:
