@@ -23,13 +23,10 @@ ORDERS = [
     f"import hf_longctx; {AUTO}",
     f"{AUTO}; import hf_longctx",
     f"import hf_longctx.fox.modeling_fox; {AUTO}",
-    f"import hf_longctx; from transformers import Trainer; {AUTO}",
 ]
 # An order of imports takes a process that has imported neither transformers nor this package. What both need is there.
 IMPORT_IN_FORKS = f"""
-import contextlib, os, sys, torch._dynamo, torch.distributed.tensor
-with contextlib.suppress(ImportError):
-    import datasets  # Trainer imports it
+import os, sys, torch._dynamo, torch.distributed.tensor
 assert "transformers" not in sys.modules
 for order in {ORDERS}:
     if os.fork() == 0:

@@ -38,56 +38,37 @@ def mistake(name, arguments, message):
 MISTAKES = [
     mistake("one point", "curve --lengths 8 --points 1", "--points is 1; it must be at least 2"),
     mistake("no repeats", "curve --repeats 0", "--repeats is 0; it must be at least 1"),
-    mistake("no memory", "curve --tokens-per-pass 0", "--tokens-per-pass is 0"),
     mistake("negative training", "curve --train-length -5", "--train-length is -5"),
     mistake("falling lengths", "curve --lengths 16,8", "strictly ascending"),
     mistake("lengths in words", "curve --lengths 8,many", "invalid literal .*'many'; give whole numbers"),
-    mistake("no lengths", "curve --lengths ,", "one or more token counts"),
     mistake("lengths beyond the text", "curve --lengths 99999", r"The longest possible length is 15\d\d\d:"),
     mistake("lengths and a grid", "curve --points 5", "--lengths and --points exclude each other"),
     mistake("lengths and their end", "curve --max-length 5", "--lengths and --max-length exclude"),
-    mistake("the paper's and other lengths", "curve --preset paper", "--preset paper and --lengths exclude"),
-    mistake("an unknown preset", "curve --preset papers", "invalid choice: 'papers'"),
     mistake("text for random tokens", "curve --data-type random", "--data-type random and --text exclude"),
-    mistake("ids for a text", "curve --id-range 10 20", "--data-type order and --id-range exclude"),
     mistake("confidence without adaptive", "curve --confidence 0.9", "--protocol reference and --confidence exclude"),
-    mistake("confidence in per cent", "curve --protocol adaptive --confidence 95", "confidence must be"),
     mistake("missing text", "curve --text {tmp}/no.txt", "no.txt is neither a file nor a folder"),
-    mistake(
-        "missing irrelevant text", "curve --irrelevant-text {tmp}/no.txt", "no.txt is neither a file nor a folder"
-    ),
     mistake("short irrelevant text", "curve --irrelevant-text {tmp}/short.txt", "irrelevant_tokens has .* ids, fewer"),
     mistake("binary text", "curve --text {tmp}/binary", "binary is a binary file"),
-    mistake("JSON without text", "curve --text {tmp}/a.jsonl", r"has columns \['content'\]"),
     mistake(
         "output below a file",
         "curve --output {tmp}/short.txt/a",
         "--output .* cannot be written: .*short.txt is not a folder",
     ),
     mistake("output into a folder", "curve --output {tmp}", "--output .* is a folder; name a file in it"),
-    mistake("journal into a folder", "curve --journal {tmp}", "--journal .* is a folder; name a file in it"),
-    mistake("missing model", "curve --device cuda:9 --dtype float8", "invalid choice: 'float8'"),
     mistake("missing device", "curve --device tpu", "--device tpu cannot be had"),
     mistake("no sequence", "loss --sequences 0", "--sequences is 0"),
-    mistake("no context", "loss --context-length 0", "--context-length is 0"),
-    mistake("more than the text", "loss --context-length 100000000", "fewer than context_length=100000000"),
     mistake("output below a file", "loss --output {tmp}/short.txt/a", "--output .* cannot be written"),
     mistake("one depth", "needle --depths 1", "--depths is 1; it must be at least 2"),
     mistake("too short for the needle", "needle --lengths 100", "length 100 is too short"),
-    mistake("longer than the text", "needle --lengths 99999", "a haystack needs 99"),
     mistake("replies that are not there", "needle --score match_rate", "--score match_rate looks into replies"),
     mistake("no lines", "lines --lines 0", "a record has from 1 to 15872 lines, got 0"),
-    mistake("too many lines", "lines --lines 3,99999", "a record has from 1 to 15872 lines, got 99999"),
     mistake("no repeats", "lines --repeats 0", "--repeats is 0"),
-    mistake("a text", "lines --text stdlib", "unrecognized arguments: --text"),
     mistake(
         "a file for a folder", "report --output {tmp}/short.txt", "short.txt is not a folder that you may write into"
     ),
-    mistake("no context", "report --context-length 0", "--context-length is 0"),
     mistake("two metrics", "compare {tmp}/curve.json {tmp}/loss.json", "give forgetting curves only, or"),
     mistake("sources of losses", "compare {tmp}/loss.json --test-sources", "their kind is position_loss"),
     mistake("a missing file", "compare {tmp}/no.json", "no.json"),
-    mistake("no tokens", "gates --tokens 0", "--tokens is 0"),
     mistake("output below a file", "gates --output {tmp}/short.txt/a", "--output .* cannot be written"),
 ]
 
@@ -97,7 +78,6 @@ def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("files")
     (path / "short.txt").write_text("A word.")
     (path / "binary").write_bytes(b"ab\0cd")
-    (path / "a.jsonl").write_text('{"content": "x"}\n')
     point = {"length": 8, "copy_correct": [4], "lm_correct": [0], "begin_locs": None}
     (path / "curve.json").write_text(
         json.dumps({"metric": "forgetting_curve", "format": 1, "settings": {}, "points": [point]})

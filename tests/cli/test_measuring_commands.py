@@ -109,16 +109,6 @@ def test_numbers_are_told_where_the_disk_is_full_for_the_picture(folder, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_killed_curve_goes_on_from_its_journal(folder, tmp_path):
-    journal = tmp_path / "curve.jsonl"
-    options = f"{QUICK['curve']} --journal {journal}"
-    _, first = measure(folder, tmp_path / "curve", "curve", options)
-    whole = journal.read_bytes()
-    journal.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
-    _, second = measure(folder, tmp_path / "curve", "curve", options)
-    assert journal.read_bytes() == whole and second.points == first.points
-
-
 def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     predict = LocalReader.predict
 
@@ -133,22 +123,6 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["interrupted"] == "Ctrl-C"
     assert curve.not_measured == {19: "interrupted", 30: "interrupted"}
     assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
-
-
-def test_the_adaptive_protocol_has_a_fine_grid(folder, tmp_path):
-    options = "--max-length 30 --repeats 3 --protocol adaptive --text stdlib"
-    _, curve = measure(folder, tmp_path / "curve", "curve", f"{options} --journal {tmp_path / 'journal'}")
-    assert curve.settings["protocol"] == "adaptive"
-    header = json.loads((tmp_path / "journal").read_text().splitlines()[0])
-    assert len(header["settings"]["lengths"]) == 23  # of 32 points between 8 and 30
-
-
-def test_a_short_corpus_is_named_with_its_longest_length(folder, tmp_path, capsys):
-    text = tmp_path / "short.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
-    tokens = len(AutoTokenizer.from_pretrained(folder)(text.read_text(), add_special_tokens=False)["input_ids"])
-    assert cli.main(["curve", str(folder), "--text", str(text), "--max-length", "500"]) == 2
-    assert str(tokens // 3) in capsys.readouterr().err
 
 
 def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):

@@ -99,10 +99,9 @@ def test_there_and_back_gives_the_same_tensors(kind, sources, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_weights_keep_their_dtype(dtype, tmp_path):
+def test_weights_keep_their_dtype(tmp_path):
     state_dict, config_dict = fox.to_official(make(fox.FoxConfig.pro(**TINY)))
-    mixed = {name: x.to(dtype) if x.ndim == 2 else x for name, x in state_dict.items()}
+    mixed = {name: x.bfloat16() if x.ndim == 2 else x for name, x in state_dict.items()}
     del config_dict["torch_dtype"]
     source = save(tmp_path / "source", mixed, config_dict, shards=2)
     convert_folder(source, tmp_path / "target", "official")
@@ -110,7 +109,7 @@ def test_weights_keep_their_dtype(dtype, tmp_path):
     for name, tensor in tensors_in(tmp_path / "back").items():
         assert tensor.dtype == mixed[name].dtype and torch.equal(tensor, mixed[name]), name
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-    assert loaded.dtype == torch.promote_types(dtype, torch.float32)
+    assert loaded.dtype == torch.float32
 
 
 def truncate(folder):

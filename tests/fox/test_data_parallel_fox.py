@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -17,7 +16,6 @@ from hf_longctx.fox import FoxForCausalLM
 pytestmark = pytest.mark.slow
 VARIANT = "pro with grouped heads and rope"
 RATE = 0.5
-PLANS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
 
 
@@ -54,16 +52,6 @@ def train(folder, processes, backend):
     return losses, {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
-def sharded_by_transformers(folder, backend):
-    from transformers.distributed import DistributedConfig
-
-    model = FoxForCausalLM.from_pretrained(
-        folder / "model", attn_implementation=backend, distributed_config=DistributedConfig(fsdp_size=WORLD)
-    )
-    model.activation_checkpointing_enable()
-    return model
-
-
 def sharded_by_accelerate(folder, backend):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
@@ -97,8 +85,6 @@ def sharded_step(model):
 
 # Our kernels, interpreted on a CPU, run in one of the three ways: with weights that are gathered anew for every layer.
 WAYS = {"sdpa": ["replicas", "accelerate"], "forgetting_triton": ["accelerate"]}
-if PLANS:
-    WAYS["sdpa"].append("transformers")
 
 
 def learn(folder, backend):
@@ -106,7 +92,6 @@ def learn(folder, backend):
     learners = {
         "replicas": lambda: train(folder, WORLD, backend),
         "accelerate": lambda: sharded_step(sharded_by_accelerate(folder, backend)),
-        "transformers": lambda: sharded_step(sharded_by_transformers(folder, backend)),
     }
     return {way: learners[way]() for way in WAYS[backend]}
 
@@ -129,16 +114,9 @@ def test_replicas(results):
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "shards, backend",
-    [
-        ("accelerate", "sdpa"),
-        pytest.param("accelerate", "forgetting_triton", marks=skip_without_triton),
-        pytest.param("transformers", "sdpa", marks=pytest.mark.skipif(not PLANS, reason="needs transformers 5.23")),
-    ],
-)
-def test_shards(shards, backend, results):
-    loss, gradients, largest, after = results[0][backend][shards]
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)])
+def test_shards(backend, results):
+    loss, gradients, largest, after = results[0][backend]["accelerate"]
     model, rows = make(VARIANT), documents()
     expected = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
     expected.backward()

@@ -278,11 +278,3 @@ CANNOT = {
 )
 def test_what_cannot_be_kept_of_a_llama_is_refused(mistake, record_property):
     record_property("mistake", mistake.check())
-
-
-def test_a_llama_with_biases_is_refused():
-    model = make(transformers.LlamaConfig(**LLAMA, attention_bias=True))
-    with pytest.raises(ValueError, match="this llama model cannot become a FoX: attention_bias=True"):
-        fox.from_llama(model)
-    with pytest.raises(ValueError, match="positive number of tokens"):
-        fox.from_llama(make(transformers.LlamaConfig(**LLAMA)), decay_time=0)

@@ -6,7 +6,7 @@ import torch
 from tiny_fox import make
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.fox.plot import head_maps, heading, plot_forget_gates, reduce_blocks, spread
+from hf_longctx.fox.plot import head_maps, plot_forget_gates, reduce_blocks, spread
 
 
 VARIANTS = ["llama", "pro with grouped heads and rope", "one gate per key head", "window"]
@@ -101,18 +101,6 @@ def test_typical_heads_span_from_the_fastest_to_the_slowest():
     assert times == sorted(times) and len(times) == 4
     assert times[0] == pytest.approx(2, rel=1e-3) and times[-1] == pytest.approx(256, rel=1e-3)
     assert spread(maps[:1], 4) == maps[:1]
-
-
-def test_headings():
-    (x,) = head_maps(
-        make_with_eight_heads(forget_gate="fixed", decay_time_min=1500, decay_time_max=1500),
-        IDS,
-        layers=[1],
-        heads=[5],
-    )
-    assert heading(x) == "layer 1, head 5\ndecay time 1,500 tokens"
-    x.decay_time = float("inf")
-    assert "forgets nothing" in heading(x)
 
 
 @pytest.mark.parametrize(

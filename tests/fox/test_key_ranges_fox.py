@@ -147,20 +147,6 @@ def test_golden_pruning_boundaries_are_exact(golden):
             assert torch.equal(start, expected // blocks[1] * blocks[1]), (case["name"], r)
 
 
-@pytest.mark.slow
-@on_triton
-def test_golden_outputs_under_pruning(golden):
-    for case, t in load_cases(golden / "fox", "op_acp"):
-        q, k, v, log_f = (t[f"inputs/{name}"].to(DEVICE) for name in ("q", "k", "v", "log_fgate"))
-        Tq, Tk = q.shape[2], k.shape[2]
-        padded = t.get("inputs/seq_start", torch.zeros(1, dtype=torch.long))[:, None, None]
-        for r in case["runs"]:
-            start = t[f"expected/run{r['index']}/start_index"].repeat_interleave(r["query_block"], -1)[..., :Tq]
-            visible = VisibleKeys(torch.maximum(start, padded).int().to(DEVICE), Tk)
-            got = triton_attention(q.requires_grad_(), k, v, log_f, visible).detach()
-            assert check(case, t, f"expected/run{r['index']}/out", got.cpu())
-
-
 @on_triton
 def test_golden_thresholds(golden):
     for case, t in load_cases(golden / "fox", "op"):
@@ -192,16 +178,15 @@ def decaying(T, log_f=-0.3):
 
 
 @on_triton
-@pytest.mark.parametrize("tolerance", [0.0, pytest.param(-3.0, marks=pytest.mark.slow)])
-def test_pruning_stays_within_its_tolerance(tolerance):
+def test_pruning_stays_within_its_tolerance():
     inputs = decaying(97)
     options = {"attention_mask": padding(97, (0, 97), (13, 97)), "backend": "triton"}
     dense = run(forgetting_attention, *inputs, **options)
     with count_pruned_blocks() as blocks:
-        pruned = run(forgetting_attention, *inputs, log_pruning_tolerance=tolerance, **options)
+        pruned = run(forgetting_attention, *inputs, log_pruning_tolerance=0.0, **options)
     assert 0 < blocks.pruned < blocks.total
     assert not torch.equal(dense[0], pruned[0])
-    check_pruned(pruned, dense, math.exp(tolerance), inputs)
+    check_pruned(pruned, dense, 1.0, inputs)
 
 
 @on_triton
@@ -247,27 +232,6 @@ def test_the_kernel_prunes_what_the_rule_says(Tq, query_block, key_block):
     start = first_kept_key(c, threshold, Tq, query_block, key_block).repeat_interleave(query_block, -1)[..., :Tq]
     assert torch.equal(kept, torch.maximum(start // key_block * key_block, first).int()) and (kept.diff() >= 0).all()
     assert (kept[:, :2, -1] > 13).all()
-
-
-@on_triton
-def test_a_tighter_logit_bound_prunes_more():
-    T = 3 * tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).forward.BM
-    q, k, v, log_f, _ = draw(1, 2, 1, T, T, 16)
-    log_f, counts = torch.full_like(log_f, -20 / T), []
-    for bound in (None, torch.tensor([0.1, 0.1], device=DEVICE)):
-        with count_pruned_blocks() as blocks:
-            triton_attention(q.requires_grad_(), k, v, log_f, log_pruning_tolerance=0.0, logit_bound=bound)
-        counts.append(blocks.pruned)
-    assert counts[0] < counts[1]
-
-
-@on_triton
-def test_a_bound_of_nan_prunes_nothing():
-    q, *inputs, _ = draw(1, 2, 1, 80, 80, 16, openness=-2.0)
-    q.requires_grad_()
-    bound = torch.tensor([torch.nan, torch.inf], device=DEVICE)
-    o = triton_attention(q, *inputs, log_pruning_tolerance=-10.0, logit_bound=bound)
-    assert torch.equal(o, triton_attention(q, *inputs))
 
 
 @on_triton

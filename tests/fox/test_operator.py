@@ -33,22 +33,17 @@ PACKED = torch.tensor([0, 1, 18, 18, 50, 61], dtype=torch.int32, device=DEVICE) 
 CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
     "ragged": ((1, 2, 2, 67, 67, 16), {}),
     "one token": ((2, 2, 1, 1, 1, 16), {}),
-    "two tokens": ((2, 2, 1, 2, 2, 16), {}),
     "grouped heads": ((1, 4, 2, 37, 37, 32), {}),
     "head of 20": ((1, 3, 1, 33, 33, 20), {"scale": 0.5}),
     "head of 80": ((1, 1, 1, 35, 35, 80), {}),
     "more keys than queries": ((1, 2, 1, 21, 75, 16), {}),
     "head of 256": ((1, 1, 1, 20, 33, 256), {}),
     "left padding": ((2, 1, 1, 40, 40, 16), {"attention_mask": padding(40, (7, 40), (39, 40))}),
-    "right padding": ((2, 2, 1, 40, 40, 16), {"attention_mask": padding(40, (0, 17), (0, 1))}),
     "both sides, one row empty": ((3, 1, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (30, 33), (0, 0))}),
     "padding between tokens": ((3, 1, 1, 45, 45, 16), {"attention_mask": HOLES}),
-    "padded prefix": ((2, 2, 1, 19, 50, 16), {"attention_mask": padding(50, (3, 50), (40, 48))}),
     "scattered prefix": ((3, 1, 1, 25, 45, 16), {"attention_mask": HOLES}),
-    "packed": ((1, 2, 1, 61, 61, 16), {"cu_seqlens": PACKED}),
     "packed, window": ((1, 1, 1, 61, 61, 16), {"cu_seqlens": PACKED, "window": 5}),
     "window": ((1, 2, 1, 45, 60, 16), {"window": 9}),
-    "window of one": ((1, 1, 1, 40, 40, 16), {"window": 1}),
     "window and padding": ((2, 1, 1, 50, 50, 16), {"window": 20, "attention_mask": padding(50, (9, 50), (3, 35))}),
     "window, padding between tokens": ((3, 1, 1, 45, 45, 16), {"window": 7, "attention_mask": HOLES}),
 }
@@ -116,12 +111,10 @@ def test_autocast(backend):
 @pytest.mark.parametrize(
     "backend, options",
     [
-        ("folded", {}),
         ("folded", {"attention_mask": padding(24, (3, 20))}),
-        pytest.param("triton", {"attention_mask": padding(24, (3, 20))}, marks=runs_triton),
         pytest.param("triton", {"cu_seqlens": torch.tensor([0, 9, 24], device=DEVICE)}, marks=runs_triton),
     ],
-    ids=["folded", "folded, mask", "triton, mask", "triton, packed"],
+    ids=["folded, mask", "triton, packed"],
 )
 def test_compiles_to_one_graph(backend, options):
     inputs = draw(1, 2, 1, 24, 24, 16)
@@ -133,20 +126,12 @@ def test_compiles_to_one_graph(backend, options):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a failed assertion on the device ends the process's CUDA context")
-@pytest.mark.parametrize(
-    "bad, words",
-    [
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}, "between real tokens"),
-        ({"cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
-    ],
-    ids=["padding between tokens", "packing does not cover"],
-)
 @on_triton
-def test_a_compiled_graph_refuses_bad_values(bad, words):
+def test_a_compiled_graph_refuses_bad_values():
     q, k, v, log_f, _ = draw(1, 1, 1, 8, 8, 16)
     compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match=words):
-        compiled(q, k, v, log_f, backend="triton", **bad)
+    with pytest.raises(RuntimeError, match="between real tokens"):
+        compiled(q, k, v, log_f, backend="triton", attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]))
 
 
 # --- who computes ----------------------------------------------------------------------------------------------------
@@ -206,12 +191,6 @@ def test_triton_refuses_a_cpu(monkeypatch):
     monkeypatch.setattr(triton_fox, "INTERPRETED", types.SimpleNamespace(value=False))
     monkeypatch.setattr(triton_fox, "triton", "installed")
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        forgetting_attention(*draw(1, 1, 1, 4, 4, 16)[:4], backend="triton")
-
-
-def test_without_triton_the_request_names_the_package(monkeypatch):
-    monkeypatch.setattr(triton_fox, "triton", None)
-    with pytest.raises(ImportError, match="pip install"):
         forgetting_attention(*draw(1, 1, 1, 4, 4, 16)[:4], backend="triton")
 
 

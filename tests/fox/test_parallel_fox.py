@@ -18,18 +18,11 @@ pytestmark = [
     ),
 ]
 
-TENSOR_PARALLEL = [
-    "llama",
-    "pro with grouped heads and rope",
-    "one gate per key head",
-    "only v shift, shared norm, biases",
-    "bias only",
-]
+TENSOR_PARALLEL = ["pro with grouped heads and rope", "one gate per key head", "only v shift, shared norm, biases"]
 REFUSED = {"fixed": "leaves the 4 fixed gates", "one key head": "don't multiply up to the size"}
-PIPELINE_PARALLEL = ["llama", "pro with grouped heads and rope"]
 # Our kernels differ between a gate per query head and one per key head, and are interpreted on a CPU.
-BY_HEADS = {"sdpa": [*TENSOR_PARALLEL, *REFUSED], "forgetting_triton": TENSOR_PARALLEL[1:3]}
-BY_LAYERS = {"sdpa": PIPELINE_PARALLEL, "forgetting_triton": PIPELINE_PARALLEL[1:]}
+BY_HEADS = {"sdpa": [*TENSOR_PARALLEL, *REFUSED], "forgetting_triton": TENSOR_PARALLEL[:2]}
+BY_LAYERS = {"sdpa": TENSOR_PARALLEL[:1], "forgetting_triton": TENSOR_PARALLEL[:1]}
 
 
 def cases(variants):

@@ -1,4 +1,4 @@
-"""transformers' own tests of tensor parallelism and of FSDP2, run on FoX (LLaMA) and FoX (Pro) in two processes."""
+"""transformers' own tests of tensor parallelism and of FSDP2, run on FoX (Pro) in two processes."""
 
 import inspect
 import unittest
@@ -63,10 +63,6 @@ class ParallelTests(tensor_parallel.TensorParallelTesterMixin, sharded.FSDPTeste
             self.skipTest(f"needs {world_size} processes, we have {WORLD}")
         assert not options
         self.run_distributed(WORLD)(test)(*self._get_tiny_config(), *arguments)
-
-
-class TestFoxLlama(ParallelTests, unittest.TestCase):
-    make_config = FoxConfig
 
 
 class TestFoxPro(ParallelTests, unittest.TestCase):

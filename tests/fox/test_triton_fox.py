@@ -64,13 +64,6 @@ def test_decoding(shape, dtype):
     check_output(forgetting_attention(q, k, v, log_f, backend="triton", **options), (q, k, v, log_f), **options)
 
 
-def test_decoding_equals_the_full_kernel():
-    q, k, v, log_f, _ = draw(1, 4, 2, 16, 70, 16)
-    decoded = triton_attention(q, k, v, log_f)
-    full = triton_attention(q.requires_grad_(), k, v, log_f).detach()
-    check_close(decoded, full, v.abs().max())
-
-
 @pytest.mark.parametrize("B", [1, 2, 8, 70])
 def test_decoding_starts_no_more_programs_than_run_at_once(monkeypatch, B):
     launches = {}
@@ -87,10 +80,6 @@ def test_decoding_starts_no_more_programs_than_run_at_once(monkeypatch, B):
     [
         (3, 2, torch.float32),
         (1, 1, torch.bfloat16),
-        pytest.param(1, 1, torch.float32, marks=pytest.mark.slow),
-        pytest.param(1, 2, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(3, 1, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(1, 2, torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
@@ -211,18 +200,7 @@ def test_decay_is_exact_at_131072_tokens():
     assert error(naive[0], exact[0]) > 100 * error(pairs[0], exact[0])  # what a plain fp32 running sum gives
 
 
-@pytest.mark.slow
-def test_whole_131072_tokens():
-    """The same end to end: the running sum of every gate, every key in reach of the last rows' window."""
-    T, window = 131072, 40
-    q, k, v, log_f, _ = draw(1, 1, 1, T, T, 16)
-    log_f, q = -2 * torch.rand_like(log_f), q[:, :, -17:].requires_grad_()
-    o = forgetting_attention(q, k, v, log_f, window=window, backend="triton").detach()
-    near = slice(T - 17 - window, None)
-    check_output(o, (q, k[:, :, near], v[:, :, near], log_f[..., near]), window=window)
-
-
-EXTREME = [(50, [20, 35, 36, 37], value) for value in (0.0, -30.0, -1e4, -torch.inf)]
+EXTREME = [(50, [20, 35, 36, 37], value) for value in (0.0, -torch.inf)]
 EXTREME += [(90, list(range(50)), -1e4)]  # a running sum of -5e5 would resolve the decay to 0.03 in float32
 
 
@@ -238,17 +216,14 @@ def test_extreme_gates(length, changed, value, set_products):
     check_budget(run(triton_attention, *inputs, logit_bound=bound), plain, exact, inputs)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("log_f", torch.nan), ("k", torch.nan), pytest.param("log_f", torch.inf, marks=pytest.mark.slow)],
-)
-def test_what_is_no_number_reaches_only_later_rows(name, value):
+@pytest.mark.parametrize("name", ["log_f", "k"])
+def test_what_is_no_number_reaches_only_later_rows(name):
     """Every later row, also where a bound replaces the running maximum."""
     q, k, v, log_f, _ = draw(1, 1, 1, 120, 120, 16, dtype=torch.bfloat16)
     q, log_f = q.requires_grad_(), log_f * 1e-3  # nothing is forgotten
     options = dict(log_pruning_tolerance=-10.0, logit_bound=20.0)
     clean = triton_attention(q, k, v, log_f, **options)
-    {"k": k, "log_f": log_f}[name][:, :, 75] = value
+    {"k": k, "log_f": log_f}[name][:, :, 75] = torch.nan
     o = triton_attention(q, k, v, log_f, **options)
     assert torch.equal(o[:, :, :75], clean[:, :, :75]) and o[:, :, 75:].isnan().any(-1).all()
 
@@ -277,7 +252,6 @@ def set_products(monkeypatch):
 @pytest.mark.parametrize(
     "shape, options, dtype, products",
     [
-        ((1, 2, 1, 67, 67, 16), {}, torch.bfloat16, 0),
         ((1, 2, 1, 21, 75, 16), {}, torch.float32, 2),
         ((2, 2, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (0, 0))}, torch.float32, 1),
         (
@@ -287,7 +261,7 @@ def set_products(monkeypatch):
             2,
         ),
     ],
-    ids=["grouped heads", "more keys than queries", "padding", "packed"],
+    ids=["more keys than queries", "padding", "packed"],
 )
 def test_a_known_bound_changes_nothing(shape, options, dtype, products, set_products):
     set_products(products)
@@ -306,19 +280,10 @@ def test_a_known_bound_changes_nothing(shape, options, dtype, products, set_prod
     assert (fast[0][exact[0] == 0] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "largest, bound, products",
-    [
-        (28.0, 29.0, 2),
-        pytest.param(28.0, 29.0, 0, marks=pytest.mark.slow),
-        pytest.param(60.0, 61.0, 0, marks=pytest.mark.slow),
-    ],
-    ids=["used, by products", "used", "too large"],
-)
-def test_the_largest_bound_loses_nothing(largest, bound, products, set_products):
+def test_the_largest_bound_loses_nothing(set_products):
     """Every key but a row's own is as strong as the bound allows, its own as weak; most are forgotten, few are not."""
-    set_products(products)
-    T = 100
+    set_products(2)
+    T, largest, bound = 100, 28.0, 29.0
     k = torch.ones(1, 1, T, 16, device=DEVICE)
     q = torch.full_like(k, largest / 16)
     k[:, :, 50:] *= -1
@@ -333,7 +298,7 @@ def test_the_largest_bound_loses_nothing(largest, bound, products, set_products)
     assert (o[:, :, 50] - v[:, :, 49]).abs().max() < 0.1  # a strong key of yesterday, before a weak one of today
 
 
-@pytest.mark.parametrize("sink, products", [(False, 0), (True, 1), pytest.param(True, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sink, products", [(False, 0), (True, 1)])
 def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink, products, set_products):
     """Its own key's or the first one's. Beside a running maximum it is 1; beside a bound it is rounded, and must be
     summed as it multiplies.
@@ -362,8 +327,7 @@ def test_half_precision_keeps_the_running_maximum():
 # --- which programs compute what ---
 
 
-@pytest.mark.parametrize("processors, parts", [(2, 2), pytest.param(100, 4, marks=pytest.mark.slow)])
-def test_groups_are_cut_where_programs_are_few(monkeypatch, processors, parts):
+def test_groups_are_cut_where_programs_are_few(monkeypatch):
     """dk and dv then are sums of parts; nothing else changes."""
     programs, launch, inputs = {}, triton_fox.launch, draw(1, 4, 1, 33, 33, 16)
 
@@ -372,9 +336,9 @@ def test_groups_are_cut_where_programs_are_few(monkeypatch, processors, parts):
         launch(kernel, n, *args, **constants)
 
     monkeypatch.setattr(triton_fox, "launch", spy)
-    monkeypatch.setattr(triton_fox, "processors", lambda device: processors)
+    monkeypatch.setattr(triton_fox, "processors", lambda device: 2)
     got = run(triton_attention, *inputs)
-    assert programs[kernels_fox.dkdv_kernel] == 2 * parts
+    assert programs[kernels_fox.dkdv_kernel] == 2 * 2  # parts
     check_budget(got, run_plain(*inputs), run_exact(*inputs), inputs)
 
 
@@ -488,13 +452,6 @@ def test_log_sum_exp_has_a_gradient():
     check_budget((exact_lse, *got), (exact_lse, *plain), (exact_lse, *exact), inputs)
 
 
-def test_an_expanded_upstream_gradient():
-    *inputs, do = draw(1, 1, 1, 20, 20, 16)
-    expanded = run(triton_attention, *inputs, torch.ones((), device=DEVICE).expand_as(do))
-    for x, y in zip(expanded, run(triton_attention, *inputs, torch.ones_like(do))):
-        assert torch.equal(x, y)
-
-
 def check_same_bits(inputs, rounds):
     """Output, gradients and decoding do not depend on what new memory holds, which PyTorch fills with NaN here."""
 
@@ -529,27 +486,6 @@ def test_custom_ops_are_registered_correctly():
     gates, end = c.detach().view(1, 1, 2, 24, 1), torch.tensor(24, device=DEVICE)
     few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)
     torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, heads, 0.25, 1.0, 1.0, -10.0))
-
-
-@pytest.mark.parametrize("Tq", [24, 5], ids=["train", "decode"])
-def test_pruning_compiles_to_one_graph(Tq):
-    q, k, v, log_f, _ = draw(1, 2, 1, Tq, 24, 16)
-    q.requires_grad_(Tq == 24)
-    compiled = torch.compile(triton_attention, fullgraph=True, backend="aot_eager")
-    bound = torch.ones(2, device=DEVICE)
-    got, want = (
-        f(q, k, v, log_f, log_pruning_tolerance=-3.0, logit_bound=bound) for f in (compiled, triton_attention)
-    )
-    check_close(got.detach(), want.detach(), v.abs().max())
-
-
-def test_checkpointing():
-    def checkpointed(*inputs):
-        return torch.utils.checkpoint.checkpoint(triton_attention, *inputs, use_reentrant=False)
-
-    inputs = draw(1, 2, 1, 20, 20, 16)
-    for x, y in zip(run(checkpointed, *inputs), run(triton_attention, *inputs)):
-        assert torch.equal(x, y)
 
 
 # --- the source ------------------------------------------------------------------------------------------------------

@@ -37,12 +37,6 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_the_ending_decides_the_kind_of_file(tmp_path, ending, begin):
-    plot_comparison(CURVES, tmp_path / f"picture.{ending}")
-    assert (tmp_path / f"picture.{ending}").read_bytes().startswith(begin)
-
-
 @pytest.fixture
 def axes(figures):
     """The two axes of a comparison that is drawn with `axes(curves)`."""

@@ -209,18 +209,6 @@ def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol
         assert curve.points == forgetting_curve(counting, CORPUS % 8, lengths=[9, 15], **options).points
 
 
-def test_other_runtime_errors_are_not_taken_for_lack_of_memory(counting):
-    def fail(*_):
-        raise RuntimeError("a bug")
-
-    hook = counting.model.register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(RuntimeError, match="a bug"):
-            forgetting_curve(counting, CORPUS % 8, lengths=[9])
-    finally:
-        hook.remove()
-
-
 def test_an_interrupted_adaptive_curve_names_what_it_did_not_reach(counting):
     """A finished one leaves lengths out, because nothing depends on them."""
     options = dict(lengths=list(range(8, 20)), repeats=3, protocol="adaptive")

@@ -134,8 +134,7 @@ def intervals_of(shape, method, spread, repeats, curves=200):
     return low, high, int((truth >= 0).sum())
 
 
-@pytest.mark.parametrize("repeats", [3, 10, 30])
-@pytest.mark.parametrize("spread", [0, 0.03])
+@pytest.mark.parametrize("spread, repeats", [(0, 3), (0.03, 10), (0, 30)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_interval_covers_the_truth(shape, spread, repeats):
     """Each end errs in at most 2.5 % of the curves (here 5 of 200, and 4 for the luck of the draw)."""

@@ -16,7 +16,6 @@ from hf_longctx.metrics import forgetting_curve as measure
 from hf_longctx.metrics.curve import protocol as core
 from hf_longctx.metrics.curve.measure import PositionLimitError
 from hf_longctx.metrics.run.journal import content_hash
-from hf_longctx.metrics.run.logits import predict_plainly as predict
 from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 
@@ -59,15 +58,7 @@ def assert_reproduces(curve, run, tolerance):
 
 
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")  # several of them go beyond what the model claims
-@pytest.mark.parametrize(
-    "name",
-    [
-        "order_linear4_r2_s5",
-        "order_log9_r3_s4",
-        pytest.param("order_linear8_r5_s3", marks=slow),
-        pytest.param("random_linear12_r10_s2", marks=slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["order_log9_r3_s4", pytest.param("random_linear12_r10_s2", marks=slow)])
 def test_recorded_curve(trained, tokens, recorded, name):
     run = recorded[name]
     curve = forgetting_curve(trained, None if run["data_type"] == "random" else tokens, **settings_of(run))
@@ -86,32 +77,9 @@ def test_recorded_curve_on_a_short_corpus(trained, tokens, recorded):
         forgetting_curve(trained, tokens[:1200], **options)
 
 
-@slow
-@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-def test_recorded_curve_with_irrelevant_text(trained, tokens, recorded):
-    run = recorded["irrelevant_text"]
-    curve = forgetting_curve(trained, tokens, irrelevant_tokens=tokens[:2000], **settings_of(run))
-    assert_reproduces(curve, run, tolerance=5)
-
-
-def test_recorded_ids_beyond_the_vocabulary(trained, recorded):
-    """The reference program writes an empty result."""
-    config = recorded["random_ids_beyond_vocab"]["config"]
-    lengths = core.linear_lengths(config["test_max_length"], config["granularity"])
-    with pytest.raises(ValueError, match=r"id_range=\(10, 31999\) must lie within the model's ids, 0 .. 1023"):
-        forgetting_curve(trained, None, lengths=lengths, repeats=3, data_type="random", id_range=(10, 31999))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "oracle_order_w600_k2",
-        *(pytest.param(f"oracle_{name}", marks=slow) for name in ("order_w1500_k3", "random_w1024_k2")),
-    ],
-)
-def test_recorded_oracle(tokens, recorded, name):
+def test_recorded_oracle(tokens, recorded):
     """No arithmetic, hence no tolerance: this checks inputs, scored positions and counts."""
-    run = recorded[name]
+    run = recorded["oracle_order_w600_k2"]
     vocab_size = 1024 if run["id_range"] is None else run["id_range"][1] + 1
     oracle = Oracle(**run["oracle"], vocab_size=vocab_size)
     assert_reproduces(forgetting_curve(oracle, tokens, **settings_of(run)), run, tolerance=0)
@@ -162,16 +130,6 @@ def test_counts_are_those_of_the_definition(irrelevant):
                 assert count == sum(guesses[t - 1] == ids[t] for t in range(2 * n + 2 - scored, 2 * n + 2))
                 total += count
     assert total > 10
-
-
-@pytest.mark.parametrize("positions", [range(0, 20), range(0, 1), range(5, 9), range(19, 20)], ids=str)
-def test_predictions_are_those_of_all_logits(positions):
-    model, ids = tiny_llama().eval(), CORPUS[:20]
-    with torch.no_grad():
-        everywhere = model(torch.tensor(ids)[None]).logits[0].argmax(-1).numpy()
-    assert len(set(everywhere)) > 5
-    for same in (model, RemoteCode(model)):
-        assert np.array_equal(predict(same, ids, positions), everywhere[positions.start : positions.stop])
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
@@ -264,15 +222,6 @@ def test_runs_in_eval_mode_and_restores_training(fails):
     assert not torch.is_inference_mode_enabled()
 
 
-def test_keeps_dtype():
-    model = tiny_llama().to(torch.bfloat16)
-    seen = []
-    model.lm_head.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
-    curve = forgetting_curve(model, CORPUS, lengths=[8])
-    assert set(seen) == {torch.bfloat16}
-    assert curve.settings["dtype"] == "bfloat16"
-
-
 @pytest.mark.parametrize(
     "convert", [list, lambda x: x.astype(np.uint16), torch.tensor], ids=["list", "uint16", "tensor"]
 )
@@ -363,14 +312,6 @@ def test_special_tokens(config, generation, arguments, expected):
     assert {(call["ids"][0], call["ids"][9], call["ids"][-1]) for call in calls[2:]} == {(expected[0], *expected)}
 
 
-def test_special_tokens_of_a_multimodal_model():
-    """Its configuration keeps that of the language model inside."""
-    model = RemoteCode(tiny_llama())
-    model.config = SimpleNamespace(get_text_config=lambda: model.inner.config)
-    curve = forgetting_curve(model, CORPUS, lengths=[8], repeats=1)
-    assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (1, 2)
-
-
 # -- position limits
 
 
@@ -393,12 +334,6 @@ def test_beyond_the_position_table():
     assert error.result.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
     assert [p.length for p in error.result.points] == [2, 10]
     assert error.result.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
-
-
-def test_nothing_fits_into_the_position_table():
-    with pytest.raises(PositionLimitError) as caught:
-        forgetting_curve(tiny_gpt2(n_positions=24), CORPUS, lengths=[11], repeats=3)
-    assert caught.value.result.points == ()
 
 
 def test_beyond_the_claim_of_a_rotary_model():

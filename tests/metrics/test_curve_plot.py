@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, style
-from hf_longctx.metrics.curve.plot import areas, ribbon, shade_areas
+from hf_longctx.metrics import CurvePoint, ForgettingCurve
+from hf_longctx.metrics.curve.plot import areas, ribbon
 
 
 CURVE = ForgettingCurve(
@@ -17,11 +17,6 @@ CURVE = ForgettingCurve(
     ],
     {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
 )
-
-
-def test_the_picture_says_how_many_repeats_adaptive_points_have(words):
-    curve = ForgettingCurve([CurvePoint(8, [4] * 3, [1] * 3), CurvePoint(9, [5] * 10, [1] * 10)])
-    assert "deviation of 3 to 10 repeats" in words(curve.plot)
 
 
 def test_the_picture_says_what_was_measured(words):
@@ -74,14 +69,6 @@ def test_the_first_failure_has_a_ring(words):
     assert "first failure" not in words(
         ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]).plot
     )
-
-
-def test_a_colour_that_is_not_drawn_has_no_key():
-    axes = style.figure(4, 3).add_subplot()
-    fine, coarse, end = shade_areas(axes, curve(0, 400), 50, 900)
-    assert fine.get_label() == "fine, 95 % sure: below 100" and fine.get_facecolor()[3] == 0
-    assert coarse.get_label() == "coarse, 95 % sure: 400 to 600" and coarse.get_facecolor()[3] == 1
-    assert end.get_label() == "no memory"
 
 
 def test_the_ribbon_stays_within_accuracies():

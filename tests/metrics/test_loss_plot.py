@@ -19,11 +19,6 @@ def test_one_model(words):
         assert text in picture
 
 
-def test_a_training_context_beyond_the_picture_is_left_out(words):
-    picture = words(plot_losses, [LOSS], train_length=512, title="My loss")
-    assert "My loss" in picture and "training context" not in picture
-
-
 def test_several_models(words):
     other = PositionLoss(np.linspace(4, 2, 600), 2, {"model": "/home/me/models/other"})
     picture = words(plot_losses, [LOSS, other])

@@ -164,15 +164,6 @@ def test_an_interrupted_run_goes_on(llama, tokenizer, tokens, tmp_path, capsys):
     assert report.results["loss"].sequences == 6
 
 
-def test_pictures_mark_the_training_context(llama, tokenizer, tokens, tmp_path, monkeypatch):
-    plot, options = PositionLoss.plot, []
-    monkeypatch.setattr(
-        PositionLoss, "plot", lambda *args, **picture: options.append(picture) or plot(*args, **picture)
-    )
-    measure_all(llama, tokenizer, tokens[:60], tmp_path, context_length=20, train_length=16)
-    assert options == [{"train_length": 16}] * 2  # loss.png, and the picture of the page
-
-
 LOSS = PositionLoss([3.0, 2.5], 1)
 
 

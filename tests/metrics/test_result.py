@@ -53,12 +53,6 @@ def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
         assert ForgettingCurve([], {"model": model}).model_name == name
 
 
-def test_settings_can_be_added():
-    curve = ForgettingCurve([], {"model": "fox"})
-    assert curve.with_settings(corpus="x").settings == {"model": "fox", "corpus": "x"}
-    assert curve.settings == {"model": "fox"}
-
-
 HEADLINES = [
     [
         ("forgetting_curve", f"{method} memory length, at least (tokens, 95 % sure)", 800)

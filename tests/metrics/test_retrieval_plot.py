@@ -80,12 +80,6 @@ def test_cells_of_few_haystacks_show_how_many(words, counts, rate, note):
     assert f" {rate} " in picture and note in picture
 
 
-def test_the_colours_of_a_needle_are_not_red_and_green(figures):
-    GRID.plot("unused")
-    worst, best = (figures[0].axes[0].images[0].cmap(end)[:3] for end in (0.0, 1.0))
-    assert worst[0] > worst[2] and best[2] > best[0] and best[2] > best[1]  # red, blue
-
-
 def test_lines_are_evenly_spaced_with_their_intervals(figures):
     LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (5, 10, 160)]).plot("unused")
     axes = figures[0].axes[0]

@@ -10,9 +10,6 @@ from hf_longctx.metrics.rope.base import rope_base_bound, rope_base_scan, rope_b
 from hf_longctx.metrics.rope.bounds import rope_decay
 
 
-slow = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def data(golden):
     return json.loads((golden / "rope_bounds.json").read_text())
@@ -24,7 +21,7 @@ def lowest(base, head_dim, length, non_rotary_dims=0):
 
 @pytest.mark.parametrize(
     "length, head_dim, non_rotary_dims",
-    [(2, 128, 0), (40, 4, 0), (150, 6, 0), (300, 64, 0), (700, 10, 2), (1000, 24, 8), (1000, 256, 0)],
+    [(2, 128, 0), (150, 6, 0), (300, 64, 0), (700, 10, 2), (1000, 24, 8)],
 )
 def test_infimum_against_a_dense_grid(length, head_dim, non_rotary_dims):
     bound = rope_base_bound(length, head_dim, non_rotary_dims=non_rotary_dims, search_ratio=3)
@@ -77,31 +74,28 @@ def test_table_and_scan_agree_with_single_lengths():
 
 
 INFIMA = [(64, 33_000), (96, 17_000), (128, 17_000), (256, 9_000)]
-LONG_INFIMA = [(64, 263_000), (96, 263_000), (128, 132_000), (256, 33_000)]
 
 
-@pytest.mark.parametrize("head_dim, lengths", INFIMA + [pytest.param(*case, marks=slow) for case in LONG_INFIMA])
+@pytest.mark.parametrize("head_dim, lengths", INFIMA)
 def test_golden_infima(data, head_dim, lengths):
     rows = {row["L"]: row for row in data["exact"][str(head_dim)] if row["L"] <= lengths}
     for length, base in rope_base_table(rows, head_dim).items():
         assert base == pytest.approx(float(rows[length]["base"]), rel=5e-16), (head_dim, length)
 
 
-SCANS = [(64, 2, 66_000), (96, 2, 66_000), (128, 2, 66_000), (256, 2, 66_000)]
-LONG_SCANS = [(64, 2, 1 << 20), (96, 2, 1 << 20), (128, 2, 1 << 20), (128, 3, 66_000), (256, 2, 1 << 20)]
+SCANS = [(64, 2, 66_000), (128, 3, 66_000), (256, 2, 66_000)]
 
 
-@pytest.mark.parametrize("head_dim, digits, lengths", SCANS + [pytest.param(*case, marks=slow) for case in LONG_SCANS])
+@pytest.mark.parametrize("head_dim, digits, lengths", SCANS)
 def test_golden_scans(data, head_dim, digits, lengths):
     table = data["scan_tables"][f"head_dim_{head_dim}_digits_{digits}"]
     golden = {int(length): base for length, base in table.items() if int(length) <= lengths}
     assert rope_base_scan(golden, head_dim, digits=digits) == golden
 
 
-@pytest.mark.parametrize("shortest, longest", [(0, 8_200), pytest.param(8_201, 66_000, marks=slow)])
-def test_golden_windows(data, shortest, longest):
+def test_golden_windows(data):
     """The golden widths and last inadmissible bases come from grids (0.2 % steps), which may step over a dip."""
-    rows = [row for row in data["admissible_windows"]["rows"] if shortest <= row["L"] <= longest]
+    rows = [row for row in data["admissible_windows"]["rows"] if row["L"] <= 8_200]
     assert len(rows) >= 3
     for row in rows:
         bound = rope_base_bound(row["L"], 128)

@@ -181,14 +181,6 @@ def test_sliding_window_on_every_layer():
     assert only(rope_report(config, minimum_base=False)).max_distance == 511
 
 
-def test_labels_that_are_not_layer_types():
-    report = rope_report(tf.DeepseekV4Config(), minimum_base=False)
-    assert [(group.layer_type, group.layers, group.base) for group in report.groups] == [
-        ("main", None, 10_000.0),
-        ("compress", None, 160_000.0),
-    ]
-
-
 def test_base_fixed_in_code():
     from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 
@@ -205,11 +197,8 @@ def test_base_fixed_in_code():
     "name, kwargs",
     [
         ("Llama", {}),
-        ("Cohere2", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
         ("Exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
         ("SmolLM3", {"no_rope_layers": [1, 0]}),
-        ("SmolLM3", {"no_rope_layers": [1, 1]}),
         (
             "Afmoe",
             {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "num_dense_layers": 2},

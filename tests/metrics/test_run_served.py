@@ -15,7 +15,6 @@ from hf_longctx.metrics.run.served import ANOTHER, ServedModel
 
 
 CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
-slow = pytest.mark.slow
 FORMS = {"vllm": "prompt_logprobs", "openai": "echo", "strict": "echo"}
 
 
@@ -111,10 +110,7 @@ OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id
 
 @pytest.mark.parametrize(
     "form, data, protocol",
-    [
-        *[("vllm", "order", "reference"), ("openai", "random", "reference"), ("strict", "order", "adaptive")],
-        *[("openai", "order", "adaptive"), ("vllm", "random", "adaptive")],
-    ],
+    [("openai", "random", "reference"), ("strict", "order", "adaptive"), ("vllm", "order", "reference")],
 )
 def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     options = OPTIONS | {"data_type": data, "protocol": protocol, "id_range": (3, 11) if data == "random" else None}
@@ -128,18 +124,6 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     assert {name: curve.settings.get(name) for name in served} == served
     same = expected.settings.keys() - served.keys() - {"weights_sha256"}
     assert {name: curve.settings[name] for name in same} == {name: expected.settings[name] for name in same}
-
-
-@slow
-@pytest.mark.filterwarnings("ignore:length .* needs .* positions")
-def test_recorded_curve(golden, tokens):
-    trained = transformers.AutoModelForCausalLM.from_pretrained(golden / "forgetting_curve" / "model").eval()
-    options = {"lengths": [8, 134, 261], "repeats": 3}
-    expected = forgetting_curve(trained, tokens, **options)
-    with serving(trained) as server:
-        curve = forgetting_curve(connect(server), tokens, **options, bos_token_id=1, eos_token_id=2)
-    assert curve.points == expected.points
-    assert curve.points[0].copy_mean > 0.9
 
 
 @pytest.mark.parametrize("trouble", [403, hang_up], ids=["refusal", "hang-up"])
@@ -221,11 +205,6 @@ def test_the_only_model_is_found(model):
 def test_which_model(model, names, model_name, message):
     with serving(model, names=names) as server, pytest.raises(ValueError, match=message):
         connect(server, model=model_name)
-
-
-def test_one_of_several_models(model):
-    with serving(model, names=("a", "b")) as server:
-        assert connect(server, model="b").model == "b"
 
 
 def test_keys(model):
@@ -449,20 +428,6 @@ def test_values_at_the_wrong_tokens_are_noticed(model):
         pytest.raises(ValueError, match="with echo of text they are those of other tokens, as if one position late"),
     ):
         connect(server, tokenizer=tokenizer)
-
-
-def late(choice):
-    """Log-probabilities after each token, in place of those before it."""
-    for name in ("token_logprobs", "top_logprobs"):
-        choice["logprobs"][name] = [None, *choice["logprobs"][name][2:], choice["logprobs"][name][-1]]
-    return choice
-
-
-def test_late_values_of_ids_are_noticed(model):
-    with serving(model, "openai") as server:
-        server.spoil = lambda choice: late(choice) if choice["logprobs"] else choice
-        with pytest.raises(ValueError, match="with echo they are those of other tokens"):
-            connect(server)
 
 
 @pytest.mark.filterwarnings("ignore:.*answered 500")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
 
 
 pytest.importorskip("triton")
@@ -15,23 +14,6 @@ from hf_longctx.fox.tiles_fox import Tile
 
 
 ROOT = Path(__file__).resolve().parents[2]
-dry = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
-
-
-@dry
-@pytest.mark.slow
-def test_tuning_dry_run(tmp_path):
-    command = ["python", "-m", "scripts.bench.gpu.tune", "--device", "cpu", "--output", tmp_path / "tune.json"]
-    done = run([*command, "--kernel", "decode", "--candidates", "2"], cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads((tmp_path / "tune.json").read_text())
-    assert [row["kernel"] for row in report["rows"]] == ["decode", "decode"]
-    for row in report["rows"]:
-        assert row["registers"] > 0
-        assert "dropped" in row or (row["ms"] > 0 and row["difference"] < 1e-5), row
-    assert report["rows"][0]["tile"] == list(tiles_fox.TILES[90, 2][16].decode) and report["rows"][0]["faster"] == 1
-    row = ", ".join(f"Tile{tuple(tile)}" for tile in report["tiles"]["16"].values())
-    assert f"    (90, 2): {{\n        16: Tiles({row}),\n    }},\n" in done.stdout
 
 
 @pytest.fixture
@@ -87,30 +69,3 @@ def test_a_tile_that_computes_something_else_is_not_chosen(tune, tmp_path, monke
 def test_the_present_tile_stays_unless_another_is_clearly_faster(tune, gain, chosen):
     rows = [{"tile": list(Fake.tiles["right"]), "faster": 1.0}, {"tile": list(Fake.tiles["one row"]), "faster": gain}]
     assert tune.fastest([*rows, {"tile": [16, 16, 1, 1], "dropped": "no time left"}]) == Fake.tiles[chosen]
-
-
-def test_a_run_leaves_out_what_failed_before(tune, tmp_path, monkeypatch):
-    """A tile that takes the device down ends a run, but not the next one; another device starts afresh."""
-    group = [{"kernel": "dq", "head_dim": 64, "tile": [BM, 64, 4, 3]} for BM in (32, 64, 128)]
-    first = new_report(tune, tmp_path / "tune.json", "A")
-    first.rows.extend([group[0], {**group[1], "error": "lost", "dropped": "lost"}])
-    first.save()
-    compiled_tiles = []
-    resources = {
-        "shared": 0,
-        "shared_limit": 1,
-        "blocks_per_sm": 1,
-        "hot_loop_spills": 0,
-        "hot_loop_instructions": 400,
-    }
-
-    def compiled(cases, jobs, until):
-        compiled_tiles.append([case["tile"][0] for case in cases])
-        return (case | resources for case in cases)
-
-    monkeypatch.setattr(tune, "compiled", compiled)
-    for device in ("A", "B"):
-        report = new_report(tune, tmp_path / "tune.json", device)
-        tune.compile_tiles(report, [group], 1, time.monotonic())
-        assert [row["tile"][0] for row in report.rows] == [32, 64, 128]
-    assert compiled_tiles == [[32, 128], [32, 64, 128]]

@@ -99,10 +99,3 @@ def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(proof, "Recipe", lambda: replace(recipe, texts=8))
     with pytest.raises(ValueError, match="another recipe"):
         proof.main(arguments)
-
-
-def test_the_leak_task_runs_without_controls(proof, recipe, monkeypatch):
-    monkeypatch.setattr(proof, "FACTS", (2,))
-    row = proof.measure(proof.Run("leak", 0.6, 0, 0, "HMT, paper"), recipe)
-    assert row["controls"] == {} and set(row["hits"]) == {"2"}
-    assert proof.measure(proof.Run("leak", 0.6, 0, 0, "RMT"), recipe)["first_steps"] == 1

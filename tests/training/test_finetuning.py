@@ -34,7 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+with_tied_weights = pytest.mark.parametrize("llama", [False, True], ids=["untied", "tied"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def llama(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     sizes = dict(
@@ -42,7 +45,12 @@ def llama(request, tmp_path_factory):
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=request.param, **sizes)
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            max_position_embeddings=64,
+            tie_word_embeddings=getattr(request, "param", False),
+            **sizes,
+        )
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO, model_max_length=64).save_pretrained(folder)
@@ -61,6 +69,7 @@ def logits(model):
     return model.eval()(IDS).logits
 
 
+@with_tied_weights
 @pytest.mark.parametrize("recipe", ["lora", "fox-from-llama", "rope-extend"])
 def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(recipe, llama, tmp_path):
     longer = {"sequence_length": 128, "batch_tokens": 128} if recipe == "rope-extend" else {}

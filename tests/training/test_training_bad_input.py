@@ -130,11 +130,8 @@ SETTINGS = [
     refused("no data", resolve(data=None), "--data is missing: text file, JSONL"),
     refused("no tokenizer", resolve(tokenizer=None), "--tokenizer is missing"),
     refused("unknown preset", resolve(preset="1B"), "'1B'; it must be one of tiny, 5M, 125M"),
-    refused("learning rate that is no number", resolve(learning_rate=float("nan")), "--learning-rate is nan"),
     refused("dropout of one", resolve(dropout=1.0), "--dropout is 1.0; it must be at least 0 and below 1"),
     refused("warmup of a schedule without", resolve(schedule="step", warmup_steps=6), "--schedule step has no warmup"),
-    refused("size of no construction", resolve(construction_size=9), "--construction-size belongs to --construction"),
-    refused("steps of no evaluation", resolve(eval_steps=5), "--eval-steps belongs to --eval-data, which is missing"),
     refused("stream of tokens", resolve(data="a.npy", streaming=True), "packed tokens, which need no --streaming"),
     refused(
         "Llama with the blocks of a FoX", resolve(architecture="llama", pro=True), "--pro is a FoX; --architecture"
@@ -164,19 +161,11 @@ SETTINGS = [
     ),
     refused("unknown key", yaml("zzz: 1"), "zzz, which is not a setting. The settings are data, tokenizer"),
     refused("word for a number", yaml("steps: many"), "steps to 'many'; it must be int"),
-    refused("number for a switch", yaml("pro: 3"), "pro to 3; it must be bool"),
     refused("list for a number", yaml("steps: [1]"), r"steps to \[1\]; it must be int"),
     refused("no mapping", yaml("- steps"), "does not hold settings; it must have lines such as"),
     refused("no YAML", yaml("a: [1"), "is not YAML"),
-    refused("null for a number", yaml("save_steps: null"), "save_steps to None; it must be int"),
-    refused("switch for a number", yaml("steps: true"), "steps to True; it must be int"),
-    refused("list of files", yaml("data: [a.txt, b.txt]"), r"data to \['a.txt', 'b.txt'\]; it must be str"),
-    refused("settings that are no text", yaml(b"\xff\xfe"), "config.yaml is not YAML"),
     refused("negative seed", resolve(seed=-1), "--seed is -1; it must be between 0 and 4294967295"),
-    refused("negative decay", resolve(weight_decay=-0.1), "--weight-decay is -0.1; it must be at least 0"),
-    refused("infinite learning rate", resolve(learning_rate=float("inf")), "--learning-rate is inf"),
     refused("rows of one token", resolve(sequence_length=1), "--sequence-length is 1; a row needs at least 2"),
-    refused("no such file", lambda kit: read_settings(TrainSettings, kit.path / "no.yaml", {}), "no.yaml"),
 ]
 
 
@@ -240,10 +229,8 @@ def damaged_model(name, content="damaged", **changes):
 
 FINETUNING = [
     refused("no model", finetune(model=None), "MODEL is missing"),
-    refused("no such model", finetune(model="/no/such/folder"), "/no/such/folder"),
     refused("no sequence length", finetune(sequence_length=None), "--sequence-length is missing"),
     refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is not a module.*did you mean q_proj?"),
-    refused("misspelt module", finetune(train_in_full="nrom"), "--train-in-full names nrom.*did you mean norm?"),
     refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is not a module"),
     *(
         refused(f"LoRA on the tied {name}", finetune(lora_targets=name), "one tensor, and merging an adapter")
@@ -265,14 +252,10 @@ FINETUNING = [
         "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "leave out --merge: `hf-longctx"
     ),
     refused("training all of 4 bits", finetune(load_in_8bit=True, full=True), "leave out --full"),
-    refused("4 and 8 bits", finetune(load_in_4bit=True, load_in_8bit=True), "contradict each other"),
-    refused("decay time without gates", finetune(decay_time=9.0), "--decay-time belongs to --recipe fox-from-llama"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
     refused(
         "rows of a state", finetune(recipe="hmt", carry_state=True, repeated_rows=0.5), "leave out --repeated-rows"
     ),
-    refused("memory of another recipe", finetune(carry_state=True), "--carry-state belongs to --recipe hmt"),
-    refused("no sensory tokens of another recipe", finetune(sensory_tokens=0), "--sensory-tokens belongs to --recipe"),
     refused(
         "many places of a stream", finetune(recipe="hmt", carry_state=True, streaming=True), "leave out --streaming"
     ),
@@ -290,11 +273,6 @@ FINETUNING = [
         "attention of a recipe", finetune(recipe="fox-from-llama", attention="vllm"), "cannot be had: .*forget gate"
     ),
     refused("rate of gates of a Llama", finetune(gate_learning_rate=1.0), "for forget gates, and none are trained"),
-    refused(
-        "gates as targets of LoRA",
-        finetune(model=str(DEMO), lora_targets="f_proj"),
-        "--lora-targets names f_proj, which is not a module",
-    ),
     refused("adapter for a model", adapter_as_model, "holds an adapter; name its base"),
     refused("encoder-decoder", other_model(T5ForConditionalGeneration, T5Config, d_model=8), "is an encoder-decoder"),
     refused("reads ahead", other_model(BertForMaskedLM, BertConfig, hidden_size=8), "is not causal"),
@@ -311,7 +289,6 @@ FINETUNING = [
         ),
         r"is quantized, and --merge \(of most recipes",
     ),
-    refused("damaged weights", damaged_model("model.safetensors"), "weights of .*llama cannot be read.*damaged"),
     refused(
         "damaged configuration",
         damaged_model("config.json", '{"model_type": "llama", "hidden_size": "x"}'),
@@ -332,7 +309,6 @@ RUNS = [
         run(batch_tokens=128, per_device_batch_size=2, attention="flash_attention_2"),
         "sees the borders of packed documents in passes of one row",
     ),
-    refused("no such text", run(data="/no/such/text"), "/no/such/text is neither a file nor a folder"),
     refused("empty text", after(write("empty.txt", " \n"), run(data="./empty.txt")), "holds no text"),
     refused(
         "tokens that are no integers",
@@ -349,11 +325,6 @@ RUNS = [
         after(write("far.npy", np.full(999, 70000)), run(data="./far.npy")),
         f"holds tokens from 70000 to 70000; the tokenizer has {VOCABULARY}",
     ),
-    refused(
-        "negative tokens",
-        after(write("minus.npy", np.full(999, -1)), run(data="./minus.npy")),
-        f"holds tokens from -1 to -1; the tokenizer has {VOCABULARY}",
-    ),
     *(
         refused(
             f"{name} as tokens", after(write("no.npy", content), run(data="./no.npy")), "not a whole file of numpy"
@@ -364,7 +335,6 @@ RUNS = [
             "half a file": b"\x93NUMPY\1\0v",
         }.items()
     ),
-    refused("no such tokens", run(data="/no/tokens.npy"), "/no/tokens.npy"),
     refused("text of less than a step", run(batch_tokens=2**16), r"holds \d+ rows of 64 tokens, less than the 65536"),
     refused(
         "evaluation text of less than a row",
@@ -377,8 +347,6 @@ RUNS = [
         "is not text in UTF-8",
     ),
     refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), 'column "text"'),
-    refused("table without texts", after(write("a.csv", "a,b\n1,2\n"), run(data="./a.csv")), 'column "text"'),
-    refused("tokens of nanoGPT", after(write("a.bin", b"\1\2"), run(data="./a.bin")), "give tokens as .npy"),
     refused("dataset name without a network", run(data="no/dataset"), "no/dataset is neither a file nor a folder"),
     refused("no such tokenizer", run(tokenizer="./none"), "--tokenizer .*none cannot be loaded.*Name the folder"),
     refused("unknown way to resume", run("always"), "--resume is always; it must be auto, never, or a checkpoint"),
@@ -495,14 +463,13 @@ def test_a_mistake_that_is_found_late_can_be_mended_in_the_same_folder(kit):
     assert (kit.path / "run" / "data" / "tokens.npy").stat().st_mtime_ns == tokens  # packed once
 
 
-@pytest.mark.parametrize("schedule, steps", [("constant", 2), ("step", 2), ("warmup_stable_decay", 11), ("cosine", 2)])
+@pytest.mark.parametrize("schedule, steps", [("warmup_stable_decay", 11), ("cosine", 2)])
 def test_a_run_is_made_longer_if_its_learning_rate_did_not_know_its_end(schedule, steps, kit):
     sizes = dict(schedule=schedule, warmup_steps=0, save_steps=steps - 1)
     whole, part = ({"output": f"./{name}", **sizes} for name in ("whole", "part"))
     run(**part, steps=steps)(kit)
-    if schedule in ("warmup_stable_decay", "cosine"):  # its last step had a lower rate
-        with pytest.raises(ValueError, match=rf"other settings \(--steps: {steps} -> {steps + 2}\)"):
-            run(**part, steps=steps + 2)(kit)
+    with pytest.raises(ValueError, match=rf"other settings \(--steps: {steps} -> {steps + 2}\)"):
+        run(**part, steps=steps + 2)(kit)  # the last step had a lower rate
     if schedule == "cosine":
         return
     run(f"./part/checkpoints/checkpoint-{steps - 1}", **part, steps=steps + 2)(kit)
