@@ -263,5 +263,9 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
         print(f"wrote {document}")
         write_picture(result, picture, **options)
         print(f"wrote {picture}")
+        for name, draw in result.more_pictures().items():
+            further = picture.with_stem(f"{picture.stem}_{name}")
+            draw(further)
+            print(f"wrote {further}")
     if failure is not None:
         raise failure

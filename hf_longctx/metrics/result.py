@@ -11,7 +11,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -142,6 +142,10 @@ class Result:
             ValueError: nothing was measured, or matplotlib does not know the extension.
         """
         raise NotImplementedError
+
+    def more_pictures(self) -> dict[str, Callable[[Path], None]]:
+        """Return functions that draw more pictures into a file, by the name that ends the name of the file."""
+        return {}
 
     # What all results have in common --------------------------------------------------------------------------------
 

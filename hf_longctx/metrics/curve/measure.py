@@ -22,6 +22,7 @@ from ..run.journal import content_hash
 from ..run.reader import Reader, check_positions, reader_for, special_ids
 from ..run.scoring import OVERFLOW
 from .adaptive import BUDGET, locate
+from .errors import pack
 from .protocol import Sample, input_tokens, longest_length, model_inputs, order_samples, random_samples, scored_logits
 from .result import CurvePoint, ForgettingCurve
 
@@ -63,6 +64,7 @@ def forgetting_curve(
     id_range: tuple[int, int] | None = None,
     protocol: str = "reference",
     confidence: float = 0.95,
+    samples: bool = False,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     corpus_name: str | None = None,
     train_length: int | None = None,
@@ -95,6 +97,7 @@ def forgetting_curve(
             same inputs, but only at those of the `lengths`, and with only so many of the `repeats`, that the fine and
             the coarse length depend on; give a fine grid. See adaptive.py.
         confidence: at which the adaptive protocol is satisfied, between 0 and 1.
+        samples: keep which tokens of each target were copied wrong, in `ForgettingCurve.wrong`.
         tokenizer: name it, or give it, to have its name in the settings. Random data take its special ids from it.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
         run: journal, memory budget and progress bar; see `Run`, also for several processes and interruptions.
@@ -127,27 +130,29 @@ def forgetting_curve(
     names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
     if protocol == "adaptive":
         settings["confidence"] = confidence
+    if samples:
+        settings["samples"] = True
     if data_type == "order":
         corpus, irrelevant, data = check_corpus(reader, tokens, irrelevant_tokens, id_range)
-        samples = order_samples(corpus, lengths, repeats, seed, irrelevant)
+        targets = order_samples(corpus, lengths, repeats, seed, irrelevant)
         names |= token_size(tokenizer, corpus)
     else:
         id_range, skip, data = check_id_range(reader, id_range, irrelevant_tokens, tokenizer)
-        samples = random_samples(id_range, lengths, repeats, seed, skip=skip | {bos, eos})
+        targets = random_samples(id_range, lengths, repeats, seed, skip=skip | {bos, eos})
     settings |= data
     limit = reader.position_limit
     if limit is None:
         check_positions(reader, input_tokens(lengths[-1]), f"length {lengths[-1]}")
     fitting = lengths if limit is None else [length for length in lengths if input_tokens(length) <= limit]
 
-    measurement = Measurement(reader, samples, fitting, repeats, bos, eos, settings | names, confidence)
+    measurement = Measurement(reader, targets, fitting, repeats, bos, eos, settings | names, confidence)
     curve = run_distributed(
         reader,
         "forgetting curve",
         measurement.run_adaptive if protocol == "adaptive" else measurement.run,
         measurement.result,
         depends_on=settings,
-        trial=model_inputs("copy", samples[lengths[0]][:1], bos, eos)[0],
+        trial=model_inputs("copy", targets[lengths[0]][:1], bos, eos)[0],
         run=run,
     )
     if limit is not None and fitting != lengths:
@@ -162,7 +167,8 @@ class Measurement:
     """A curve while it is measured.
 
     A task is `(length, first, stop)`: both kinds of input at one length, repeats first to stop - 1. Its result is
-    `{"copy": counts, "LM": counts}` of right predictions, one per repeat, or `{"not_measured": reason}`.
+    `{"copy": counts, "LM": counts}` of right predictions, one per repeat, or `{"not_measured": reason}`. With
+    samples it also has "wrong", a row of bits per repeat.
 
     Attributes:
         samples: by length, one per repeat.
@@ -243,7 +249,10 @@ class Measurement:
                     f"length {length}, repeat {first + bad[0][0]}, {kind} input: the logits at position "
                     f"{scored[bad[0][1]]} of {inputs.shape[1]} are NaN, so there is no prediction to count. {OVERFLOW}"
                 )
-            counts[kind] = (predictions == inputs[:, scored.start + 1 : scored.stop + 1]).sum(1).tolist()
+            right = predictions == inputs[:, scored.start + 1 : scored.stop + 1]
+            counts[kind] = right.sum(1).tolist()
+            if kind == "copy" and "samples" in self.settings:
+                counts["wrong"] = pack(~right)
         return counts
 
     def result(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> ForgettingCurve:
@@ -253,7 +262,11 @@ class Measurement:
         missing |= dict.fromkeys(self.samples.keys() - set(self.lengths), beyond)
         if not self.complete:
             missing |= dict.fromkeys(self.samples.keys() - {p.length for p in points} - missing.keys(), "interrupted")
-        return ForgettingCurve(points, self.settings, dict(sorted(missing.items())))
+        wrong = {}
+        for (length, *_), entry in sorted(entries.items()):
+            if "wrong" in entry:
+                wrong[length] = [*wrong.get(length, ()), *entry["wrong"]]
+        return ForgettingCurve(points, self.settings, dict(sorted(missing.items())), wrong)
 
     def points(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> tuple[list[CurvePoint], dict[int, str]]:
         """Join the tasks of each length to a point, and say why lengths have none."""

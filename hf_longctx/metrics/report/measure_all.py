@@ -104,6 +104,7 @@ def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
         seed=subject.seed,
         eos_token_id=subject.tokenizer.eos_token_id,
         tokenizer=subject.tokenizer,
+        samples=True,
         run=run,
         **subject.names,
     )

@@ -74,15 +74,16 @@ def template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def section(result: Result) -> tuple[str, Result, str | None, list[tuple[str, str]]]:
-    """Return heading, result, picture if there is one, and settings as texts."""
-    picture = None
+def section(result: Result) -> tuple[str, Result, list[str], list[tuple[str, str]]]:
+    """Return heading, result, pictures, and settings as texts."""
+    pictures = []
     if result.measured:
-        picture = svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))
+        pictures = [svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))]
+        pictures += [svg(draw) for draw in result.more_pictures().values()]
     settings = [
         (name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()
     ]
-    return f"{result.title}: {result.model_name}", result, picture, settings
+    return f"{result.title}: {result.model_name}", result, pictures, settings
 
 
 def svg(draw: Callable[[Path], None]) -> str:
