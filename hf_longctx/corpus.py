@@ -22,6 +22,7 @@ STDLIB = "stdlib"
 # The split of a dataset is the first of these that it has, else its first.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+CONVERSATIONS = (("messages",), ("prompt", "completion"))  # columns, as TRL calls them
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
 MOST_REPEATED = 100  # times that the text of a gzip file may be larger; books are 3 times
 PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
@@ -85,6 +86,24 @@ def load_text(source: str | None = None) -> str:
         FileNotFoundError: neither a path nor a dataset of that name could be found.
     """
     return "\n\n".join(open_source(source or STDLIB)[1])
+
+
+def open_conversations(source: str, part: str = "train") -> Iterator[dict] | None:
+    """Return the rows of a table or a dataset that holds conversations instead of texts; None for other sources.
+
+    A row is {"messages"} or {"prompt", "completion"}; `part` is as for `open_source`.
+
+    Raises:
+        ValueError: the table cannot be read, or holds no conversation.
+    """
+    path = Path(source)
+    if source in (STDLIB, "pg19") or (path.exists() and not (path.is_file() and _suffix(path) in TABLES)):
+        return None
+    rows, columns = _open_table(path) if path.is_file() else _open_dataset(source, part)
+    names = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
+    if "text" in columns or names is None:
+        return None
+    return ({name: row[name] for name in names} for row in rows)
 
 
 def open_source(source: str | None, part: str = "held_out") -> tuple[str, Iterator[str]]:
@@ -164,15 +183,20 @@ def _unpacked(path):
 
 def _table(path):
     """Read the texts of a file in one of the formats of `TABLES`."""
+    return _texts(*_open_table(path), path)
+
+
+def _open_table(path):
+    """Return the rows of a file, and the names of its columns."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         columns = list(next(iter(rows), {}))
     except Exception as error:  # pyarrow's and those of `datasets`, of many types
         if StopIteration in (type(error), type(error.__cause__)):  # how a stream without rows ends
-            return iter(())
+            return (), ["text"]
         raise ValueError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
-    return _texts(rows, columns, path)
+    return rows, columns
 
 
 def _filled(source, documents):
@@ -190,7 +214,12 @@ def _filled(source, documents):
 
 
 def _dataset(name, part="held_out"):
-    """Read the texts of a dataset, streamed from the hub, or offline from the cache of `datasets`."""
+    """Read the texts of a dataset."""
+    return _texts(*_open_dataset(name, part), f"dataset {name}")
+
+
+def _open_dataset(name, part):
+    """Return the rows of a dataset, streamed from the hub, or offline from a cache, and its columns."""
     from huggingface_hub import is_offline_mode
 
     datasets = _datasets(f"{name} is neither a file nor a folder; reading it as a dataset")
@@ -202,7 +231,7 @@ def _dataset(name, part="held_out"):
         ) from error
     split = splits[next(name for name in (*SPLITS[part], *splits) if name in splits)]
     columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
-    return _texts(split, columns, f"dataset {name}")
+    return split, columns
 
 
 def _datasets(what):

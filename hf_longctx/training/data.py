@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..corpus import open_source
+from ..corpus import open_conversations, open_source
+from .conversations import FIRST, SCORED, encode_conversations
 from .progress import SECONDS_BETWEEN_LINES, print_status
 from .synthetic_data import Construction
 
 
+FLAGS = ".flags.npy"  # in the place of .npy: the name of the flags of conversations beside their tokens
 DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel; an even number, as a construction takes pairs
 
 
@@ -26,7 +28,8 @@ class TokenDataset(torch.utils.data.Dataset):
     """Rows of `length` tokens from a file of tokens; what is left at the end is not used.
 
     Args:
-        path: `.npy` file of integers, read through a memory map.
+        path: `.npy` file of integers, read through a memory map. A file of flags beside it, `FLAGS`, says where its
+            documents begin and which labels are scored.
         length: tokens of a row, T.
         eos_token_id: ends a document. None: the file holds one document.
         vocab_size: tokens are below it.
@@ -49,6 +52,8 @@ class TokenDataset(torch.utils.data.Dataset):
             )
         self.path, self.tokens = Path(path), tokens.reshape(-1)
         self.length, self.eos_token_id = length, eos_token_id
+        flags = self.path.with_suffix(FLAGS)
+        self.flags = np.load(flags, mmap_mode="r") if flags.exists() else None
         if not len(self):
             raise ValueError(
                 f"{path} holds {self.tokens.size} tokens; one row needs {length}. Give more text, or lower "
@@ -65,7 +70,8 @@ class TokenDataset(torch.utils.data.Dataset):
         return self.tokens.size // self.length
 
     def __getitem__(self, row):
-        return make_row(self.tokens[row * self.length : (row + 1) * self.length], self.eos_token_id)
+        place = slice(row * self.length, (row + 1) * self.length)
+        return make_row(self.tokens[place], self.eos_token_id, None if self.flags is None else self.flags[place])
 
 
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
@@ -89,12 +95,13 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
                 rest = rest[whole:]
 
 
-def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Tensor]:
+def make_row(tokens: np.ndarray, eos_token_id: int | None, flags: np.ndarray | None = None) -> dict[str, torch.Tensor]:
     """Make one row for a causal language model.
 
     Args:
         tokens: (T,), any integer dtype.
         eos_token_id: ends a document; None: the row is one document.
+        flags: of conversations, (T,), uint8: where one begins, and which labels are scored. None: all labels are.
 
     Returns:
         input_ids; position_ids, which start at 0 in every document and in every row; labels, equal to input_ids, but
@@ -104,10 +111,13 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None) -> dict[str, torch.Te
     index = torch.arange(len(ids))
     first = torch.zeros(len(ids), dtype=torch.bool)
     first[0] = True
-    if eos_token_id is not None:
+    if eos_token_id is not None and flags is not None:
+        first[1:] = torch.from_numpy(flags[1:] & FIRST > 0)  # turns may end with an EOS
+    elif eos_token_id is not None:
         first[1:] = ids[:-1] == eos_token_id
+    unscored = first if flags is None else first | torch.from_numpy(flags & SCORED == 0)
     positions = index - torch.where(first, index, 0).cummax(0).values
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(first, -100)}
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(unscored, -100)}
 
 
 def encode(source: str, tokenizer, construction: Construction | None = None, part="train") -> Iterator[np.ndarray]:
@@ -139,31 +149,63 @@ def encode(source: str, tokenizer, construction: Construction | None = None, par
 def pack(source: str, tokenizer, path: Path, construction: Construction | None = None, part="train") -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
+    Conversations have a file of flags beside it, `FLAGS`.
+
     How far it is stands on stderr every few seconds, and at the end how much it was.
 
     Args:
         source, tokenizer, construction, part: as for `encode`.
         path: `.npy` file to write.
     """
+    rows = None if construction is not None else open_conversations(source, part)
+    pieces = encode(source, tokenizer, construction, part) if rows is None else encode_conversations(rows, tokenizer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(FLAGS).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
     count, documents, printed = 0, 0, time.monotonic()
-    with open(unfinished, "wb") as file:
-        _write_header(file, dtype, count)
-        for ids in encode(source, tokenizer, construction, part):
-            file.write(ids.astype(dtype).data)  # numpy's `tofile` does not say that the disk is full
+    with GrowingArray(path, dtype) as tokens, GrowingArray(path.with_suffix(FLAGS), np.dtype(np.uint8)) as flags:
+        for piece in pieces:
+            ids, flag = piece if isinstance(piece, tuple) else (piece, None)
+            tokens.append(ids)
             count += len(ids)
-            documents += int((ids == tokenizer.eos_token_id).sum())
+            if flag is None:
+                documents += int((ids == tokenizer.eos_token_id).sum())
+            else:
+                flags.append(flag)
+                documents += 1
             if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
                 printed = time.monotonic()
                 print_status(f"packing {source}: {documents} documents, {count} tokens")
-        file.seek(0)
-        _write_header(file, dtype, count)  # numpy leaves room for the number of tokens to grow
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
+    if count == 0:
+        raise ValueError(f"{source} holds no conversation in which an assistant answers.")
     print_status(f"packed {source}: {documents} documents, {count} tokens")
+
+
+class GrowingArray:
+    """A .npy file of one dimension that is written piece by piece, and appears when it is complete and not empty."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype, self.count = path, dtype, 0
+
+    def __enter__(self):
+        self.file = open(self.path.with_suffix(".unfinished"), "wb")
+        _write_header(self.file, self.dtype, 0)
+        return self
+
+    def append(self, values: np.ndarray) -> None:
+        self.file.write(values.astype(self.dtype).data)  # numpy's `tofile` does not say that the disk is full
+        self.count += len(values)
+
+    def __exit__(self, kind, *error):
+        with self.file as file:
+            file.seek(0)
+            _write_header(file, self.dtype, self.count)  # numpy leaves room for the number of tokens to grow
+            file.flush()
+            os.fsync(file.fileno())
+        if kind is None and self.count:
+            os.rename(file.name, self.path)
+        else:
+            os.unlink(file.name)
 
 
 def _write_header(file, dtype, count):
@@ -193,6 +235,7 @@ def stack(rows: list[dict[str, torch.Tensor]], without: Collection[str] = ()) ->
 
 
 __all__ = [
+    "FLAGS",
     "StreamedTokenDataset",
     "TokenDataset",
     "digest",

@@ -34,6 +34,7 @@ from transformers.utils import is_bitsandbytes_available
 from ..metrics.run.distributed import wait
 from .copy_data import CopyDataset
 from .data import (
+    FLAGS,
     StreamedTokenDataset,
     TokenDataset,
     digest,
@@ -255,6 +256,13 @@ def prepare_datasets(run: ResolvedSettings, tokenizer, lock: RunLock) -> Dataset
     rows = prepare_rows(run, run.data, data / "tokens.npy", tokenizer, run.streaming, bool(lock.before))
     is_packed = isinstance(rows, TokenDataset)
     lock.check(data=digest(rows.path) if is_packed else source_digest(run.data))
+    if is_packed and rows.flags is not None:
+        lock.check(flags=digest(rows.path.with_suffix(FLAGS)))
+        if run.carry_state or run.repeated_rows or not run.packing:
+            raise ValueError(
+                f"{run.data} holds conversations, which are packed as they are; leave out --carry-state, --repeated-rows "
+                "and --no-packing."
+            )
     if is_packed and len(rows) * run.sequence_length < run.batch_tokens:  # Trainer would make a smaller step
         raise ValueError(
             f"{run.data} holds {len(rows)} rows of {run.sequence_length} tokens, less than the {run.batch_tokens} "

@@ -138,7 +138,9 @@ class RunLock:
                 shutil.rmtree(folder / "evaluation", ignore_errors=True)
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
         for name in ("tokens", "eval_tokens"):
-            for suffix in (".npy", ".source"):
+            if (folder / "data" / f"new_{name}.npy").exists():
+                (folder / "data" / f"{name}.flags.npy").unlink(missing_ok=True)
+            for suffix in (".flags.npy", ".npy", ".source"):
                 if (folder / "data" / f"new_{name}{suffix}").exists():
                     (folder / "data" / f"new_{name}{suffix}").rename(folder / "data" / f"{name}{suffix}")
         unfinished = self.file.with_suffix(".unfinished")

@@ -106,6 +106,16 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
+def test_conversations_are_trained_on_and_their_flags_are_locked(llama, tmp_path):
+    rows = [{"prompt": f"What is {n}?", "completion": f" It is {n}, which comes after {n - 1}."} for n in range(40)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = settings(llama, tmp_path / "run", data=str(data))
+    assert train(run) == 0 and "flags" in json.loads((tmp_path / "run" / "lock.json").read_text())
+    with pytest.raises(ValueError, match="holds conversations, which are packed as they are"):
+        train(settings(llama, tmp_path / "other", data=str(data), packing=False))
+
+
 def test_optimizer_compilation_and_checkpointed_layers_are_those_of_trainer(llama, tmp_path, monkeypatch):
     layers = dict(activation_checkpointing=True, checkpointed_layers=2, offload_activations=True)
     run = settings(llama, tmp_path, optimizer="paged_adamw_8bit", compile=True, **layers).resolve()
