@@ -267,16 +267,24 @@ AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 SDPA = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_fa2": SDPBackend.FLASH_ATTENTION}
 
 
-def sdpa_by(first: SDPBackend, *args, **kwargs):
-    """Run SDPA by one backend, or by others where it cannot compute a call, for example with a mask."""
+def sdpa_by(first: SDPBackend, module, query, key, value, *args, **kwargs):
+    """Run SDPA by one backend, or by others where it cannot compute a call, for example with a mask.
+
+    Above 128, cuDNN has few pairs of widths, of which one is 192 beside values of 128. A decoding step would copy all
+    keys for it.
+    """
+    wide = value.shape[-1] == 128 < query.shape[-1] <= 192 and query.shape[2] > DECODE_ROWS
+    if wide and first is SDPBackend.CUDNN_ATTENTION:
+        query, key = (F.pad(x, (0, 192 - x.shape[-1])) for x in (query, key))
     with sdpa_kernel([first, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return sdpa_attention_forward(*args, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 for name, first in SDPA.items():
     AttentionInterface.register(name, partial(sdpa_by, first))
     AttentionMaskInterface.register(name, sdpa_mask)
 
+OWN_WIDTH = ("eager", "sdpa_cudnn")  # of values, which the others want as wide as folded keys
 # Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
 # Others may drop an argument that they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", *SDPA, "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -303,18 +311,22 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
-    """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each."""
+    """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each.
+
+    Values stay as wide as they are for a backend that takes them so; a cache has one width.
+    """
     # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
     q, k, v = autocast_inputs(q, k, v)
     c = running_sum(log_f, call.position_in_sequence)
     if past is not None:
         c = c + past.decay(c)
-    if (
-        call.implementation or module.config._attn_implementation
-    ) not in GATED:  # which read the decay from the keys by themselves
+    name = call.implementation or module.config._attn_implementation
+    if name not in GATED:  # which read the decay from the keys by themselves
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
     k = fold_keys(k, c, module.scaling)
-    return q, k, F.pad(v, (0, k.shape[-1] - module.head_dim))
+    if past is not None or name not in OWN_WIDTH:
+        v = F.pad(v, (0, k.shape[-1] - module.head_dim))
+    return q, k, v
 
 
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
@@ -392,6 +404,8 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
         )
     if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 32)) for x in (q, k, v))
+    if name in OWN_WIDTH:
+        v = v[..., : module.head_dim]
     if isinstance(cache, AttendingCache):
         attention_function = cache.wrap_attention(attention_function)
     dropout = module.config.attention_dropout if module.training else 0.0

@@ -60,10 +60,11 @@ def folded_flash(module, multiple):
 
     def attention(q, k, v, log_f):
         c, scale, D = log_f.cumsum(-1), q.shape[-1] ** -0.5, q.shape[-1]
-        inputs = fold_queries(q, c, scale, 1), fold_keys(k, c, scale), v
+        inputs = fold_queries(q, c, scale, 1), fold_keys(k, c, scale)
         width = -(-inputs[1].shape[-1] // multiple) * multiple
-        inputs = (F.pad(x, (0, width - x.shape[-1])) for x in inputs)
-        return run(*inputs, log_f, scale)[..., :D]
+        own = multiple == 8 and 96 < D <= 128 < width <= 192  # FlashAttention-3 has a kernel of 192 with values of 128
+        q, k = (F.pad(x, (0, width - x.shape[-1])) for x in inputs[:2])
+        return run(q, k, v if own else F.pad(v, (0, width - D)), log_f, scale)[..., :D]
 
     return attention
 

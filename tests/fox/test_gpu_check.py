@@ -5,14 +5,18 @@ A CPU stands for the GPU, and Triton's interpreter for its kernels; times are ma
 
 import itertools
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_selection_fox import pretend
 
 from hf_longctx import cli
 from hf_longctx.cli import gpu_check as command
-from hf_longctx.fox import FoxConfig, gpu_check, selection_fox
+from hf_longctx.fox import FoxConfig, forgetting_attention_ref, gpu_check, peers, selection_fox
+from hf_longctx.fox.budget_fox import draw
 from hf_longctx.fox.selection_fox import make_case
 
 
@@ -60,6 +64,19 @@ def test_rates_count_the_products_of_causal_attention():
     assert found["prefill"]["tflops"] == pytest.approx(2 * products / 2e-3 / 1e12)
     assert found["training"]["tflops"] == pytest.approx(3.5 * 2 * products / 2e-3 / 1e12)
     assert found["decoding"]["tb_per_s"] == pytest.approx(2 * 2 * 1000 * 16 * 2 / 2e-3 / 1e12)
+
+
+@pytest.mark.parametrize("D, widths", [(64, (72, 72, 72)), (128, (136, 136, 128))])
+def test_flash_attention_3_reads_values_of_their_own_width_where_it_has_a_kernel(D, widths, monkeypatch):
+    def flash(q, k, v, causal, softmax_scale):
+        assert tuple(x.shape[-1] for x in (q, k, v)) == widths
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*inputs, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "some_flash", SimpleNamespace(flash_attn_func=flash))
+    inputs = draw(1, 2, 2, 20, 20, D)[:4]
+    got = peers.folded_flash("some_flash", 8)(*inputs)
+    torch.testing.assert_close(got, forgetting_attention_ref(*inputs), atol=1e-4, rtol=0)
 
 
 def test_a_machine_without_a_gpu_and_other_mistakes(monkeypatch, tmp_path, capsys):

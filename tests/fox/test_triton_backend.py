@@ -195,6 +195,36 @@ def test_flash_attention_4_gets_a_width_whose_gradients_are_right(monkeypatch):
         check(got, logits(make("llama", "eager"), ids, use_cache=False))
 
 
+@pytest.mark.parametrize("head_dim", [8, 128])
+@pytest.mark.parametrize("name", backend_fox.OWN_WIDTH)
+def test_values_keep_their_own_width_where_a_backend_takes_it(name, head_dim, monkeypatch):
+    """Without a cache, in prefill and in decoding; cuDNN gets keys of a width that it has."""
+    seen = []
+
+    def spy(module, query, key, value, *args, **kwargs):
+        seen.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        return function(module, query, key, value, *args, **kwargs)
+
+    place = "eager_attention_forward" if name == "eager" else "sdpa_attention_forward"
+    function = getattr(backend_fox, place)
+    monkeypatch.setattr(backend_fox, place, spy)
+    config = FoxConfig(**TINY, head_dim=head_dim, num_key_value_heads=2)
+    ids, results = draw(1, 20), {}
+    for implementation in (name, "sdpa"):
+        model = make_from(config).to(DEVICE)
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            prefill = model(ids)
+            step = model(ids[:, :1], past_key_values=prefill.past_key_values).logits
+        results[implementation] = prefill.logits, step, *loss_and_gradients(model, ids)[1].values()
+        if implementation == name:
+            folded = folded_width(head_dim, 2, torch.device(DEVICE))
+            wide = 192 if name == "sdpa_cudnn" and head_dim == 128 else folded
+            assert set(seen) == {(wide, wide, head_dim), (folded, folded, head_dim)} and seen
+    for got, want in zip(*results.values()):
+        check(got, want)
+
+
 def test_a_gradient_through_the_cache():
     ids, gradients = draw(1, 34), []
     for backend in ("forgetting_triton", "eager"):
