@@ -112,6 +112,12 @@ def main(argv: list[str] | None = None) -> int:
     except shared.EXPECTED as error:
         print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
         return shared.exit_code(error)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # tokenizers raise no other; as where a vocabulary without an unknown token meets a word that it lacks
+        print(f"hf-longctx: error: the tokenizer of this model cannot encode the text ({error}).", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("hf-longctx: interrupted", file=sys.stderr)
         return 130

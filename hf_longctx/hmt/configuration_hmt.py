@@ -1,6 +1,7 @@
 """Configuration of the Hierarchical Memory Transformer around a causal language model (arXiv 2405.06067)."""
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        self._check_names(kwargs)
+        self.check_names(kwargs, of_others="model_type" in kwargs)  # of a file, to which others add what they like
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
@@ -136,12 +137,12 @@ class HMTConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
-    def _check_names(cls, names: dict) -> None:
-        saved = "model_type" in names  # in a file, to which other programs may add what they like
+    def check_names(cls, names: Iterable[str], of_others: bool) -> None:
+        """Raise ValueError for a name that is no field. `of_others`: only if it is close to that of a field."""
         for name in names:
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
-                closest = difflib.get_close_matches(name, cls.__annotations__, cutoff=0.85 if saved else 0.6)
-                if saved and not closest:
+                closest = difflib.get_close_matches(name, cls.__annotations__, cutoff=0.85 if of_others else 0.6)
+                if of_others and not closest:
                     continue
                 hint = f"; close to it: {', '.join(closest)}" if closest else ""
                 raise ValueError(f"{name!r} is not a field of HMTConfig{hint}. help(HMTConfig) lists all of them.")

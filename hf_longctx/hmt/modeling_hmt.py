@@ -494,6 +494,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Raises:
             ValueError: settings beside a configuration object; not an HMT checkpoint; a backbone with code of its own.
         """
+        HMTConfig.check_names(kwargs, of_others=True)
         path = pretrained_model_name_or_path
         hmt_config: Any = config  # remote code has an HMTConfig of its own
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")

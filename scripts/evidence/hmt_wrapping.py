@@ -37,14 +37,15 @@ def reply(number, length, backbone, args):
     """How many tokens of the replies of SmolLM2 and of HMT agree, from the first on."""
     tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
     turn = [{"role": "user", "content": QUESTIONS[number]}]
-    ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    ids = ids["input_ids"].to(args.device)
+    inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = inputs.to(args.device)
     hmt = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=length, sensory_tokens=args.sensory_tokens))
+    start = inputs["input_ids"].shape[1]
     options = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": None, "repetition_penalty": 1.0}
-    first, second = (model.generate(ids, **options)[0, ids.shape[1] :] for model in (backbone, hmt))
+    first, second = (model.generate(**inputs, **options)[0, start:] for model in (backbone, hmt))
     agreeing = int((first == second).long().cumprod(0).sum())
     text = tokenizer.decode(first[:16], skip_special_tokens=True)
-    return {"question": QUESTIONS[number], "prompt": ids.shape[1], "equal": agreeing, "reply": text}
+    return {"question": QUESTIONS[number], "prompt": start, "equal": agreeing, "reply": text}
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from demo_model import VOCABULARY
+from demo_model import DEMO, VOCABULARY
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -41,6 +41,7 @@ OPTIONS = [
     ("generate {fox} x --revision v1", "--revision v1 is for a model on the Hub"),
     ("generate {fox} x --code-revision v1", "--code-revision needs --trust-remote-code"),
     ("generate {no_template} x --chat", "no chat template"),
+    ("generate {hmt} Foxes", "cannot encode the text .*Missing .UNK. token"),
 ]
 
 # -- models that are not there, or are damaged
@@ -133,6 +134,7 @@ def places(folder, tmp_path_factory):
     (root / "empty_file").touch()
     ForgettingCurve([CurvePoint(8, [4, 4], [1, 1])], {"model": "fox"}).save(root / "curve.json")
     paths = {"fox": folder, "llama": llama, "text": root / "text.txt", "curve": root / "curve.json"}
+    paths["hmt"] = DEMO.parent / "hmt-demo"
     paths |= {name: root / name for name in ("nowhere", "empty", "empty_file")}
 
     def copy(name, *leave_out, of=folder):

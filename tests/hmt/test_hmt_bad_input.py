@@ -187,6 +187,11 @@ BUILD = [
     refused("no embeddings", lambda it: build(without_embeddings()), "LlamaForCausalLM has no input embeddings"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
     refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "no backbone_config"),
+    refused(
+        "a misspelt setting beside a folder",
+        lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", segment_lenght=16),
+        "close to it: segment_length",
+    ),
     refused("a plain Llama's folder", lambda it: HMTWrapper.from_pretrained(it.folder / "llama"), "from_backbone"),
     refused(
         "a setting beside a config",
