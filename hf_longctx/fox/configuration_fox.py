@@ -54,8 +54,9 @@ class FoxConfig(PreTrainedConfig):
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
         decay_time_min, decay_time_max: initial decay times in tokens, log-spaced over the heads, so that head h
-            forgets by a factor e in T_h tokens (Appendix D). Required for "fixed". Without them a learned gate starts
-            half open, forgetting that much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
+            forgets by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 / H) and 2 ** 8 are the
+            slopes of ALiBi for H heads, a power of two. Without them a learned gate starts half open, forgetting that
+            much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as Qwen2 has.

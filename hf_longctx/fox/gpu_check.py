@@ -17,7 +17,7 @@ from . import peers
 from .backend_fox import NAME
 from .configuration_fox import FoxConfig
 from .modeling_fox import FoxAttention, FoxForCausalLM
-from .selection_fox import Case, describe, draw_timed, examine, make_case, seconds, timed_heads
+from .selection_fox import TIMED, Case, describe, draw_timed, examine, make_case, seconds, timed_heads
 
 
 # All that differs on a CPU, where Triton's interpreter shows that the command works, and nothing about speed.
@@ -32,7 +32,9 @@ STEP = {  # the 125M model of the paper's sizes
     "cpu": dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
 }
 ROWS = {"cuda": (8, 2048), "cpu": (1, 16)}  # of a training step: rows, tokens of each
-WORKS = ("training", "prefill", "decoding")
+# Tokens times key heads that are timed. Keys that are decoded must not fit a GPU's cache, nor be read before Python
+# has launched what comes next.
+MOST = {"training": TIMED, "prefill": TIMED, "decoding": 2**20}
 BLUE, GREY, RED = "#2f6fab", "#a9b2ba", "#c0392b"
 
 
@@ -53,10 +55,10 @@ def check_gpu(device: torch.device, minutes: float = 2.0) -> Iterator[dict[str, 
     yield {"section": "machine", "name": describe(device), **hardware(device), **ceilings(device, half)}
     parts: list[tuple[str, Any]] = []
     for D in sizes["head_dims"]:
-        parts += [(f"{work}, heads of {D}", (check_attention, D, work, half, device)) for work in WORKS]
+        parts += [(f"{work}, heads of {D}", (check_attention, D, work, half, device)) for work in MOST]
     parts.append(("training step", (check_steps, device)))
     if device.type == "cuda":
-        others = [(torch.float16, work) for work in WORKS] + [(torch.float32, work) for work in WORKS]
+        others = [(torch.float16, work) for work in MOST] + [(torch.float32, work) for work in MOST]
         parts += [(f"{work}, {dtype}", (check_attention, 64, work, dtype, device)) for dtype, work in others]
     late = []
     for name, (measure, *arguments) in parts:
@@ -104,9 +106,9 @@ def check_attention(D: int, work: str, dtype: torch.dtype, device: torch.device)
     config = FoxConfig.pro(hidden_size=sizes["width"], num_attention_heads=heads, **grouped)
     case = make_case(config, dtype, work)._replace(length=sizes[work])
     row = {"section": "attention", "work": work, "dtype": str(dtype)[6:], "head_dim": D, "length": case.length}
-    found = examine(case, config, FoxAttention, device)
+    found = examine(case, config, FoxAttention, device, most=MOST[work])
     if NAME in found:
-        all_keys = examine(case._replace(pruned=False), config, FoxAttention, device, [NAME])
+        all_keys = examine(case._replace(pruned=False), config, FoxAttention, device, [NAME], MOST[work])
         found[f"{NAME}, all keys"] = all_keys[NAME]
     for name, x in found.items():
         judged = {"name": name, "errors": x.errors, "mistake": x.mistake(), "failure": x.failure}
@@ -126,7 +128,7 @@ def check_attention(D: int, work: str, dtype: torch.dtype, device: torch.device)
 
 def time_peer(attention, case: Case, config, device: torch.device) -> float:
     """Return the milliseconds of a call, in training with gradients of what it uses."""
-    *inputs, do = draw_timed(case, config, device)
+    *inputs, do = draw_timed(case, config, device, MOST[case.work])
     if case.work != "training":
         with torch.no_grad():
             return 1e3 * seconds(lambda: attention(*inputs))
@@ -138,7 +140,7 @@ def rates(case: Case, config, milliseconds: float | None) -> dict[str, float]:
     """Return the time of a call, and its rate in TFLOP/s, or TB/s of decoding."""
     if milliseconds is None:
         return {}
-    heads, D = timed_heads(case, config), case.head_dim
+    heads, D = timed_heads(case, config, MOST[case.work]), case.head_dim
     if case.work == "decoding":
         return {"ms": milliseconds, "tb_per_s": 2 * heads * case.length * D * case.dtype.itemsize / milliseconds / 1e9}
     work = 2 * heads * case.group * case.length**2 * D * (3.5 if case.work == "training" else 1)
@@ -176,6 +178,7 @@ def time_step(make, attention: str, shape: tuple[int, int], device: torch.device
         optimizer.step()
         optimizer.zero_grad()
 
+    step()  # compiles, and "auto" measures
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     taken, parameters, layers = seconds(step), model.num_parameters(), model.config.num_hidden_layers
@@ -290,7 +293,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.barh([row["name"] for row in part], [100 * (share(row, machine) or 0) for row in part], color=colours)
         for i, row in enumerate(part):
             if "ms" not in row:
-                axes.text(0, i, " wrong" if row.get("mistake") else " cannot run", color=RED, va="center", fontsize=8)
+                axes.text(
+                    0, i, " wrong" if row.get("mistake") else " cannot run", va="center", fontsize=8, color=colours[i]
+                )
         axes.invert_yaxis()
         axes.tick_params(labelsize=8)
         axes.set_title(title, fontsize=9)

@@ -236,8 +236,11 @@ def measure(case: Case, config, layer_class, device: torch.device) -> Order:
     )
 
 
-def examine(case: Case, config, layer_class, device: torch.device, names=None) -> dict[str, Finding]:
-    """Return what is found of each candidate that is installed; names: of these only."""
+def examine(case: Case, config, layer_class, device: torch.device, names=None, most=TIMED) -> dict[str, Finding]:
+    """Return what is found of each candidate that is installed.
+
+    names: of these only. most: tokens times key heads that are timed.
+    """
     findings = {}
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -246,7 +249,7 @@ def examine(case: Case, config, layer_class, device: torch.device, names=None) -
         torch.set_grad_enabled(case.work == "training"),
     ):
         checks = [with_results(case, draw_for(case, *sizes, device)) for sizes in CHECKED]
-        timed = draw_timed(case, config, device)
+        timed = draw_timed(case, config, device, most)
         for name in names or CANDIDATES:
             if name in FLASH and not FLASH[name]():
                 continue
@@ -279,14 +282,14 @@ def draw_for(case: Case, batch: int, heads: int, length: int, device: torch.devi
     return [q, k, v, log_f[:, :: case.group // case.gates_per_key].contiguous(), do]
 
 
-def timed_heads(case: Case, config) -> int:
+def timed_heads(case: Case, config, most: int) -> int:
     """Return how many key heads are timed: those of the model, or fewer of a long row."""
-    return max(1, min(config.sizes.num_key_value_heads, TIMED // case.length))
+    return max(1, min(config.sizes.num_key_value_heads, most // case.length))
 
 
-def draw_timed(case: Case, config, device: torch.device) -> list[torch.Tensor]:
+def draw_timed(case: Case, config, device: torch.device, most: int) -> list[torch.Tensor]:
     """Return what is timed: one row."""
-    inputs = draw_for(case, 1, timed_heads(case, config), case.length, device)
+    inputs = draw_for(case, 1, timed_heads(case, config, most), case.length, device)
     inputs[3] = slow_gates(inputs[3])
     return inputs
 

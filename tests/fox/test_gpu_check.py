@@ -94,11 +94,12 @@ def test_full_runs_tests_and_benchmark_and_tells_which_failed(monkeypatch, tmp_p
     row |= {"errors": {"o": (0.1, 0.4)}, "mistake": None, "ms": 1.0, "tflops": 50.0}
     monkeypatch.setattr(gpu_check, "check_gpu", lambda *args: [MACHINE, row])
     monkeypatch.setattr(command, "FULL", {"tests": "no_such_module", "benchmark": "calendar 2026"})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     output = tmp_path / "x.json"
     assert cli.main(["gpu-check", "--device", "cpu", "--full", "--output", str(output)]) == 1
     printed, failed = capsys.readouterr()
     assert "| sdpa | right (25% of the budget) | 1 | 50 TFLOP/s | 50% |" in printed
-    assert "the tests ended with 1" in failed and "benchmark" not in failed
+    assert "the tests ended with 1" in failed and "benchmark" not in failed and "no picture" in failed
     assert [row["exit_code"] for row in json.loads(output.read_text())[2:]] == [1, 0]
 
 

@@ -11,6 +11,7 @@ from budget import EPS
 from tiny_fox import TINY, VARIANTS, both_blocks, check_logits, every_variant, logits, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
 from hf_longctx.fox.call_fox import Call
@@ -240,6 +241,16 @@ def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
     full.save_pretrained(tmp_path)
     loaded = FoxForCausalLM.from_pretrained(tmp_path)
     assert (loaded.model.layers[0].self_attn.f_proj.bias == 7.0).all()
+
+
+def test_fixed_gates_are_the_slopes_of_alibi():
+    """Those of BLOOM, whose biases grow with the key's position: a row does not see what they have in common."""
+    config = FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2 ** (8 / 4), decay_time_max=2**8)
+    q, k, v = torch.randn(3, 2, 4, 30, 8)
+    bias = build_alibi_tensor(torch.ones(2, 30), 4, torch.float32).view(2, 4, 1, 30)
+    logits = (q @ k.mT * 8**-0.5 + bias).masked_fill(torch.ones(30, 30, dtype=torch.bool).triu(1), -torch.inf)
+    log_f = FoxForCausalLM(config).model.layers[0].self_attn.f_proj(torch.randn(2, 30, 32))
+    torch.testing.assert_close(forgetting_attention_ref(q, k, v, log_f), logits.softmax(-1) @ v)
 
 
 @pytest.mark.parametrize("variant", ["pro", "only v shift, shared norm, biases", "fixed"])
