@@ -2,12 +2,12 @@
 
     python scripts/hub_roundtrip.py
 
-A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT, an HMT around the FoX, a LoRA
-adapter, the metrics and the Space "How far does it remember?" are pushed. A second environment, without this package,
-loads them by HTTP, generates, compares the logits, scores predictions and, where gradio is installed, asks the Space;
-then it does so again offline. Where `kernels` and Triton are installed, the FoX also runs by a kernel of the Hub, in
-Triton's interpreter. The exit status is 0 if all logits are the same, and the server saw no unknown endpoint, no
-defect of its own, and no token at the blob host.
+A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT and what it remembers of a text, an
+HMT around the FoX, a LoRA adapter, the metrics and the Space "How far does it remember?" are pushed. A second
+environment, without this package, loads them by HTTP, generates, compares the logits, scores predictions and, where
+gradio is installed, asks the Space; then it does so again offline. Where `kernels` and Triton are installed, the FoX
+also runs by a kernel of the Hub, in Triton's interpreter. The exit status is 0 if all logits are the same, and the
+server saw no unknown endpoint, no defect of its own, and no token at the blob host.
 """
 
 import importlib.util
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO, HMT_DEMO = ROOT / "model_cards" / "fox-demo", ROOT / "model_cards" / "hmt-demo"
 MODELS = ("fox", "hmt", "fox-in-hmt", "adapter")
 PROMPT = "The import statement"
-FACTS = "remember Ada red Ada the of Ada Ada in Ada to Ada Ada was Ada a recall Ada Ada is Ada the Ada of Ada Ada and Ada answer"
+FACT = "remember Ada red Ada the of Ada Ada in Ada to Ada Ada was Ada a"
+QUESTION = "recall Ada Ada is Ada the Ada of Ada Ada and Ada answer"
 METRICS = ("forgetting_curve", "position_loss", "rope_base_check")
 SAVE = """
 import sys
@@ -180,8 +181,15 @@ def main():
             step(f"hf-longctx push-metric {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
         command = ("push-space", "alice/how-far", "--examples", DEMO)
         step("hf-longctx push-space", sys.executable, "-m", "hf_longctx", *command, **with_package)
+        (work / "facts.txt").write_text(FACT)
+        ours = (sys.executable, "-m", "hf_longctx")
+        command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")
+        step("hf-longctx read", *ours, *command, **with_package)
+        step("hf-longctx push a memory", *ours, "push", "state.safetensors", "alice/memory", **with_package)
+        command = ("generate", "alice/hmt", QUESTION, "--state", "alice/memory", "--max-new-tokens", "1")
+        step("hf-longctx generate from it", *ours, *command, **with_package)
         python = bare_python(Path(temporary, "python"))
-        arguments = (PROMPT, FACTS, " ".join(MODELS), *METRICS)
+        arguments = (PROMPT, f"{FACT} {QUESTION}", " ".join(MODELS), *METRICS)
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
         step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
         step("the same, offline", python, "-c", LOAD, *arguments, **offline)

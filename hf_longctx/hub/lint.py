@@ -86,6 +86,10 @@ def missing_fields(bundle: Bundle) -> list[str]:
     ):
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not data.get(field):
             missing.append(f"its head lacks `{field}`; training.yaml names {name}")
+    for file, document in bundle.documents.items():
+        saved = document.get("saved")
+        if str((saved if isinstance(saved, dict) else document).get("commit")).endswith("-dirty"):
+            missing.append(f"{file} was measured by code with changes after its commit; measure it again without")
     if not data.get("eval_results") and model_index(bundle):
         missing.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:

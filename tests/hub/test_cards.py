@@ -206,6 +206,8 @@ def test_a_person_s_card_stays_as_it_is(folder, capsys):
     missing = missing_fields(build_bundle(folder))
     assert "README.md: its head lacks `base_model`; training.yaml names alice/base" in missing
     assert "README.md: its head lacks `model-index`, and there are results" in missing
+    write(folder / "speed.json", json.dumps(BENCHMARK | {"commit": "0123abc-dirty"}))
+    assert any("speed.json was measured by code with changes" in line for line in missing_fields(build_bundle(folder)))
     write(folder / "training.yaml", "data: alice/novels\n")
     assert "README.md: its head lacks `datasets`; training.yaml names alice/novels" in missing_fields(
         build_bundle(folder)
