@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
     )
     measuring.add_repeats(group, "records of each number of lines")
+    measuring.add_chat_template(group)
     measuring.add_no_replies(group)
     measuring.add_run(parser, output="line_retrieval")
 
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
         tokenizer,
         lines=lines,
         repeats=args.repeats,
+        chat_template=args.chat_template,
         seed=args.seed,
         generate=not args.no_replies,
         bos_token_id=measuring.default(args.bos_token_id, tokenizer.bos_token_id),

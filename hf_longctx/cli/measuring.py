@@ -82,6 +82,13 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_chat_template(parser: argparse._ActionsContainer) -> None:
+    """Add the switch that asks in a chat."""
+    parser.add_argument(
+        "--chat-template", action="store_true", help="ask as the user of a chat, by the tokenizer's template"
+    )
+
+
 def add_no_replies(parser: argparse._ActionsContainer) -> None:
     """Add the switch that leaves replies out."""
     parser.add_argument(

@@ -5,6 +5,8 @@ Writes OUTPUT.json and a heat map OUTPUT.png, length by depth.
 Examples:
   hf-longctx needle gpt2 --text book.txt
   hf-longctx needle MODEL --mode standard --lengths 4096 8192 16384 --depths 5
+  hf-longctx needle MODEL --chat-template --text buch.txt --needle "Die Kuh Berta steht auf der Alm." \
+      --question "Wo steht die Kuh Berta? Antwort: auf der" --answer "Alm"
   hf-longctx needle model_cards/fox-demo --lengths 400 500 --depths 3 --no-replies --text stdlib
 """
 
@@ -21,9 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mode",
         choices=("easy", "standard"),
-        default="easy",
-        help="easy: the needle holds the question too, which suits models without instruction tuning (default)",
+        help="easy: the needle holds the question too, which suits models without instruction tuning (default, but with "
+        "--needle)",
     )
+    group.add_argument("--needle", metavar="TEXT", help="sentence to hide, in the language of the text")
+    group.add_argument("--question", metavar="TEXT", help="with --answer: what is asked at the end, all of it")
+    group.add_argument("--answer", metavar="TEXT", help="what the model is to say after the question")
+    measuring.add_chat_template(group)
     group.add_argument(
         "--lengths",
         action=measuring.Numbers,
@@ -50,13 +56,18 @@ def run(args: argparse.Namespace) -> None:
     from ..metrics.report.defaults import NO_CLAIM, needle_lengths
     from ..metrics.retrieval.haystack import draw_begins, haystack_length, needle_pieces
     from ..metrics.retrieval.measure import encoder
+    from ..metrics.retrieval.wording import chat_frame, wording
 
     if args.no_replies and args.score == "match_rate":
         raise ValueError("--score match_rate looks into replies, and there are none with --no-replies. Drop one.")
     measuring.check(args)
+    mode = args.mode or ("easy" if args.needle is None else "standard")
+    own = dict(needle=args.needle, question=args.question, answer=args.answer)
+    words = wording(mode, **own)
     tokenizer, claimed, open_reader = measuring.open_model(args)
-    lengths = args.lengths or needle_lengths(claimed or NO_CLAIM, tokenizer, args.mode)
-    pieces = needle_pieces(encoder(tokenizer), 0, args.mode)
+    frame = chat_frame(tokenizer) if args.chat_template else None
+    lengths = args.lengths or needle_lengths(claimed or NO_CLAIM, tokenizer, words, frame)
+    pieces = needle_pieces(encoder(tokenizer), 0, words, frame)
     rooms = [haystack_length(length, pieces) for length in check_lengths(lengths)]
     tokens, corpus_name = measuring.load_corpus(args.text, tokenizer, lengths[-1])
     draw_begins(len(tokens), rooms[-1], args.repeats, args.seed)
@@ -67,7 +78,9 @@ def run(args: argparse.Namespace) -> None:
         tokens,
         lengths=lengths,
         depths=[i / (args.depths - 1) for i in range(args.depths)],
-        mode=args.mode,
+        mode=mode,
+        **own,
+        chat_template=args.chat_template,
         repeats=args.repeats,
         seed=args.seed,
         generate=not args.no_replies,

@@ -77,7 +77,7 @@ def test_the_page_and_the_command_show_where(tmp_path, words):
     wrong = {20: np.zeros((4, 20), bool), 45: np.tile(np.arange(45) >= 40, (4, 1))}
     measured = curve(wrong, model="fox")
     shown = words(measured.more_pictures()["errors"])
-    assert "Where it errs of fox" in shown and " 100 " in shown and "tokens copied wrong" in shown
+    assert "Copying errors of fox" in shown and " 100 " in shown and "tokens copied wrong" in shown
     write_report([measured], tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().count("<img") == 2
     text = tmp_path / "text.txt"

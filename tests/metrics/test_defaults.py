@@ -5,6 +5,7 @@ from demo_model import DEMO
 from transformers import AutoTokenizer
 
 from hf_longctx.metrics.report.defaults import line_counts, needle_lengths, record_tokens
+from hf_longctx.metrics.retrieval.wording import wording
 
 
 @pytest.fixture(scope="module")
@@ -13,8 +14,8 @@ def tokenizer():
 
 
 def test_needle_lengths(tokenizer):
-    assert needle_lengths(800, tokenizer, "easy") == [192, 288, 384, 480, 576, 672, 768]
-    assert needle_lengths(64, tokenizer, "easy") == [32]  # too short, which is an error of its own
+    assert needle_lengths(800, tokenizer, wording("easy")) == [192, 288, 384, 480, 576, 672, 768]
+    assert needle_lengths(64, tokenizer, wording("easy")) == [32]  # too short, which is an error of its own
 
 
 def test_line_counts(tokenizer):

@@ -18,6 +18,7 @@ from hf_longctx.metrics.output import run_measurement
 from hf_longctx.metrics.report.measure_all import METRICS, measure_metric
 from hf_longctx.metrics.retrieval.haystack import needle_pieces
 from hf_longctx.metrics.retrieval.measure import encoder
+from hf_longctx.metrics.retrieval.wording import wording
 
 
 TITLES = {name: result_class.title for name, (result_class, _) in METRICS.items()}
@@ -75,7 +76,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, tmp_path, capsys)
         assert (settings["corpus"], settings["train_length"]) == ("Python: a text", 512)
     assert report.results["curve"].points[-1].length == (600 - 3) // 2
     assert report.results["loss"].context_length == 600 == report.results["rope"].claimed_context
-    needed = needle_pieces(encoder(tokenizer), 0, "easy").tokens  # a haystack without hay
+    needed = needle_pieces(encoder(tokenizer), 0, wording("easy")).tokens  # a haystack without hay
     assert min(report.results["needle"].lengths) > needed and max(report.results["needle"].lengths) <= 600
 
     again = measure_all(llama, tokenizer, tokens, tmp_path, **options)

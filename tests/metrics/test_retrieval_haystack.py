@@ -8,7 +8,6 @@ import pytest
 
 from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import (
-    ANSWER,
     NeedleCell,
     NeedleGrid,
     draw_begins,
@@ -19,6 +18,7 @@ from hf_longctx.metrics.retrieval.haystack import (
     needle_pieces,
     split_encoding,
 )
+from hf_longctx.metrics.retrieval.wording import ANSWER, wording
 
 
 def letters(text):
@@ -51,7 +51,7 @@ QUESTION = (
     ],
 )
 def test_prompts_of_the_paper(mode, needle):
-    pieces = needle_pieces(letters, 1, mode)
+    pieces = needle_pieces(letters, 1, wording(mode))
     prompt = hide_needle(np.array(letters("One. Two.")), 4, pieces)
     assert prompt[0] == 1
     assert text_of(prompt[1:]) == "One." + needle + " Two." + QUESTION
@@ -60,13 +60,13 @@ def test_prompts_of_the_paper(mode, needle):
 
 @pytest.mark.parametrize("length", [419, 420, 1000])
 def test_prompt_and_answer_have_the_length(length):
-    pieces = needle_pieces(letters, 1, "standard")
+    pieces = needle_pieces(letters, 1, wording("standard"))
     haystack = np.full(haystack_length(length, pieces), 7)
     assert len(hide_needle(haystack, 3, pieces)) + len(pieces.answer) == length
 
 
 def test_no_room_for_a_haystack():
-    pieces = needle_pieces(letters, 1, "easy")
+    pieces = needle_pieces(letters, 1, wording("easy"))
     assert haystack_length(pieces.tokens + 1, pieces) == 1
     with pytest.raises(ValueError, match=rf"length 100 is too short.*Start at {pieces.tokens + 1}"):
         haystack_length(100, pieces)

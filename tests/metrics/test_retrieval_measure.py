@@ -12,7 +12,7 @@ from tiny_models import LLAMA, build, copied_ids
 from torch import nn
 
 from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
-from hf_longctx.metrics.retrieval.haystack import ANSWER
+from hf_longctx.metrics.retrieval.wording import ANSWER
 from hf_longctx.metrics.run import distributed as distributed_module
 
 

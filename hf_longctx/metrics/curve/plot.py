@@ -170,6 +170,6 @@ def plot_errors(curve, path) -> None:
     bar = figure.colorbar(image, ax=axes, format=style.PercentFormatter(1))
     bar.set_label("tokens copied wrong", color=style.INK, fontsize=10)
     bar.outline.set_visible(False)
-    style.draw_title(figure, style.heading(curve, "Where it errs"))
+    style.draw_title(figure, style.heading(curve, "Copying errors"))
     style.small_print(figure, f"per cent of the tokens of {curve.repeats_range} repeats; the first half is not scored")
     figure.savefig(path)

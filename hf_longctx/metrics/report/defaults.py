@@ -7,16 +7,17 @@ from typing import Any
 from ..retrieval.haystack import needle_pieces
 from ..retrieval.lines import NAMES, draw_record
 from ..retrieval.measure import encoder
+from ..retrieval.wording import Frame, Wording
 
 
 ROOM_FOR_REPLIES = 32  # tokens, beyond needle and question
 NO_CLAIM = 4096  # context in tokens where a model claims none
 
 
-def needle_lengths(context: int, tokenizer: Any, mode: str) -> list[int]:
+def needle_lengths(context: int, tokenizer: Any, words: Wording, frame: Frame | None = None) -> list[int]:
     """Return eight lengths up to the context, without those too short for needle and question."""
     longest = context - ROOM_FOR_REPLIES
-    needed = needle_pieces(encoder(tokenizer), 0, mode).tokens
+    needed = needle_pieces(encoder(tokenizer), 0, words, frame).tokens
     return [length for length in (longest * i // 8 for i in range(1, 9)) if length > needed] or [longest]
 
 

@@ -26,6 +26,7 @@ from ..result import Result, read_result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
+from ..retrieval.wording import wording
 from ..rope.measure import rope_report
 from ..rope.result import RopeReport
 from ..run.distributed import Run, process_rank, wait
@@ -121,7 +122,7 @@ def measure_loss(subject: Subject, run: Run) -> PositionLoss:
 
 def measure_needle(subject: Subject, run: Run) -> NeedleGrid:
     """Measure the needle in a haystack, in the easy mode."""
-    lengths = needle_lengths(subject.context, subject.tokenizer, "easy")
+    lengths = needle_lengths(subject.context, subject.tokenizer, wording("easy"))
     options: dict[str, Any] = dict(lengths=lengths, mode="easy", seed=subject.seed, run=run)
     return needle_in_a_haystack(subject.reader, subject.tokenizer, subject.tokens, **options, **subject.names)
 

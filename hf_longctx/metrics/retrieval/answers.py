@@ -18,6 +18,7 @@ from ..result import Headline, Overview, Result
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
+SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 HEADLINE_SCORE = {
     "match_rate": "The score is the share of answers found in the model's replies.",
@@ -135,8 +136,12 @@ def holds_text(reply: str, expected: str) -> bool:
     True
     >>> holds_text("eat two sandwiches", "eat a sandwich")
     False
+    >>> holds_text("\u7b54\u6848\u662f\u5317\u4eac\u3002", "\u5317\u4eac")  # Chinese has no spaces
+    True
     """
     reply, expected = (" ".join(re.findall(r"\w+", text.lower())) for text in (reply, expected))
+    if SPACELESS.search(expected):
+        return expected.replace(" ", "") in reply.replace(" ", "")
     return f" {expected} " in f" {reply} "
 
 

@@ -23,24 +23,16 @@ import numpy as np
 from ..checks import entries
 from ..result import Table
 from .answers import SCORES, Answers, Retrieval
+from .wording import Frame, Wording
 
 
-MODES = ("standard", "easy")
 DEPTHS = tuple(i / 10 for i in range(11))
-
-QUESTION = "What is the best thing to do in San Francisco?"
-ANSWER_BEGIN = "The best thing to do in San Francisco is"
-ANSWER = " eat a sandwich and sit in Dolores Park on a sunny day."
-TASK = (
-    "There is an important piece of information hidden inside the above document. Now that you've read the document, I "
-    "will quiz you about it. Answer the following question:"
-)
 
 
 class Pieces(NamedTuple):
     """The texts around the haystack, as ids, each (n,) int64."""
 
-    bos: np.ndarray
+    bos: np.ndarray  # in a chat, all that stands before the words of the user
     needle: np.ndarray
     question: np.ndarray
     answer: np.ndarray
@@ -51,27 +43,33 @@ class Pieces(NamedTuple):
         return sum(map(len, self))
 
 
-def needle_pieces(encode: Callable[[str], Sequence[int]], bos: int, mode: str) -> Pieces:
-    """Encode the needle, question and answer of a mode.
+def needle_pieces(
+    encode: Callable[[str], Sequence[int]], bos: int, words: Wording, frame: Frame | None = None
+) -> Pieces:
+    """Encode the needle, question and answer.
 
     Args:
         encode: text to ids, without special tokens.
-        mode: "standard" or "easy".
+        bos: first token, where there is no frame.
+        words: see `wording`.
+        frame: of a chat; see `chat_frame`.
 
     Raises:
-        ValueError: the mode is unknown, or the tokenizer makes one id of the whole answer.
+        ValueError: the tokenizer makes one id of the whole answer.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
-    question_text = f"{QUESTION} Answer: {ANSWER_BEGIN}"
-    question, answer = split_encoding(encode, f"\n{TASK} {question_text}", ANSWER)
-    if len(set(answer)) < 2:
+    if frame is None:
+        before, prompt, answer = [bos], words.prompt, words.answer
+    else:
+        before, prompt = encode(frame.head), words.question + frame.tail + words.begin
+        answer = words.answer if words.begin else words.answer.strip()
+    question, answer_ids = split_encoding(encode, prompt, answer)
+    if len(set(answer_ids)) < min(2, len(answer.split())):
         raise ValueError(
-            f"the tokenizer turns {ANSWER!r} into the ids {answer}: it does not know this language, so that nothing "
+            f"the tokenizer turns {answer!r} into the ids {answer_ids}: it does not know this language, so that nothing "
             "can be asked. Give the tokenizer of the model."
         )
-    needle = encode(f"\n{question_text if mode == 'easy' else ANSWER_BEGIN}{ANSWER}\n")
-    return Pieces(*(np.array(ids, dtype=np.int64) for ids in ([bos], needle, question, answer)))
+    pieces = (before, encode(words.needle), question, answer_ids)
+    return Pieces(*(np.array(ids, dtype=np.int64) for ids in pieces))
 
 
 def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: str) -> tuple[list[int], list[int]]:

@@ -17,7 +17,6 @@ from ..run.reader import Reader, check_positions, reader_for, special_ids
 from ..run.scoring import REPLY_MARGIN, score_answer
 from .answers import Answers, holds_number, holds_text
 from .haystack import (
-    ANSWER,
     DEPTHS,
     NeedleCell,
     NeedleGrid,
@@ -31,6 +30,7 @@ from .haystack import (
     split_encoding,
 )
 from .lines import LineRetrieval, LinesPoint, Record, draw_record
+from .wording import Frame, chat_frame, wording
 
 
 def needle_in_a_haystack(
@@ -41,6 +41,10 @@ def needle_in_a_haystack(
     lengths: Sequence[int],
     depths: Sequence[float] = DEPTHS,
     mode: str = "standard",
+    needle: str | None = None,
+    question: str | None = None,
+    answer: str | None = None,
+    chat_template: bool = False,
     repeats: int = 1,
     seed: int = 0,
     bos_token_id: int | None = None,
@@ -59,6 +63,8 @@ def needle_in_a_haystack(
         lengths: of prompt and answer together, BOS included, in tokens, strictly ascending.
         depths: where the needle goes, from 0, the beginning, to 1, the end.
         mode: "standard", or "easy" with the question in the needle.
+        needle, question, answer: one's own, in any language; see `wording.wording`.
+        chat_template: ask as the user of a chat, by the template of the tokenizer, which also has the BOS.
         repeats: haystacks per length; all depths have the same ones.
         seed: of Python's `random.Random`, which draws where the haystacks start in `tokens`.
         bos_token_id: defaults to that of the model's configuration, or its EOS.
@@ -84,7 +90,8 @@ def needle_in_a_haystack(
     check_replies(reader, generate)
     corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
-    pieces = needle_pieces(encoder(tokenizer), bos, mode)
+    words, frame = wording(mode, needle, question, answer), chat_frame(tokenizer) if chat_template else None
+    pieces = needle_pieces(encoder(tokenizer), bos, words, frame)
     for piece, ids in zip(pieces._fields, pieces):
         check_token_ids(ids, f"the {piece} as the tokenizer encodes it", reader.vocab_size)
     begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
@@ -100,6 +107,8 @@ def needle_in_a_haystack(
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
     }
+    own = {"needle": needle, "question": question, "answer": answer, "chat_template": chat_template or None}
+    settings |= {name: value for name, value in own.items() if value is not None}
     haystacks = Haystacks(corpus, pieces, tokenizer)
 
     def measure(cell: tuple[int, float]) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def needle_in_a_haystack(
         for begin in begins[length]:
             prompt, position = haystacks.prompt(length, depth, begin)
             place = f"length {length}, depth {depth}, haystack from {begin}"
-            matches = partial(holds_text, expected=ANSWER)
+            matches = partial(holds_text, expected=words.answer)
             answers.append(score_answer(reader, tokenizer, prompt, pieces.answer, matches, generate, place))
             positions.append(position)
         return {"positions": positions, "answers": Answers(answers).to_list()}
@@ -164,6 +173,7 @@ def line_retrieval(
     *,
     lines: Sequence[int],
     repeats: int = 10,
+    chat_template: bool = False,
     seed: int = 0,
     bos_token_id: int | None = None,
     generate: bool = True,
@@ -189,12 +199,13 @@ def line_retrieval(
     repeats = positive_int("repeats", repeats)
     check_replies(reader, generate)
     bos, _ = special_ids(reader, bos_token_id, None)
-    encode = encoder(tokenizer)
+    encode, frame = encoder(tokenizer), chat_frame(tokenizer) if chat_template else None
 
     def question(n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
         record = draw_record(n, seed, repeat)
-        prompt, answer = split_encoding(encode, record.text + record.question, record.answer)
-        prompt = check_token_ids([bos, *prompt], "the record as the tokenizer encodes it", reader.vocab_size)
+        prompt, answer = split_encoding(encode, record_prompt(record, frame), record.answer)
+        before = [] if chat_template else [bos]
+        prompt = check_token_ids([*before, *prompt], "the record as the tokenizer encodes it", reader.vocab_size)
         answer = check_token_ids(answer, "the answer as the tokenizer encodes it", reader.vocab_size)
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(
@@ -206,14 +217,18 @@ def line_retrieval(
     longest = max(sum(map(len, question(n, i)[1:])) for n in (lines[0], lines[-1]) for i in range(repeats))
     check_positions(reader, longest, f"a record of {lines[-1]} lines", REPLY_MARGIN * generate)
     _, trial, _ = question(lines[0], 0)
-    settings = reader.settings() | {
-        "seed": seed,
-        "repeats": repeats,
-        "generate": generate,
-        "bos_token_id": bos,
-        "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
-        "record_sha256": content_hash(trial),
-    }
+    settings = (
+        reader.settings()
+        | {
+            "seed": seed,
+            "repeats": repeats,
+            "generate": generate,
+            "bos_token_id": bos,
+            "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
+            "record_sha256": content_hash(trial),
+        }
+        | ({"chat_template": True} if chat_template else {})
+    )
 
     def measure(n: int) -> dict[str, Any]:
         tokens, asked_lines, answers = [], [], []
@@ -242,6 +257,14 @@ def line_retrieval(
     )
     assert isinstance(measured_lines, LineRetrieval)
     return measured_lines
+
+
+def record_prompt(record: Record, frame: Frame | None) -> str:
+    """Return record and question, up to where the answer begins; in a chat, it begins in the reply."""
+    if frame is None:
+        return record.text + record.question
+    question, _, begin = record.question.rpartition("\nAnswer: ")
+    return frame.head + record.text + question + frame.tail + begin
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:

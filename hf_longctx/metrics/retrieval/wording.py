@@ -1,0 +1,98 @@
+"""What a model is asked in a retrieval task, in whose words, and as which turn of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .answers import holds_text
+
+
+QUESTION = "What is the best thing to do in San Francisco?"
+ANSWER_BEGIN = "The best thing to do in San Francisco is"
+ANSWER = " eat a sandwich and sit in Dolores Park on a sunny day."
+TASK = (
+    "There is an important piece of information hidden inside the above document. Now that you've read the document, I "
+    "will quiz you about it. Answer the following question:"
+)
+MODES = ("standard", "easy")
+
+
+class Wording(NamedTuple):
+    """The texts of a needle prompt.
+
+    Attributes:
+        needle: what is hidden.
+        question: what follows the haystack.
+        begin: how the answer begins, as a part of the prompt: after "Answer:", or in a chat where the reply begins.
+        answer: what the model is to say next.
+    """
+
+    needle: str
+    question: str
+    begin: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """The text between haystack and answer, without a chat."""
+        return self.question + (f" Answer: {self.begin}" if self.begin else "")
+
+
+class Frame(NamedTuple):
+    """What a chat template puts before and after the words of a user, up to where the reply begins."""
+
+    head: str
+    tail: str
+
+
+def wording(
+    mode: str = "standard", needle: str | None = None, question: str | None = None, answer: str | None = None
+) -> Wording:
+    """Return the texts of a mode, the paper's or one's own.
+
+    Args:
+        mode: "standard", or "easy" with the question in the needle.
+        needle: the sentence to hide; in the easy mode there is none, as question and answer are hidden.
+        question, answer: in any language; nothing is added to them but a space between them if the question has one.
+
+    Raises:
+        ValueError: the mode is unknown, question or answer is missing, or the needle does not hold the answer.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
+    if needle is None and question is None and answer is None:
+        hidden = f"{QUESTION} Answer: {ANSWER_BEGIN}" if mode == "easy" else ANSWER_BEGIN
+        return Wording(f"\n{hidden}{ANSWER}\n", f"\n{TASK} {QUESTION}", ANSWER_BEGIN, ANSWER)
+    if not (question and question.strip()) or not (answer and answer.strip()):
+        raise ValueError("an own needle needs its question and its answer: give both, --question and --answer.")
+    if (needle is None) != (mode == "easy"):
+        raise ValueError(
+            'mode="easy" hides question and answer, and mode="standard" needs the needle to hide: give one of the two, '
+            "--mode easy or --needle."
+        )
+    answer = (" " if " " in question.strip() else "") + answer.strip()
+    question = question.strip()
+    if needle is None:
+        needle = question + answer
+    if not holds_text(needle, answer):
+        raise ValueError(
+            f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so nobody could find it."
+        )
+    return Wording(f"\n{needle.strip()}\n", f"\n{question}", "", answer)
+
+
+def chat_frame(tokenizer: Any) -> Frame:
+    """Return what the tokenizer's chat template puts around the words of a user.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that does not repeat the words once.
+    """
+    words = "HAYSTACK"
+    if getattr(tokenizer, "chat_template", None) is None:
+        name = getattr(tokenizer, "name_or_path", "")
+        raise ValueError(f"the tokenizer {name} has no chat template: measure the model as it is, without a chat.")
+    turn = [{"role": "user", "content": words}]
+    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    if text.count(words) != 1:
+        raise ValueError(f"the chat template shows the words of a user {text.count(words)} times; it must once.")
+    return Frame(*text.split(words))

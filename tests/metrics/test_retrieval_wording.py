@@ -1,0 +1,139 @@
+"""Needles in one's own words, in other languages and in chats."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from demo_model import DEMO
+from transformers import AutoTokenizer
+
+from hf_longctx import cli
+from hf_longctx.metrics import line_retrieval, needle_in_a_haystack, read_result
+from hf_longctx.metrics.retrieval.answers import holds_text
+from hf_longctx.metrics.retrieval.haystack import hide_needle, needle_pieces
+from hf_longctx.metrics.retrieval.wording import chat_frame, wording
+
+
+COW = dict(
+    needle="Die Kuh Berta steht auf der Alm.", question="Wo steht die Kuh Berta? Antwort: auf der", answer="Alm."
+)
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</turn>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def letters(text):
+    return list(map(ord, text))
+
+
+def prompt(words, frame=None):
+    pieces = needle_pieces(letters, ord("^"), words, frame)
+    ids = np.append(hide_needle(np.array(letters("One. Two.")), 4, pieces), pieces.answer)
+    return "".join(map(chr, ids)), "".join(map(chr, pieces.answer))
+
+
+def test_own_words_stand_as_they_are():
+    text, answer = prompt(wording(**COW))
+    assert text == "^One.\nDie Kuh Berta steht auf der Alm.\n Two.\nWo steht die Kuh Berta? Antwort: auf der Alm."
+    assert answer == " Alm."
+    easy = wording("easy", question=COW["question"], answer="Alm")
+    assert prompt(easy)[0].startswith("^One.\nWo steht die Kuh Berta? Antwort: auf der Alm\n Two.")
+
+
+def test_languages_without_spaces():
+    """Nothing is put between question and answer, and a reply holds the answer without spaces around it."""
+    words = wording(needle="王先生住在北京。", question="王先生住在哪里?答案:", answer="北京")
+    assert prompt(words)[0].endswith("\n王先生住在哪里?答案:北京")
+    assert holds_text("他住在北京市。", "北京") and not holds_text("他住在上海。", "北京")
+    assert not holds_text("Berlins", "Berlin"), "where words have spaces, they count as wholes"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "hard"}, "mode must be one of"),
+        ({"question": "Where?"}, "needs its question and its answer"),
+        ({**COW, "answer": " "}, "needs its question and its answer"),
+        ({**COW, "mode": "easy"}, "give one of the two"),
+        ({"question": "Where?", "answer": "here"}, "give one of the two"),
+        ({**COW, "answer": "Weide"}, "does not hold the answer 'Weide'"),
+    ],
+)
+def test_what_nobody_could_find_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        wording(**options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def test_a_chat_surrounds_haystack_and_question(tokenizer):
+    frame = chat_frame(tokenizer)
+    assert frame == (tokenizer.bos_token + "<user>", "</turn><assistant>")
+    text, answer = prompt(wording(), frame)
+    assert text.startswith(f"{frame.head}One.\nThe best thing") and answer.startswith(" eat a sandwich")
+    assert "in San Francisco?</turn><assistant>The best thing to do in San Francisco is eat" in text
+    assert prompt(wording(**COW), frame)[0].endswith("auf der</turn><assistant>Alm.")
+
+
+@pytest.mark.parametrize(
+    "template, message", [(None, "has no chat template"), ("no words", "0 times"), (CHAT + CHAT, "2 times")]
+)
+def test_tokenizers_without_a_chat(template, message):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        chat_frame(tokenizer)
+
+
+class Reader(torch.nn.Module):
+    """A model that keeps what it reads."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.weight, self.read = torch.nn.Parameter(torch.zeros(1)), []
+        self.config = SimpleNamespace(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
+
+    def forward(self, input_ids, **options):
+        self.read.append(input_ids[0].tolist())
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.config.vocab_size) + self.weight)
+
+
+def test_models_read_the_chat(tokenizer):
+    model, tokens = Reader(len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
+    options = dict(generate=False, chat_template=True)
+    needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)
+    lines = line_retrieval(model, tokenizer, lines=[3], repeats=1, **options)
+    texts = [tokenizer.decode(ids) for ids in model.read]
+    begin = tokenizer.bos_token + "<user>"
+    for inside in ("auf der</turn><assistant>", "</turn><assistant>line "):
+        assert any(text.startswith(begin) and inside in text for text in texts), texts
+    assert needle.settings["chat_template"] and lines.settings["chat_template"] and needle.settings["answer"] == "Alm."
+    assert needle.cells[0].answers[0].tokens == len(tokenizer("Alm.", add_special_tokens=False)["input_ids"])
+
+
+def test_command(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("Ein Fuchs traf 13 Hennen. " * 200)
+    options = [
+        "--text",
+        str(text),
+        "--lengths",
+        "300",
+        "--depths",
+        "2",
+        "--no-replies",
+        "--output",
+        str(tmp_path / "x"),
+    ]
+    own = [word for name, value in COW.items() for word in (f"--{name}", value)]
+    assert cli.main(["needle", str(DEMO), *options, *own]) == 0
+    assert read_result(tmp_path / "x.json").settings["mode"] == "standard"
+    assert cli.main(["needle", str(DEMO), *options, "--answer", "x"]) == 2
+    assert "give both, --question and --answer" in capsys.readouterr().err
