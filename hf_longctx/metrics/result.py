@@ -6,11 +6,14 @@ This file knows no model and no metric but by name.
 
 from __future__ import annotations
 
+import base64
+import html
 import importlib
 import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,6 +149,34 @@ class Result:
     def more_pictures(self) -> dict[str, Callable[[Path], None]]:
         """Return functions that draw more pictures into a file, by the name that ends the name of the file."""
         return {}
+
+    # In a notebook ------------------------------------------------------------------------------------------------
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the picture; None without matplotlib, or if nothing was measured."""
+        if not self.measured:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "picture.png"
+            try:
+                self.plot(file)
+            except ImportError:
+                return None
+            return file.read_bytes()
+
+    def _repr_html_(self) -> str:
+        """Return title, summary, picture, and the numbers folded away."""
+        columns, rows = self.table() if self.measured else ((), [])
+        cells = [("th", columns), *(("td", row) for row in rows)]
+        table = "".join(
+            f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>" for tag, row in cells
+        )
+        png = self._repr_png_()
+        picture = png and f'<img width="640" alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        return (
+            f"<p><b>{html.escape(self.title)}</b><br>{html.escape(self.summary())}</p>{picture or ''}"
+            f"<details><summary>Numbers</summary><table>{table}</table></details>"
+        )
 
     # What all results have in common --------------------------------------------------------------------------------
 

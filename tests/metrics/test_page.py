@@ -57,6 +57,26 @@ class Page(HTMLParser):
         return [base64.b64decode(a["src"].partition(",")[2]).decode() for tag, a in self.tags if tag == "img"]
 
 
+NOTEBOOK = [pytest.param(result, id=result.kind) for result in RESULTS]
+
+
+@pytest.mark.parametrize("result", NOTEBOOK)
+def test_notebooks_show_a_picture_and_numbers(result):
+    shown = result._repr_html_()
+    assert EVIL not in shown and "<table><tr><th>" in shown and 'src="data:image/png;base64,' in shown
+    assert result._repr_png_().startswith(b"\x89PNG")
+
+
+def test_notebooks_without_a_picture(monkeypatch):
+    assert ForgettingCurve([])._repr_png_() is None and "no length measured" in ForgettingCurve([])._repr_html_()
+
+    def plot(self, path):
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr(PositionLoss, "plot", plot)
+    assert RESULTS[1]._repr_png_() is None and "<img" not in RESULTS[1]._repr_html_()
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..result import Result
+from .conclusion import conclusion, facts
 
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def write_report(
         title=title,
         several_models=len(models) > 1,
         comparison=svg(lambda path: plot_comparison(curves, path)) if len(curves) > 1 else None,
+        conclusions=conclusions(results),
         sections=[section(result) for result in results],
         missing=missing or {},
         partial={result.title for result in results},
@@ -61,6 +63,14 @@ def write_report(
         time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     Path(path).write_text(html, encoding="utf-8")
+
+
+def conclusions(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:
+    """Return name, size and hardware, and sentences of conclusion for each model that has some."""
+    models: dict[str, list[Result]] = {}
+    for result in results:
+        models.setdefault(result.model_name, []).append(result)
+    return [(name, facts(several), conclusion(several)) for name, several in models.items()]
 
 
 def template() -> Template:

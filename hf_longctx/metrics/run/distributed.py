@@ -25,6 +25,7 @@ from ..checks import positive_int
 from ..result import Result
 from .engine import TOKENS_PER_PASS
 from .journal import Journal
+from .model import size_and_hardware
 from .reader import Reader
 
 
@@ -156,6 +157,7 @@ def run_distributed(
         if tokens_per_pass is None and reader.device is not None:
             tokens_per_pass = TOKENS_PER_PASS["cpu" if reader.device == "cpu" else "accelerator"]
         facts = {"device": reader.device, "tokens_per_pass": tokens_per_pass, "versions": VERSIONS}
+        facts |= size_and_hardware(getattr(reader, "model", None), reader.device)
         facts |= {} if failure is None else {"interrupted": describe(failure)}
         outcome = outcome.with_settings(**identity, **facts)
     if failure is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 from contextlib import suppress
 from typing import Any
@@ -30,6 +31,19 @@ def text_config(model: nn.Module) -> Any:
 def first_parameter(model: nn.Module) -> torch.Tensor:
     """Return a tensor with the dtype of the model and the device of its input."""
     return next(model.parameters(), torch.empty(0))
+
+
+def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
+    """Return the number of parameters and the name of the hardware, as settings; none of a model elsewhere."""
+    if not isinstance(model, nn.Module) or device is None:
+        return {}
+    kind = device.partition(":")[0]
+    hardware = torch.cuda.get_device_name(device) if kind == "cuda" else kind
+    if kind == "cpu":
+        hardware = platform.processor() or platform.machine() or "CPU"
+        with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+            hardware = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    return {"parameters": sum(p.numel() for p in model.parameters()), "hardware": hardware}
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -1,0 +1,91 @@
+"""What the results of a model mean for whoever wants to use it, in three sentences, and what was measured on what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..curve.result import ForgettingCurve
+from ..loss.result import PositionLoss
+from ..result import Result
+from ..retrieval.answers import Retrieval
+from ..retrieval.haystack import NeedleGrid
+from .scores import by_length
+
+
+ENOUGH = 0.85  # of the questions right: a length at which a model finds what is asked for
+
+
+def conclusion(results: Sequence[Result]) -> list[str]:
+    """Return up to three sentences: how much text to use, what is copied exactly, what is found.
+
+    Args:
+        results: of one model.
+
+    Returns:
+        sentences that a reader can act on who does not know the metrics; fewer where something was not measured.
+    """
+    measured = [result for result in results if result.measured]
+    curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
+    sentences = [] if curve is None else [use_up_to(curve), exact_copies(curve)]
+    losses = [result for result in measured if isinstance(result, PositionLoss)]
+    if curve is None and losses:
+        end = losses[0].context_length
+        sentences = [
+            f"The loss after {end:,} tokens is {losses[0].smoothed_at(end)} nats; more context was not tried."
+        ]
+    return sentences + [found(result) for result in measured if isinstance(result, Retrieval)][: 3 - len(sentences)]
+
+
+def use_up_to(curve: ForgettingCurve) -> str:
+    """Say how far back text is remembered better than guessed, for sure."""
+    interval, longest = curve.interval("coarse"), curve.points[-1].length
+    if interval.low:
+        end = ", the longest tested" if interval.low == longest else ""
+        end = end or ("" if interval.high else "; how far beyond is not sure")
+        return f"Use up to {interval.low:,} tokens: text that far back is copied better than it is guessed{end}."
+    if interval.high is not None:
+        return (
+            f"Do not count on what stands {interval.high:,} tokens back or more: it is copied no better than guessed."
+        )
+    return "How many tokens can be used is not known: the repeats differ too much, or are too few."
+
+
+def exact_copies(curve: ForgettingCurve) -> str:
+    """Say how long a text may be that is copied exactly, for sure."""
+    interval = curve.interval("fine")
+    if interval.low:
+        tested = ", the longest tested" if interval.low == curve.points[-1].length else ""
+        return f"Exact copies: of texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
+    if interval.high is not None:
+        return f"No exact copies, not even of {interval.high:,} tokens: less than 99 % of the tokens are right."
+    return "How long a text it copies exactly is not known: more repeats are needed."
+
+
+def found(result: Retrieval) -> str:
+    """Say up to which length most questions are answered."""
+    what = "a sentence hidden in a text" if isinstance(result, NeedleGrid) else "one of many lines"
+    rows = [(s.tokens, float(s.shares.mean()), s.questions * len(s.shares)) for s in by_length(result)]
+    good = [row for row in rows if row[1] >= ENOUGH]
+    tokens, share, questions = good[-1] if good else rows[0]
+    count = f"{round(share * questions)} of {questions} questions"
+    if good:
+        return f"Finds {what} of up to {tokens:,} tokens ({count})."
+    return f"Does not find {what}, not even of {tokens:,} tokens ({count})."
+
+
+def facts(results: Sequence[Result]) -> str:
+    """Return size, dtype and hardware of the measurements in a line, as far as they are known.
+
+    >>> facts([ForgettingCurve([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
+    '5.3 million parameters, float32, AMD EPYC'
+    """
+    known: dict[str, Any] = {}
+    for result in results:
+        known |= {name: value for name, value in result.settings.items() if value is not None}
+    parts = [str(known[name]) for name in ("dtype", "hardware", "endpoint") if name in known]
+    if "parameters" in known:
+        size = known["parameters"]
+        unit, words = (1e9, "billion ") if size >= 1e9 else (1e6, "million ") if size >= 1e6 else (1, "")
+        parts.insert(0, f"{size / unit:,.3g} {words}parameters" if words else f"{size:,} parameters")
+    return ", ".join(parts)

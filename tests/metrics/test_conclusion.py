@@ -1,0 +1,84 @@
+"""Sentences of conclusion at the top of the page."""
+
+import pytest
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
+from hf_longctx.metrics.report.conclusion import conclusion, facts
+from hf_longctx.metrics.report.page import write_report
+from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.retrieval.lines import LinesPoint
+
+
+def curve(*shares, **settings):
+    """Copied shares of texts of 400, 800 and 1600 tokens, of which 20 % can be guessed."""
+    points = [CurvePoint(n, [int(n * s / 2)] * 10, [n // 10] * 10) for n, s in zip((400, 800, 1600), shares)]
+    return ForgettingCurve(points, settings)
+
+
+def needle(*rights):
+    def answers(right):
+        return [Answer(-1.0, 3, i < right, None, i < right) for i in range(10)]
+
+    return NeedleGrid([NeedleCell(answers(right), 300 * (i + 1), 0.5, [1] * 10) for i, right in enumerate(rights)], {})
+
+
+@pytest.mark.parametrize(
+    "shares, use, exact",
+    [
+        ((1, 1, 1), "Use up to 1,600 tokens: ", "Exact copies: of texts up to 1,600 tokens, the longest tested"),
+        ((1, 0.5, 0.2), "Use up to 800 tokens: ", "Exact copies: of texts up to 400 tokens (above 99 %"),
+        ((0.2, 0.2, 0.2), "Do not count on what stands 400 tokens back or more", "No exact copies, not even of 400"),
+    ],
+    ids=["all", "fades", "nothing"],
+)
+def test_a_curve_says_how_much_to_use(shares, use, exact):
+    first, second = conclusion([curve(*shares)])
+    assert first.startswith(use) and second.startswith(exact)
+    assert ("the longest tested" in first) == (use == "Use up to 1,600 tokens: ")
+
+
+def test_what_is_not_known_is_said():
+    unsure = ForgettingCurve([CurvePoint(400, [200, 20], [40, 100])])
+    first, second = conclusion([unsure])
+    assert first.startswith("How many tokens can be used is not known") and "is not known" in second
+
+
+@pytest.mark.parametrize(
+    "result, words",
+    [
+        (needle(10, 9, 1), "Finds a sentence hidden in a text of up to 600 tokens (9 of 10 questions)."),
+        (needle(1, 0), "Does not find a sentence hidden in a text, not even of 300 tokens (1 of 10 questions)."),
+        (
+            LineRetrieval([LinesPoint([Answer(-1.0, 3, True, None, True)] * 4, 5, [90] * 4, [0] * 4)]),
+            "Finds one of many lines of up to 90 tokens (4 of 4 questions).",
+        ),
+    ],
+)
+def test_what_is_found(result, words):
+    assert conclusion([result]) == [words]
+    assert conclusion([result, PositionLoss([2.0, 1.0], 2), curve(1, 1, 1), result])[2:] == [words]
+
+
+def test_nothing_measured_says_nothing():
+    assert conclusion([ForgettingCurve([]), NeedleGrid([])]) == []
+    assert conclusion([PositionLoss([2.0, 1.0], 2)])[0].startswith("The loss after 2 tokens is 1.000 nats")
+
+
+def test_the_page_begins_with_them(tmp_path):
+    settings = dict(parameters=1_240_000_000, dtype="bfloat16", hardware="NVIDIA H100")
+    results = [curve(1, 0.5, 0.2, model="fox", **settings), curve(0.2, 0.2, 0.2, model="<llama>")]
+    write_report(results[:1], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.index("Use up to 800 tokens") < page.index("1.24 billion parameters, bfloat16, NVIDIA H100; 20")
+    assert page.index("NVIDIA H100; 20") < page.index("<table")
+    write_report(results, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<b>fox</b>" in page and "<b>&lt;llama&gt;</b>" in page and "Do not count on what stands 400" in page
+
+
+@pytest.mark.parametrize(
+    "size, words", [(900, "900"), (86_336, "86,336"), (5e6, "5 million"), (7.24e9, "7.24 billion")]
+)
+def test_sizes_in_words(size, words):
+    assert facts([curve(1, parameters=int(size))]) == f"{words} parameters"
