@@ -56,8 +56,8 @@ def read_text(
     Args:
         model: in eval mode.
         tokenizer: of transformers. Its special tokens stand where it puts them in a text.
-        path: a file to save the state in, every minute and at the end. One that holds a part of this text, read by
-            this model, is gone on from.
+        path: a file to save the state in, every minute, at the end and at an error. One with a part of this text,
+            read by this model, is gone on from.
         name: of the text, for `describe`.
         revision: the commit of the model on the Hub, for `describe`; `hf-longctx push` asks for it.
         progress: show a bar on stderr.
@@ -91,11 +91,15 @@ def read_text(
     done = 0 if begun is None else begun.position
     state = begun
     with tqdm(desc=name, total=ids.shape[1], initial=done, unit=" tokens", disable=not progress) as bar:
-        for state in reading(model, ids[:, done:], begun):
-            bar.update(state.position - bar.n)
-            if path is not None and (state.position == ids.shape[1] or time.monotonic() > saved + SAVE_EVERY):
+        try:
+            for state in reading(model, ids[:, done:], begun):
+                bar.update(state.position - bar.n)
+                if path is not None and time.monotonic() > saved + SAVE_EVERY:
+                    save(state, model, Path(path), about)
+                    saved = time.monotonic()
+        finally:  # also at Ctrl-C
+            if path is not None and state is not begun:
                 save(state, model, Path(path), about)
-                saved = time.monotonic()
     assert state is not None
     return state
 

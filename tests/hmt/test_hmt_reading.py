@@ -19,13 +19,14 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
-def test_a_reading_that_was_killed_goes_on(make_wrapper, monkeypatch, tmp_path, mode):
+@pytest.mark.parametrize("mode, seconds", [("single_pass", 0), ("single_pass", 99), ("three_pass", 99), ("paper", 99)])
+def test_a_reading_that_was_interrupted_goes_on(make_wrapper, monkeypatch, tmp_path, mode, seconds):
     model, file, question = make_wrapper(recall_mode=mode), tmp_path / "state.safetensors", torch.tensor([[5, 6, 7]])
     text = TEXT if mode != "paper" else TEXT[:80]  # whole segments
     monkeypatch.setattr(reading, "SEGMENTS", 2)
-    monkeypatch.setattr(reading, "SAVE_EVERY", 0)
-    calls = []
+    monkeypatch.setattr(reading, "SAVE_EVERY", seconds)
+    calls, saves, save = [], [], reading.save
+    monkeypatch.setattr(reading, "save", lambda *arguments: saves.append(save(*arguments)))
 
     def counted(module, arguments, options):
         calls.append(options["input_ids"].shape[1] if "input_ids" in options else arguments[0].shape[1])
@@ -35,6 +36,7 @@ def test_a_reading_that_was_killed_goes_on(make_wrapper, monkeypatch, tmp_path, 
     hook = model.register_forward_pre_hook(counted, with_kwargs=True)
     with pytest.raises(Killed):
         read_text(model, tokenizer, text, file, name="novel")
+    assert len(saves) == (1 if seconds else 3)
     state = read_text(model, tokenizer, text, file, name="novel")
     assert calls == [16, 16, *[16] * ((len(text) - 32) // 16 + 1), *[len(text) % 16] * (len(text) % 16 > 0)]
     read_text(model, tokenizer, text, file, name="novel")  # nothing is left to read
