@@ -63,6 +63,8 @@ def run(args: Namespace) -> None:
         raise ValueError(
             f"PyTorch {torch.__version__} sees no CUDA GPU here. --device cpu is a dry run in Triton's interpreter."
         )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     from ..fox import gpu_check
 
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import math
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,8 +242,10 @@ def examine(case: Case, config, layer_class, device: torch.device, names=None, m
     names: of these only. most: tokens times key heads that are timed.
     """
     findings = {}
+    on_gpu = device.type == "cuda"
     with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.cuda.device(device) if on_gpu else nullcontext(),  # the one that the clock waits for
+        torch.random.fork_rng([device] if on_gpu else []),
         torch.autocast(device.type, enabled=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(case.work == "training"),
