@@ -62,6 +62,7 @@ HOOKS = [
         "same",
     ),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
+    ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
     ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),
     ("AutoModel.register", "transformers.modeling_layers", "AutoModel.from_config(config)", "FoX under task heads"),

@@ -280,9 +280,52 @@ def fold_keys(k, c, scale):
         parts = x + (first - x.detach()), *others  # the value of first, with the derivative of x
     else:
         parts = gate_parts(x)
-    parts = torch.stack(parts, dim=-1).flatten(3).to(k.dtype) if group > 1 else torch.cat(parts, dim=-1).to(k.dtype)
     columns = columns_for(k, c.shape[1], group)[1].expand(batch, kv_heads, length, -1)
-    return torch.cat([k, parts, columns], dim=-1)
+    return torch.cat([k, join_parts(parts, k.dtype), columns], dim=-1)
+
+
+def join_parts(parts, dtype):
+    """Join the three parts of all gates of a key head: (B, Hkv, T, G) each -> (B, Hkv, T, 3 G)."""
+    one_gate = parts[0].shape[-1] == 1
+    return (torch.cat(parts, dim=-1) if one_gate else torch.stack(parts, dim=-1).flatten(-2)).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def columns_of_token(batch, heads, kv_heads, gates_per_key, head_dim, dtype, device):
+    """Return what queries, keys behind the gate parts, and values of one token get, (B, H or Hkv, 1, columns) each.
+
+    They are not expanded, because whole tensors are joined faster.
+    """
+    query, key = constant_columns(head_dim, heads, gates_per_key, dtype, device)
+    query = query.expand(batch, heads, 1, -1).contiguous()
+    return query, key.repeat(batch, kv_heads, 1, 1), query.new_zeros(batch, kv_heads, 1, query.shape[-1])
+
+
+def fold_token(q, k, v, log_f, scale, before):
+    """Fold the gates of one new token, without derivatives.
+
+    Args:
+        q: (B, Hq, 1, D).
+        k, v: (B, Hkv, 1, D).
+        log_f: (B, H, 1), fp32.
+        scale: as in `fold_keys`.
+        before: the folded keys of the tokens before, (B, Hkv, tokens, D').
+
+    Returns:
+        The folded query, (B, Hq, 1, D'), and what makes the folded key and the folded value, joined in the last
+        dimension.
+    """
+    (batch, kv_heads, length, _), heads, head_dim = before.shape, q.shape[1], q.shape[3]
+    gates = log_f.shape[1] // kv_heads
+    columns = columns_of_token(batch, heads, kv_heads, gates, head_dim, k.dtype, k.device)
+    end = before.storage_offset() + (length - 1) * before.stride(2) + head_dim
+    x = before.as_strided((batch, kv_heads, 1, GATE_PARTS * gates), before.stride(), end).float()
+    x = x.sum(-1, keepdim=True) if gates == 1 else x.unflatten(-1, (gates, GATE_PARTS)).sum(-1)
+    x.add_(log_f.reshape(x.shape), alpha=-1 / (GATE_QUERY * scale))  # (B, Hkv, 1, G)
+    parts = gate_parts(x)
+    if gates > 1 or k.dtype != x.dtype:
+        parts = (join_parts(parts, k.dtype),)
+    return torch.cat([q, columns[0]], dim=-1), (k, *parts, columns[1]), (v, columns[2])
 
 
 def unfold_decay(folded_keys, head_dim, group, scale):

@@ -362,6 +362,9 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
             log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
         if call.visible is not None:
             return attend_along_paths(module, q, k, v, log_f, call.visible, call, past)
+        if past is not None and call.in_place and past.can_append_token(k):
+            q, k, v = past.append_token(q, k, v, log_f)
+            return run_backend(name, module, q, k, v, call.mask, **kwargs)
         if name not in GATED or past is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
     if past is not None:

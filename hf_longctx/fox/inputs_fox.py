@@ -17,6 +17,7 @@ from .backend_fox import GATED, NAME
 from .call_fox import Call, Shard
 from .checks_fox import check_borders, check_call, check_restarts
 from .masks_fox import read_tree_mask
+from .state_fox import appends_in_place
 
 
 logger = logging.get_logger(__name__)
@@ -96,7 +97,9 @@ def read_call(
     if position_ids is None:
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name)
+    alone = token_mask is None and visible is None and shard is None
+    in_place = alone and name not in GATED and appends_in_place(past_key_values, inputs_embeds)
+    return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name, in_place)
 
 
 def can_be_cached(call: Call) -> bool:

@@ -7,6 +7,7 @@ backend, cache and generation method of transformers works unchanged.
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,6 +48,22 @@ from .state_fox import CachedLayer, keep_token_shift, previous_tokens
 require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
 
 
+@lru_cache(maxsize=8)
+def kept_number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide x, (..., D), by the root of the mean of its squares over D, in float32; multiply it by the weight."""
+    plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
+    if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(kept_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+    # a float() here would cost two more passes over memory
+    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
 @use_kernel_forward_from_hub("RMSNorm")
 class FoxRMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float):
@@ -55,8 +72,7 @@ class FoxRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # float32 inside whatever the dtype; a float() here would cost two more passes over memory
-        return F.rms_norm(x, x.shape[-1:], eps=self.variance_epsilon).to(x.dtype) * self.weight
+        return normalize(x, self.weight, self.variance_epsilon)
 
     def extra_repr(self):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -71,8 +87,7 @@ class FoxHeadRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x, x.shape[-1:], eps=self.variance_epsilon).to(x.dtype)
-        return normed * self.weight.view(-1, x.shape[-1])
+        return normalize(x, self.weight.view(-1, x.shape[-1]), self.variance_epsilon)
 
     extra_repr = FoxRMSNorm.extra_repr
 
@@ -102,9 +117,11 @@ class FoxForgetGate(nn.Module):
             self.bias = nn.Parameter(torch.empty(heads))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.bias.float().expand(*x.shape[:2], -1)
+        logits = self.bias.float()
         if self.kind == "full":
             logits = F.linear(x, self.weight.to(x.dtype)).float() + logits
+        else:
+            logits = logits.expand(*x.shape[:2], -1)
         return F.logsigmoid(logits).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 

@@ -5,11 +5,14 @@ is part of the last cached key, into which it was folded (attention_fox.py). The
 shift are the state of a convolution, in layers that take it along wherever rows or tokens of the keys go.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from transformers.cache_utils import (
     Cache,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -20,8 +23,9 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention_fox import unfold_decay
+from .attention_fox import fold_token, unfold_decay
 from .call_fox import Call
+from .growing_fox import Growing
 
 
 # Tokens before the token shift that a growing cache keeps. All but one of them can be taken back.
@@ -147,10 +151,14 @@ class CachedLayer:
         last = state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim))
         return last[:, :, : k.shape[2]], last[:, :, k.shape[2] :]
 
-    def keep_tokens(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def keep_tokens(self, k: torch.Tensor, v: torch.Tensor, in_place: bool = False) -> None:
         """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
-        if not self.layer.record_past:
-            k, v = k[:, -KEPT:], v[:, -KEPT:]
+        layer, most = self.layer, None if self.layer.record_past else KEPT
+        if in_place and layer.has_previous_state[0] and (state := layer.conv_states[0]).dtype == k.dtype:
+            layer.conv_states[0] = self.grow("state", state, *(x.flatten(2).mT for x in (k, v)), dim=-1, most=most)
+            return
+        if most is not None:
+            k, v = k[:, -most:], v[:, -most:]
         states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)
 
@@ -175,6 +183,47 @@ class CachedLayer:
         """Return keys and values of all tokens, cached and new, (B, Hkv, all, D')."""
         return self.cache.update(k, v, self.attention.layer_idx)
 
+    def grow(self, name: str, x: torch.Tensor, *parts: torch.Tensor, **options) -> torch.Tensor:
+        """Return the state x of the layer with one more token; as in `Growing.append`."""
+        return vars(self.layer).setdefault("growing", defaultdict(Growing))[name].append(x, *parts, **options)
+
+    def can_append_token(self, k: torch.Tensor) -> bool:
+        """Return whether the layer takes a key, (B, Hkv, 1, D), as `append_token` does, if `appends_in_place`."""
+        layer = self.layer
+        return (
+            type(layer) in (DynamicLayer, GrowingLayer)
+            and layer.is_initialized
+            and layer.keys.numel() > 0
+            and layer.keys.dtype == k.dtype
+        )
+
+    def append_token(self, q, k, v, log_f) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the folded query of one new token, and keys and values of all; arguments as in `fold_token`."""
+        layer = self.layer
+        q, key, value = fold_token(q, k, v, log_f, self.attention.scaling, layer.keys)
+        layer.keys, layer.values = self.grow("keys", layer.keys, *key), self.grow("values", layer.values, *value)
+        return q, layer.keys, layer.values
+
+
+def appends_in_place(cache: Any, x: torch.Tensor) -> bool:
+    """Return whether a call of embedded tokens x, (B, T, hidden), may write behind what a cache holds.
+
+    It may for one token of each row on a CPU, where small operations are much of a step, if nothing is differentiated,
+    traced or offloaded, and the cache appends as transformers does.
+    """
+    return (
+        x.shape[1] == 1
+        and x.device.type == "cpu"
+        and type(x) is torch.Tensor
+        and type(cache) is DynamicCache
+        and not cache.offloading
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch.is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0  # of derivatives
+    )
+
 
 def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the key and value of each token's predecessor before the token shift, 0 if it has none; store the last.
@@ -190,7 +239,7 @@ def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.T
     if before is None:
         before = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
     if past is not None and k.shape[1] == 1 and call.predecessor is None and isinstance(past.layer, GrowingShiftLayer):
-        past.keep_tokens(k, v)  # a static layer would write over what was read from it
+        past.keep_tokens(k, v, call.in_place)  # a static layer would write over what was read from it
         return before
     tokens = [torch.cat(pair, dim=1) for pair in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
     if call.predecessor is None:

@@ -5,10 +5,12 @@
 The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
 narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
 Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
-Cache bytes are those of a DynamicCache. --attention is that of FoX; auto: the fastest right one on a GPU.
+Cache bytes are those of a DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
+auto: the fastest right one on a GPU.
 """
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
@@ -16,9 +18,10 @@ from scripts.bench import common
 
 
 TABLE = """
-| model | parameters | prefill tokens/s | prefill to Llama | decode tokens/s | decode to Llama | cache bytes a token |
+| model | parameters | prefill tokens/s | prefill to Llama | decode tokens/s | decode to Llama | cache bytes a token |\
+ operations a step |
 | {name} | {millions:.1f} M | {prefill_tokens_per_s:.0f} | {prefill_to_llama:.2f}x | {decode_tokens_per_s:.1f} |\
- {decode_to_llama:.2f}x | {cache_bytes_per_token} |
+ {decode_to_llama:.2f}x | {cache_bytes_per_token} | {operations_per_step} |
 """
 
 
@@ -42,6 +45,16 @@ def make_models(args):
     for name in ("FoX (LLaMA)", "FoX (Pro)"):
         models[name].set_attn_implementation(args.attention)
     return {name: model.to(args.device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
+
+
+@torch.no_grad()
+def operations_of_a_step(model, token):
+    """Return how many ATen operations a decoding step of a short context takes, those inside of others included."""
+    cache = DynamicCache(config=model.config)
+    for _ in range(3):  # the first one fills the cache, the second one finds out what to keep
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            model(token, past_key_values=cache)
+    return sum(event.key.startswith("aten::") for event in profiler.events())
 
 
 @torch.no_grad()
@@ -77,7 +90,8 @@ def measure(args):
         name: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
         for name, cache in caches.items()
     }
-    yield from common.rows_beside_llama(models, cache_bytes, seconds)
+    for row in common.rows_beside_llama(models, cache_bytes, seconds):
+        yield row | {"operations_per_step": operations_of_a_step(models[row["name"]], ids[:, :1])}
 
 
 def table(result):
