@@ -1,4 +1,4 @@
-# The operators of torch.library have the arguments of the functions below, which a type checker does not see.
+# The operators of PyTorch have the arguments of the functions below, which a type checker does not see.
 # pyright: reportCallIssue=false
 """Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
 
@@ -10,6 +10,7 @@ them, on checked inputs: `triton_attention` starts from log f, `attention_from_s
 import contextlib
 
 import torch
+from torch import library
 from torch.autograd.forward_ad import unpack_dual
 
 from .kernels_fox import (
@@ -252,12 +253,12 @@ if triton is not None:
     _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? key_start, Tensor? query_end"
 
-    # Opaque, and not `torch.library.triton_op`, with which torch could compile the kernels ahead of time. Inductor
+    # Opaque, and not `triton_op`, with which torch could compile the kernels ahead of time. Inductor
     # would compile G = 1 into the dk/dv pass in spite of `do_not_specialize`, drop enable_fp_fusion, and compile again
     # where a launcher chooses by the length, for pruning at each new number of key blocks (all as of torch 2.13); and
     # `wrap_triton` of torch 2.6 refuses interpreted kernels, which that of 2.13 takes.
     def _operator(name, launcher, schema):
-        return torch.library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
+        return library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
 
     fox_running_sum = _operator("fox_running_sum", launch_running_sum, "(Tensor log_f, Tensor? query_end) -> Tensor")
     fox_running_sum_backward = _operator(

@@ -72,7 +72,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         repo, tag: repository and revision that the loading lines name.
     """
     name = (repo or "a model").rpartition("/")[2]
-    data.library_name = "peft" if bundle.is_adapter else "transformers"
+    data["library_name"] = "peft" if bundle.is_adapter else "transformers"
     data.pipeline_tag = PIPELINES.get(bundle.auto_class.replace("Peft", ""), data.pipeline_tag)
     if bundle.base is not None:
         data.base_model, data.base_model_relation = bundle.base[0], "adapter" if bundle.is_adapter else "finetune"

@@ -7,7 +7,7 @@ no attention backend has to know of it. `sums.py` says what a row holds.
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import library, nn
 
 from .compat import (
     AttentionBackend,
@@ -152,6 +152,6 @@ def fox_carry_fake(
 # An op, because compiled code cannot read the forward context. Its results are tensors that it is given: pieces of a
 # CUDA graph read their inputs at fixed addresses.
 CARRY = "hf_longctx::fox_carry"
-NAMESPACE = torch.library.Library("hf_longctx", "FRAGMENT")  # the operator lives as long as this
+NAMESPACE = library.Library("hf_longctx", "FRAGMENT")  # the operator lives as long as this
 options = dict(mutates_args=["c", "before"], fake_impl=fox_carry_fake, target_lib=NAMESPACE)
 direct_register_custom_op("fox_carry", fox_carry, **options)

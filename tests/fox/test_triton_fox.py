@@ -27,6 +27,7 @@ from budget import (
     run_plain,
     runs_triton,
 )
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
@@ -480,12 +481,12 @@ def test_custom_ops_are_registered_correctly():
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
     stop, bound = key_ranges_fox.find_query_end(first, 24), torch.ones(1, 2, device=DEVICE)
-    torch.library.opcheck(ops.fox_forward, (*inputs, first, stop, bound, 0.25))
-    torch.library.opcheck(ops.fox_running_sum, (log_f.requires_grad_(), stop))
-    torch.library.opcheck(ops.fox_prune, (c.detach(), first, bound, 20, 8, 4, -3.0))
+    library.opcheck(ops.fox_forward, (*inputs, first, stop, bound, 0.25))
+    library.opcheck(ops.fox_running_sum, (log_f.requires_grad_(), stop))
+    library.opcheck(ops.fox_prune, (c.detach(), first, bound, 20, 8, 4, -3.0))
     gates, end = c.detach().view(1, 1, 2, 24, 1), torch.tensor(24, device=DEVICE)
     few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)
-    torch.library.opcheck(ops.fox_decode, (*few, gates, None, end, heads, 0.25, 1.0, 1.0, -10.0))
+    library.opcheck(ops.fox_decode, (*few, gates, None, end, heads, 0.25, 1.0, 1.0, -10.0))
 
 
 # --- the source ------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
 
 def test_the_model_index_is_that_of_the_results(llama):
     data = ModelCard(with_card(build_bundle(llama), "alice/llama", "v1").text("README.md")).data
-    assert data.model_name == "llama" and data.library_name == "transformers"
+    assert data.model_name == "llama" and data["library_name"] == "transformers"
     assert data.widget == [{"text": SAMPLE["prompt"], "output": {"text": SAMPLE["text"]}}]
     figures = {(e.metric_name, e.metric_value) for e in eval_results([CURVE, PositionLoss([3.0, 2.5, 2.25, 2.0], 4)])}
     figures |= {("answers", 0.75)}
@@ -190,7 +190,7 @@ def test_the_template_of_peft_is_replaced(tmp_path):
     check(bundle)
     text, data = bundle.text("README.md"), ModelCard(bundle.text("README.md")).data
     assert "[More Information Needed]" not in text
-    assert (data.library_name, data.base_model, data.base_model_relation) == ("peft", "alice/llama", "adapter")
+    assert (data["library_name"], data.base_model, data.base_model_relation) == ("peft", "alice/llama", "adapter")
     assert "| base | alice/llama, at no fixed commit |" in text and "| LoRA | rank 2, alpha 8 |" in text
     assert 'AutoPeftModelForCausalLM.from_pretrained("alice/adapter", revision="v1")' in text
     assert "README.md: the base alice/llama is at no fixed commit" in missing_fields(bundle)
