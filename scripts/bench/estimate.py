@@ -3,7 +3,7 @@
     python -m scripts.bench.estimate
 
 Each model has random weights, and is trained by `hf-longctx finetune` in a fresh process on a CPU. Measured is the
-resident memory at the peak of the third step, less that before the weights were read.
+resident memory at the peak of the second step, less that before the weights were read.
 """
 
 import os
@@ -37,11 +37,11 @@ SIZES = dict(
     max_position_embeddings=1024,
 )
 MODELS = {  # type, fields that differ, settings of the run
-    "llama": ("llama", {}, dict(sequence_length=1024)),
-    "qwen2 in bfloat16": ("qwen2", dict(dtype="bfloat16"), dict(sequence_length=1024, activation_checkpointing=True)),
-    "gemma2": ("gemma2", dict(tie_word_embeddings=True), dict(sequence_length=512, full=True)),
-    "mistral": ("mistral", {}, dict(sequence_length=1024, recipe="fox-from-llama")),
-    "gpt2": ("gpt2", dict(n_embd=512, n_layer=6), dict(sequence_length=512, per_device_batch_size=4)),
+    "llama": ("llama", {}, dict(sequence_length=512)),
+    "qwen2": ("qwen2", {}, dict(sequence_length=1024, activation_checkpointing=True)),
+    "gemma2": ("gemma2", dict(tie_word_embeddings=True), dict(sequence_length=256, full=True)),
+    "mistral": ("mistral", {}, dict(sequence_length=512, recipe="fox-from-llama")),
+    "gpt2": ("gpt2", dict(n_embd=512, n_layer=6), dict(sequence_length=256, per_device_batch_size=2)),
 }
 
 
@@ -69,8 +69,8 @@ def make_settings(folder, kind, fields, settings, scale):
         data=str(text),
         tokenizer=str(DEMO),
         output=str(Path(folder) / "run"),
-        steps=3,
-        batch_tokens=2 * rows * settings["sequence_length"],
+        steps=2,
+        batch_tokens=rows * settings["sequence_length"],
         merge=None if settings.get("full") else False,
         **settings,
     )

@@ -5,8 +5,9 @@
 The model has the configuration of Llama 2 7B (arXiv 2307.09288, table 1 of its card) and random weights, which are
 written shard by shard, so that no more than one is in memory. `hf-longctx finetune --load-in-4bit` trains it for two
 steps of 128 tokens, each recipe in a process of its own; the first one is killed after a step, and goes on. Measured
-are the peak of the resident memory, the seconds of the whole command, and those between its two checkpoints. The
-folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
+are the peak of the resident memory, the seconds of the whole command, and those between its two checkpoints. On a CPU
+products are made in float32, as some processors multiply bfloat16 a hundred times more slowly. The folder of --work
+takes 30 GB: 14 for the model, 4 for each changed base.
 """
 
 import json
@@ -89,7 +90,7 @@ def finetune(settings, kill_after=None):
     `kill_after` is a folder: the process is killed as soon as it is there.
     """
     options = [sys.executable, "-m", "hf_longctx", "finetune", settings.model, "--load-in-4bit"]
-    for name in ("recipe", "data", "output", "sequence_length", "batch_tokens", "steps", "save_steps",
+    for name in ("recipe", "data", "output", "dtype", "sequence_length", "batch_tokens", "steps", "save_steps",
                  "segment_length", "sensory_tokens"):  # fmt: skip
         value = getattr(settings, name)
         if value is not None:
@@ -117,6 +118,7 @@ def measure(args):
             model=str(model),
             recipe=recipe,
             load_in_4bit=True,
+            dtype="auto" if torch.cuda.is_available() else "float32",
             data=str(model / "text.txt"),
             output=str(run),
             sequence_length=128,
