@@ -42,8 +42,10 @@ def use_up_to(curve: ForgettingCurve) -> str:
     interval, longest = curve.interval("coarse"), curve.points[-1].length
     if interval.low:
         end = ", the longest tested" if interval.low == longest else ""
-        end = end or ("" if interval.high else "; how far beyond is not sure")
-        return f"Use up to {interval.low:,} tokens: text that far back is copied better than it is guessed{end}."
+        beyond = "" if end or interval.high else "; how far beyond is not sure"
+        return (
+            f"Use up to {interval.low:,} tokens{end}: text that far back is copied better than it is guessed{beyond}."
+        )
     if interval.high is not None:
         return (
             f"Do not count on what stands {interval.high:,} tokens back or more: it is copied no better than guessed."
@@ -58,7 +60,9 @@ def exact_copies(curve: ForgettingCurve) -> str:
         tested = ", the longest tested" if interval.low == curve.points[-1].length else ""
         return f"Exact copies: of texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
     if interval.high is not None:
-        return f"No exact copies, not even of {interval.high:,} tokens: less than 99 % of the tokens are right."
+        return (
+            f"No exact copies of texts of {interval.high:,} tokens or more: fewer than 99 % of the tokens are right."
+        )
     return "How long a text it copies exactly is not known: more repeats are needed."
 
 
