@@ -163,8 +163,8 @@ Made by `python -m scripts.evidence_curves`. Every model reads random tokens, wh
 ![Forgetting curves](comparison.png)
 
 {table}
-Lengths are tokens of the text to copy; the input is twice as long. "95 % sure" is where the fine and the coarse length lie, given
-the noise of the repeats, if memory only fades. The paper's lengths are the longest tested ones that pass; 0: none. "Effective" is how
+Lengths are tokens of the text to copy; the input is twice as long. "95 % sure" is where the fine length of the typical text and
+the coarse length lie, if memory only fades. The paper's lengths are the longest tested ones whose mean passes; 0: none. "Effective" is how
 far 85 % are copied.
 
 - **Llama, RoPE base {bases}**: two layers, {llama} parameters, trained from the same start, on the same rows of up to 512

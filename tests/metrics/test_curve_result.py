@@ -70,20 +70,24 @@ def test_lengths_and_summary():
     curve = small_curve()
     assert (curve.fine_length, curve.coarse_length) == (18, 20)
     assert curve.summary() == (
-        "95 % sure, in tokens: fine length <40, coarse length unknown (about 590 repeats needed); "
-        "the paper's definition: fine 18, coarse 20; 3 lengths from 18 to 40, 2 repeats"
+        "95 % sure, in tokens: fine length of the typical text unknown (about 11 repeats needed), coarse length unknown "
+        "(about 600 repeats needed); 6 repeats are needed for a lower end of the fine length at each length; the paper's "
+        "definition, of means: fine 18, coarse 20; 3 lengths from 18 to 40, 2 repeats"
     )
     open_ended = ForgettingCurve(curve.points[:2])
-    assert "the paper's definition: fine 18, coarse >20; 2 lengths" in open_ended.summary()
+    assert "the paper's definition, of means: fine 18, coarse >20; 2 lengths" in open_ended.summary()
 
 
-def test_headlines_are_the_ends_that_are_sure():
+def test_headlines_are_the_lower_ends_that_are_sure():
+    """An upper end among them would be sorted as a score."""
+
     def headlines(*accuracies):
         points = [CurvePoint(n, [round(a * n / 2)] * 10, [0] * 10) for n, a in zip((400, 800, 1600), accuracies)]
         return {name.partition(" (")[0]: value for _, name, value in ForgettingCurve(points).headlines()}
 
-    fine, coarse = "fine memory length", "coarse memory length"
+    fine, coarse = "fine memory length of the typical text", "coarse memory length"
     assert headlines(1, 0.5, 0) == {f"{fine}, at least": 400, f"{coarse}, at least": 800}
+    assert headlines(0, 0, 0) == {}
     assert headlines(1, 1, 1) == {f"{fine}, at least": 1600, f"{coarse}, at least": 1600}
 
 
@@ -93,8 +97,10 @@ def test_one_lucky_token_is_no_coarse_memory():
     curve = ForgettingCurve(points)
     assert curve.coarse_length == 54
     assert curve.interval("coarse").low == 0
-    assert curve.headlines() == []
-    assert curve.summary().startswith("95 % sure, in tokens: fine length <54, coarse length unknown (about ")
+    assert not curve.headlines()
+    assert (
+        "fine length of the typical text unknown (about 9 repeats needed), coarse length unknown (" in curve.summary()
+    )
 
 
 def test_results_of_older_runs_are_read():

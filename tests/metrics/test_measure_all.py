@@ -70,7 +70,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, tmp_path, capsys)
 
     assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 5
     card = ModelCard.load(report.card).data
-    assert card.model_name == "llama" and len(card.eval_results) == 5
+    assert card.model_name == "llama" and len(card.eval_results) == 3
     for name in ("curve", "loss", "needle"):
         settings = report.results[name].settings
         assert (settings["corpus"], settings["train_length"]) == ("Python: a text", 512)

@@ -1,8 +1,8 @@
 """Where to measure a forgetting curve, and how often, when only its two lengths and its shape matter.
 
 The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
-between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a t
-test shows on which side each lies. This file knows no model.
+between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a test
+shows on which side each lies. This file knows no model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from .intervals import STAGES, adaptive_tests
+from .intervals import STAGES, adaptive_tests, centre
 from .lengths import METHODS
 from .protocol import input_tokens
 from .result import CurvePoint
@@ -44,7 +44,7 @@ def locate(
     length = lengths[-1]
     while search.evaluate(length) and length > lengths[0]:
         length = lengths[max(bisect_right(lengths, length // 2) - 1, 0)]
-    while any(search.step(method) for method in METHODS):
+    while True in [search.step(method) for method in METHODS]:  # in turn, as they share the budget
         pass
     return [search.points[length] for length in sorted(search.points)]
 
@@ -55,7 +55,7 @@ class _Search:
         self.stages = [n for n in STAGES if n < repeats] + [repeats]
         self.level = 0.5 * (1 - confidence)  # shared by all tests, as in length_interval
         self.budget = BUDGET * input_tokens(lengths[-1])
-        self.points = {}
+        self.points, self.centres = {}, {}
 
     def evaluate(self, length):
         """More repeats of a length. False, and nothing is done, if it has all or they cost too much."""
@@ -66,7 +66,8 @@ class _Search:
         if not following or cost > self.budget:
             return False
         self.budget -= cost
-        self.points[length] = self.measure(length, done, following[0])
+        self.points[length] = point = self.measure(length, done, following[0])
+        self.centres[length] = {method: centre(point.margins(method), method) for method in METHODS}
         return True
 
     def step(self, method):
@@ -79,7 +80,7 @@ class _Search:
     def interval(self, method):
         """Grid indices of the last length that passes and of the next measured one, by a non-increasing fit."""
         measured = sorted(self.points)
-        values = [self.points[n].margins(method).mean() for n in measured]
+        values = [self.centres[n][method] for n in measured]
         weights = [self.points[n].repeats * self.points[n].scored_tokens for n in measured]
         from scipy.optimize import isotonic_regression  # half a second to import, for this protocol only
 
@@ -93,7 +94,7 @@ class _Search:
 
         Below the interval (direction -1) lengths are to pass, above it (1) they are to fail.
         """
-        level = self.level / adaptive_tests(len(self.points), self.stages[-1])
+        level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
         outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
         for position, i in enumerate(outside):

@@ -1,39 +1,48 @@
-"""Confidence intervals of the memory lengths of a forgetting curve: t tests, and the interval that follows from them.
+"""Confidence intervals of the memory lengths of a forgetting curve: tests of targets, and the interval that follows.
 
-A method ("fine" or "coarse") has a margin: by how much a target passes, with mean mu_n at length n. If memory only
-fades as targets grow, the memory length reaches n if mu_n > 0, and ends before n if mu_n < 0. So the claim that it
-reaches n holds only with the same claim for all shorter lengths, and the claim that it ends before n only with that
-for all longer ones. Testing such claims in this order, up to the first test that does not reject, keeps the risk at
-the level of a single test (closed testing, Marcus, Peritz and Gabriel 1976), however many lengths there are.
+A method ("fine" or "coarse") has a margin: by how much a target passes. A length n passes as coarse if the mean
+margin of all possible targets is positive, which a t test shows. It passes as fine if the typical target does, that
+is if more than half of them are copied above 99 %, which a sign test shows. The mean that the paper takes is out of
+reach there: where 97 of 100 texts are copied without an error and the others not at all, the mean is below 99 %, and
+ten texts rarely show it; to bound the mean whatever the errors take 368 perfect texts. Six of six show the typical
+one.
+
+If memory only fades as targets grow, the memory length reaches n if n passes, and ends before n if n fails. So the
+claim that it reaches n holds only with the same claim for all shorter lengths, and the claim that it ends before n
+only with that for all longer ones. Testing such claims in this order, up to the first test that does not reject,
+keeps the risk at the level of a single test (closed testing, Marcus, Peritz and Gabriel 1976), however many lengths
+there are.
 
 That memory reaches n may be shown by all targets from n upwards, that it ends before n by all from n downwards. So
 each test takes windows of 1, 2, 4, 8 ... lengths from n on, and the window that says most, after Bonferroni's
 correction for their number. A long tail in which copying is as good as guessing, 1 % below the threshold, is seen in
-this way, even if no length shows it alone. Targets are the unit of the tests, not tokens, as the tokens of one
-target are alike.
+this way, even if no length shows it alone. Targets are the unit of the tests, not tokens, as the tokens of one target
+are alike.
 
-The adaptive protocol measures until single lengths are sure, and leaves few lengths to stand in a window. The interval
-of its curves takes single lengths only, in any order, with Bonferroni's correction for their number and for the looks
-at each of them: whoever tests after 3, 5, 7 and 10 repeats, and stops when a test rejects, has four chances to err.
+The adaptive protocol measures until single lengths are sure, and leaves few lengths to stand in a window. The
+interval of its curves takes single lengths only, in any order, with Bonferroni's correction for their number and for
+the looks at each of them: whoever tests after 3, 5, 7 and 10 repeats, and stops when a test rejects, has four chances
+to err.
 
-A t test does not foresee what none of its repeats shows: where errors come in rare bursts around 1 % on average, the
-fine length claims too much more often than the level says. This file knows plain sequences of counts only.
+`scripts/evidence/curve_coverage.py` counts how often simulated curves miss the truth. This file knows plain sequences
+of counts only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri, stdtr
+from scipy.special import bdtrc, bdtrik, stdtr, stdtrit
 
 
 RESOLUTION = 0.01  # between copying exactly and the fine threshold, and between guessing and the coarse one
 POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
+MOST = 1000  # repeats that it names
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
+ENOUGH, ALONE = 6, 0.64  # so many texts suffice for a sign test of one length, by its share of the risk of 2.5 %
 
 
 class Mean(NamedTuple):
@@ -67,17 +76,37 @@ def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int]) -> Mean:
     return Mean(value, np.sqrt(variance + 1) / total, samples)
 
 
-def test_result(margins: np.ndarray, scored_tokens: int, level: float) -> int:
-    """1 if a length passes for sure, -1 if it fails for sure, 0 if either may be: one-sided t tests at this level.
+def centre(margins: np.ndarray, method: str) -> float:
+    """Return a number above 0 where a length passes: the mean margin, or the share of targets beyond a half."""
+    return ((margins > 0) - 0.5 if method == "fine" else margins).mean()
+
+
+def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
+    """Return the one-sided p value of a window of lengths, (...): by a sign test for "fine", a t test for "coarse".
+
+    Args:
+        margins, scored: as for `mean_margin`.
+        direction: 1 to show that the window passes, -1 to show that it fails.
+    """
+    if method == "fine":
+        passing, samples = sum((m > 0).sum(-1) for m in margins), sum(m.shape[-1] for m in margins)
+        shown = passing if direction > 0 else samples - passing
+        return np.where(shown > 0, bdtrc(np.maximum(shown - 1, 0), samples, 0.5), 1.0)
+    mean = mean_margin(margins, scored)
+    if mean.samples < 2:
+        return np.ones(margins[0].shape[:-1])
+    return stdtr(mean.samples - 1, -direction * mean.value / mean.error)
+
+
+def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: str) -> int:
+    """1 if a length passes for sure, -1 if it fails for sure, 0 if either may be: one-sided tests at this level.
 
     Args:
         margins: of the repeats, (R,).
         scored_tokens: of each repeat.
     """
-    mean = mean_margin([margins], [scored_tokens])
-    if mean.samples < 2:
-        return 0
-    return int(np.sign(mean.value)) if stdtr(mean.samples - 1, -abs(mean.value) / mean.error) < level else 0
+    side = 1 if centre(margins, method) > 0 else -1
+    return side if p_value([margins], [scored_tokens], side, method) < level else 0
 
 
 def windows(lengths: int) -> list[int]:
@@ -89,7 +118,18 @@ def windows(lengths: int) -> list[int]:
     return [2**i for i in range(lengths.bit_length()) if 2**i <= lengths]
 
 
-def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int) -> np.ndarray:
+def risk_shares(windows: int, method: str) -> list[float]:
+    """Return the share of the risk that each window has, from the smallest on.
+
+    >>> risk_shares(4, "coarse"), risk_shares(3, "fine")
+    ([0.25, 0.25, 0.25, 0.25], [0.64, 0.18, 0.18])
+    """
+    if method == "coarse" or windows == 1:
+        return [1 / windows] * windows
+    return [ALONE] + [(1 - ALONE) / (windows - 1)] * (windows - 1)
+
+
+def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
     """For each length, the p value of the hypothesis that closed testing is to reject there.
 
     Args:
@@ -97,16 +137,17 @@ def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: in
         scored: scored tokens of a repeat, for each length.
         direction: 1 to show that memory reaches a length, by the lengths from there on; -1 to show that memory ends
             before it, by the lengths up to there.
+        method: "fine" or "coarse".
 
     Returns:
         (..., lengths) float64, corrected for the number of windows.
     """
     sizes, columns = windows(len(scored)), []
+    shares = risk_shares(len(sizes), method)
     for i in range(len(scored)):
         spans = [slice(i, i + size) if direction > 0 else slice(max(i + 1 - size, 0), i + 1) for size in sizes]
-        means = [mean_margin(margins[span], scored[span]) for span in spans]
-        p = [stdtr(m.samples - 1, -direction * m.value / m.error) for m in means if m.samples > 1]
-        columns.append(len(sizes) * np.min(p, axis=0) if p else np.ones(margins[i].shape[:-1]))
+        p = [p_value(margins[span], scored[span], direction, method) / share for span, share in zip(spans, shares)]
+        columns.append(np.min(p, axis=0))
     return np.stack(columns, axis=-1)
 
 
@@ -122,24 +163,26 @@ class LengthInterval(NamedTuple):
         low: the largest tested length that memory reaches for sure; 0 if none.
         high: the smallest tested length that memory does not reach for sure; None if none.
         repeats_needed: about how many repeats would show more where `high` is missing; None where memory reaches the
-            longest length, or there are too few repeats to judge by.
+            longest length, or where `MOST` repeats would not do.
+        longest: whether `low` is the longest tested length.
 
-    >>> print(LengthInterval(253, 387), LengthInterval(0, 64), LengthInterval(1400, None))
-    [253, 387) <64 >=1400
-    >>> print(LengthInterval(253, None, 40), "or", LengthInterval(0, None, 40))
-    >=253 (about 40 repeats needed to say more) or unknown (about 40 repeats needed)
+    >>> print(LengthInterval(253, 387), LengthInterval(0, 64), LengthInterval(1400, None, longest=True))
+    [253, 387) <64 >=1400 (the longest tested)
+    >>> print(LengthInterval(253, None, 40), "or", LengthInterval(0, None))
+    >=253 (about 40 repeats needed to say more) or unknown (the repeats differ too much)
     """
 
     low: int
     high: int | None
     repeats_needed: int | None = None
+    longest: bool = False
 
     def __str__(self):
         if self.high is not None:
             return f"[{self.low}, {self.high})" if self.low else f"<{self.high}"
-        if not self.low:
-            return f"unknown ({self._needed})"
-        return f">={self.low}" if self.repeats_needed is None else f">={self.low} ({self._needed} to say more)"
+        if self.longest:
+            return f">={self.low} (the longest tested)"
+        return f">={self.low} ({self._needed} to say more)" if self.low else f"unknown ({self._needed})"
 
     def in_words(self) -> str:
         """Return what is sure, in the words of pictures and tables.
@@ -147,21 +190,28 @@ class LengthInterval(NamedTuple):
         >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
         ('1,400 to 2,048', 'below 64')
         >>> LengthInterval(0, None, 40).in_words(), LengthInterval(64, None, 40).in_words()
-        ('about 40 repeats needed', 'at least 64')
+        ('unknown: about 40 repeats needed', 'at least 64')
         """
         if self.high is not None:
             return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
-        return f"at least {self.low:,}" if self.low else self._needed
+        if not self.low:
+            return f"unknown: {self._needed}"
+        return f"at least {self.low:,}"
 
     @property
     def _needed(self) -> str:
-        return f"{'more' if self.repeats_needed is None else f'about {self.repeats_needed}'} repeats needed"
+        return (
+            "the repeats differ too much"
+            if self.repeats_needed is None
+            else f"about {self.repeats_needed} repeats needed"
+        )
 
 
 def length_interval(
     lengths: Sequence[int],
     margins: Sequence[np.ndarray],
     scored: Sequence[int],
+    method: str,
     confidence: float = 0.95,
     protocol: str = "reference",
 ) -> LengthInterval:
@@ -173,6 +223,7 @@ def length_interval(
         lengths: tested lengths in tokens, ascending.
         margins: per length, of its repeats above the threshold; see `lengths.margins`.
         scored: per length, scored tokens of a repeat.
+        method: "fine" or "coarse".
         confidence: between 0 and 1.
         protocol: how the lengths were measured; see `measure.forgetting_curve`.
 
@@ -191,50 +242,84 @@ def length_interval(
         )
     if not count:
         return LengthInterval(0, None)
-    level = (1 - confidence) / 2
+    level, sizes = (1 - confidence) / 2, windows(count)
     if protocol == "adaptive":
-        tests = adaptive_tests(count, max(m.shape[-1] for m in margins))
-        outcomes = [test_result(m, n, level / tests) for m, n in zip(margins, scored)]
+        level, sizes = level / adaptive_tests(count, max(m.shape[-1] for m in margins), method, level), [1]
+        outcomes = [test_result(m, n, level, method) for m, n in zip(margins, scored)]
         reached = max((i for i, v in enumerate(outcomes, start=1) if v > 0), default=0)
         end = min((i for i, v in enumerate(outcomes) if v < 0 and i >= reached), default=count)
     else:
-        reached = int(rejected(p_values(margins, scored, 1), level))
-        ended = int(rejected(p_values(margins, scored, -1)[..., ::-1], level))
+        reached = int(rejected(p_values(margins, scored, 1, method), level))
+        ended = int(rejected(p_values(margins, scored, -1, method)[..., ::-1], level))
         end = max(count - ended, reached)  # after a dip, both may be shown of one length
-    needed = None
-    if reached < count and end == count:
-        needed = repeats_needed(margins[reached:], scored[reached:], level / len(windows(count)))
-    return LengthInterval(lengths[reached - 1] if reached else 0, lengths[end] if end < count else None, needed)
+    low, longest = lengths[reached - 1] if reached else 0, reached == count
+    if end < count or longest:
+        return LengthInterval(low, lengths[end] if end < count else None, None, longest)
+    levels = [level * share for share in risk_shares(len(sizes), method)]
+    return LengthInterval(low, None, repeats_needed(margins[reached:], scored[reached:], levels, method))
 
 
-def adaptive_tests(lengths: int, repeats: int) -> int:
+def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
     """Return how many tests the adaptive protocol makes of so many lengths, which have up to so many repeats.
 
-    >>> adaptive_tests(6, 10), adaptive_tests(6, 20)
+    A look at too few texts for any sign test to reject is without risk, and not counted.
+
+    >>> adaptive_tests(6, 10, "coarse", 0.025), adaptive_tests(6, 20, "coarse", 0.025)
     (24, 30)
+    >>> adaptive_tests(6, 10, "fine", 0.025), adaptive_tests(6, 20, "fine", 0.025)
+    (6, 12)
     """
-    return lengths * (len(STAGES) + (repeats > STAGES[-1]))
+    looks = [*STAGES, repeats] if repeats > STAGES[-1] else STAGES
+    if method == "fine":
+        looks = [n for n in looks if lengths * 0.5**n < level] or looks[-1:]
+    return lengths * len(looks)
 
 
-def repeats_needed(margins: Sequence[np.ndarray], scored: Sequence[int], level: float) -> int | None:
-    """About how many repeats would show on which side of the threshold the longest of these lengths are.
+def repeats_needed(
+    margins: Sequence[np.ndarray], scored: Sequence[int], levels: Sequence[float], method: str
+) -> int | None:
+    """About how many repeats would show on which side of the threshold the longest of these lengths is.
 
-    The mean margin is taken to be 1 %, as that of guessing and of exact copying is; if the repeats at hand would show
-    as much, then it is the margin that they have.
+    That it passes is shown by its own targets, that it fails by those of a window that ends there. Margins are taken
+    to be a standard error smaller than they are at hand, as the best of several windows flatters, and at least 1 %, as
+    that of guessing is; shares of texts half a standard error smaller.
 
     Args:
         margins, scored: as for `p_values`.
-        level: of a one-sided test of one window.
+        levels: of the one-sided tests of windows of 1, 2, 4 ... lengths.
+        method: "fine" or "coarse".
 
     Returns:
-        Two significant digits, more than the repeats at hand; None if there is no spread to judge by.
+        At most two significant digits, more than the repeats at hand; None if it takes more than `MOST`.
     """
-    reach = ndtri(1 - level) + ndtri(POWER)  # standard errors
-    repeats, needed = max(m.shape[-1] for m in margins), math.inf
-    for size in windows(len(scored)):
-        mean = mean_margin(margins[-size:], scored[-size:])
-        if mean.samples > 1:
-            shown = reach * mean.error
-            margin = RESOLUTION if shown > RESOLUTION else max(abs(mean.value), 1e-9)
-            needed = min(needed, repeats * (shown / margin) ** 2)
-    return None if needed == math.inf else int(float(f"{max(needed, repeats + 1):.1e}"))
+    repeats = max(m.shape[-1] for m in margins)
+    if method == "coarse" and repeats < 2:
+        return STAGES[0]  # nothing to judge by
+    more = np.arange(repeats + 1, MOST + 1)
+    sides = [(1, 1, levels[0])] + [(-1, size, level) for size, level in zip(windows(len(scored)), levels)]
+    needed = [
+        more[enough.argmax()]
+        for direction, size, level in sides
+        for enough in [suffices(margins[-size:], scored[-size:], direction, more / repeats, level, method)]
+        if enough.any()
+    ]
+    return int(float(f"{min(needed):.1e}")) if needed else None
+
+
+def suffices(margins, scored, direction: int, factors: np.ndarray, level: float, method: str) -> np.ndarray:
+    """Return whether so many times the targets of a window show a side of the threshold with probability `POWER`.
+
+    Where the targets at hand show the other side, none suffice.
+    """
+    if method == "fine":
+        passing, samples = sum((m > 0).sum() for m in margins), sum(map(len, margins))
+        shown = passing if direction > 0 else samples - passing
+        share, targets = (shown + 0.5) / (samples + 1), (samples * factors + 1e-9).astype(int)
+        share -= 0.5 * (share * (1 - share) / (samples + 1)) ** 0.5
+        critical = np.ceil(bdtrik(1 - level, targets, 0.5)).astype(int) + 1  # as few of them as reject
+        return (share > 0.5) & (critical <= targets) & (bdtrc(critical - 1, targets, share) >= POWER)
+    mean = mean_margin(margins, scored)
+    margin, freedom = direction * mean.value, np.maximum(mean.samples * factors - 1, 1)
+    reach = stdtrit(freedom, 1 - level) + stdtrit(freedom, POWER)  # standard errors
+    error = mean.error / np.sqrt(factors)
+    return (mean.samples > 1) & (margin > -mean.error) & (max(margin - mean.error, RESOLUTION) >= reach * error)

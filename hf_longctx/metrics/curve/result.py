@@ -15,7 +15,7 @@ from scipy.special import stdtr
 from ..checks import entries, integers, positive_int
 from ..result import Headline, Overview, Result, Table
 from .errors import unpack
-from .intervals import LengthInterval, length_interval, test_result
+from .intervals import ENOUGH, LengthInterval, length_interval, test_result
 from .lengths import METHODS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
 
@@ -71,6 +71,16 @@ class CurvePoint:
         return sum(self.copy_correct) / (self.repeats * self.scored_tokens)
 
     @property
+    def copy_worst(self) -> float:
+        """Copy accuracy of the worst repeat, 0 to 1."""
+        return min(self.copy_correct) / self.scored_tokens
+
+    @property
+    def copied(self) -> int:
+        """How many repeats are copied with an accuracy above 99 %."""
+        return sum(100 * correct > 99 * self.scored_tokens for correct in self.copy_correct)
+
+    @property
     def lm_mean(self) -> float:
         """LM accuracy, mean over repeats, 0 to 1."""
         return sum(self.lm_correct) / (self.repeats * self.scored_tokens)
@@ -105,7 +115,7 @@ class CurvePoint:
 
     def test_result(self, method: str, level: float) -> int:
         """Return 1 if the length passes at this level, -1 if it fails, else 0; see `intervals.test_result`."""
-        return test_result(self.margins(method), self.scored_tokens, level)
+        return test_result(self.margins(method), self.scored_tokens, level, method)
 
 
 @dataclass(frozen=True)
@@ -180,7 +190,7 @@ class ForgettingCurve(Result):
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
         lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
         protocol = self.settings.get("protocol", "reference")
-        return length_interval(lengths, [p.margins(method) for p in self.points], scored, confidence, protocol)
+        return length_interval(lengths, [p.margins(method) for p in self.points], scored, method, confidence, protocol)
 
     def first_failures(self) -> dict[str, int]:
         """By method, the first length that fails after others have passed, if there is one.
@@ -207,38 +217,60 @@ class ForgettingCurve(Result):
 
         first, last, failures = self.points[0], self.points[-1], self.first_failures()
 
+        fine = self.interval("fine")
+        few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != first.length
+        advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
+
         def read_off(method):
             length = self.memory_lengths[f"{method}_max"]
             dip = method in failures and failures[method] < length
             return f"{method} {length}" + (f" (fails first at {failures[method]})" if dip else "")
 
         return (
-            f"95 % sure, in tokens: fine length {self.interval('fine')}, coarse length {self.interval('coarse')}; the "
-            f"paper's definition: {read_off('fine')}, {read_off('coarse')}; {len(self.points)} lengths from {first.length} "
-            f"to {last.length}, {self.repeats_range} repeats{missing}{self.interruption}"
+            f"95 % sure, in tokens: fine length of the typical text {fine}, coarse length {self.interval('coarse')}{advice}; "
+            f"the paper's definition, of means: {read_off('fine')}, {read_off('coarse')}; {len(self.points)} lengths from "
+            f"{first.length} to {last.length}, {self.repeats_range} repeats{missing}{self.interruption}"
         )
 
     def explanation(self) -> str:
         return (
             "The model copies a text that it has read (copy accuracy), and is compared with itself after an unrelated "
-            "text (LM accuracy). The fine length is the longest text copied with an accuracy above 99 %, the coarse "
-            "length the longest copied at least 1 % better than guessed, in tokens. What is 95 % sure follows from t tests "
-            "over the repeats, if memory only fades. The paper's definition takes the longest tested length that passes, "
-            "even by chance."
+            "text (LM accuracy). The fine length is the longest at which the typical text, that is more than half of all "
+            "texts, is copied with an accuracy above 99 %; the coarse length the longest copied at least 1 % better than "
+            "guessed, on average, in tokens. What is 95 % sure follows from tests over the repeats, if memory only fades. The "
+            "paper's definition takes the longest tested length whose mean accuracy passes, even by chance."
         )
 
     def headlines(self) -> list[Headline]:
-        """The lower ends of the intervals, without 0: what noise does not make, and an upper end is no merit."""
-        lows = {method: self.interval(method).low for method in METHODS if self.points}
-        name = "{} memory length, at least (tokens, 95 % sure)"
-        return [Headline("forgetting_curve", name.format(method), low) for method, low in lows.items() if low]
+        """The lower ends of the intervals, where there are some: numbers that noise does not make.
+
+        An upper end is no score, which a leaderboard would take it for.
+        """
+        names = {"fine": "fine memory length of the typical text", "coarse": "coarse memory length"}
+        ends = {name: self.interval(method).low for method, name in names.items() if self.points}
+        return [
+            Headline("forgetting_curve", f"{name}, at least (tokens, 95 % sure)", end)
+            for name, end in ends.items()
+            if end
+        ]
 
     def table(self) -> Table:
-        columns = ("length", "scored tokens", "repeats", "copy", "± std", "LM", "± std", "p", "passes as")
+        columns = (
+            "length",
+            "scored tokens",
+            "copied above 99 %",
+            "worst copy",
+            "mean copy",
+            "± std",
+            "LM",
+            "± std",
+            "p",
+        )
+        columns += ("mean passes as",)
         rows = [
             (
-                *(p.length, p.scored_tokens, p.repeats),
-                *(f"{value:.1%}" for value in (p.copy_mean, p.copy_std, p.lm_mean, p.lm_std)),
+                *(p.length, p.scored_tokens, f"{p.copied} of {p.repeats}"),
+                *(f"{value:.1%}" for value in (p.copy_worst, p.copy_mean, p.copy_std, p.lm_mean, p.lm_std)),
                 f"{p.p_value:.2g}",
                 next((method for method in METHODS if p.passes(method)), "-"),
             )
@@ -250,19 +282,22 @@ class ForgettingCurve(Result):
         if not self.points:
             return []
         sample = f"{len(self.points)} length{'s' * (len(self.points) > 1)}, {self.repeats_range} repeats"
-        return [
+        names = {"fine": "fine length of the typical text, tokens", "coarse": "coarse length, tokens"}
+        rows = [
             Overview(
-                f"{method} length, tokens",
-                self.interval(method).in_words(),
-                f"95 % sure; the paper's: {self.memory_lengths[f'{method}_max']}",
-                sample,
+                name,
+                f"{self.interval(method).in_words()} (95 % sure{'; the longest tested' * self.interval(method).longest})",
+                sample=f"{sample}; the paper's, of means: {self.memory_lengths[f'{method}_max']}",
             )
-            for method in METHODS
+            for method, name in names.items()
         ]
+        p = next((p for p in self.points if p.length >= self.interval("fine").low), self.points[-1])
+        copied = f"{p.copied} of {p.repeats}, the worst to {p.copy_worst:.1%}"
+        return [*rows, Overview(f"texts of {p.length:,} tokens copied above 99 %", copied)]
 
     def document(self) -> dict[str, Any]:
         names = ("length", "scored_tokens", "copy_correct", "lm_correct", "begin_locs")
-        names += ("copy_mean", "copy_std", "lm_mean", "lm_std", "p_value")
+        names += ("copied", "copy_worst", "copy_mean", "copy_std", "lm_mean", "lm_std", "p_value")
         lengths = {
             name: {"length": int(length), "open_ended": length.open_ended, "next_tested": length.next_tested}
             for name, length in self.memory_lengths.items()
