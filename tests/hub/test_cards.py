@@ -110,10 +110,10 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "| positions | RoPE of base 10000 |",
         "| claimed | 512 tokens | `max_position_embeddings` | [config.json](config.json) |",
         "| trained | 256 tokens | a row | [training.yaml](training.yaml) |",
-        "| measured | coarse length, tokens: at least 64 | 95 % sure; the paper's: 64; 2 lengths, 5 repeats | "
+        "| measured | coarse length, tokens: at least 64 (95 % sure) | 2 lengths, 5 repeats; the paper's, of means: 64 | "
         "[curve.json](curve.json) |",
         "| measured | loss at 4 tokens, nats: 2.000 | 4 sequences | [loss.json](loss.json) |",
-        "| 64 | 32 | 5 | 93.8% | 0.0% | 3.1% | 0.0% | 0 | coarse |",
+        "| 64 | 32 | 0 of 5 | 93.8% | 93.8% | 0.0% | 3.1% | 0.0% | 0 | coarse |",
         "![Forgetting curve](curve.png)",
         "| Llama | 1179 | 69,219,072 |",
         "> She said:",
