@@ -54,6 +54,14 @@ def test_words_of_the_picture(words, result, options, texts):
     assert ("found in the replies" in picture) is (result is REPLIED)
 
 
+@pytest.mark.parametrize("questions, alpha", [(1, 0.4), (4, 0.4), (5, 1)])
+def test_few_answers_are_pale(figures, questions, alpha):
+    """One haystack that is not found is no wall of dark red."""
+    NeedleGrid([NeedleCell(answers(*[False] * questions), 100, 0.5, [7] * questions)], SETTINGS).plot("unused")
+    axes = figures[0].axes[0]
+    assert axes.images[0].get_alpha() == alpha and (axes.texts[0].get_color() == "white") == (alpha == 1)
+
+
 def test_a_needle_has_its_column_by_length_and_its_row_by_depth(figures):
     GRID.plot("unused")
     axes = figures[0].axes[0]

@@ -29,7 +29,8 @@ def plot_needle(
 ) -> None:
     """Draw a heat map of one score, length by depth, red (0) to blue (1); what was not measured is left white.
 
-    A cell shows per cent, or where it has fewer than five answers, how many of them are right.
+    A cell shows per cent, or where it has fewer than five answers, how many of them are right; where no cell has five,
+    the colours are pale, as so few answers say little about a cell.
 
     Args:
         result: a `NeedleGrid`. The rest is as for `Result.plot`.
@@ -47,11 +48,13 @@ def plot_needle(
         raise ValueError(f"the model did not reply, so {shown} was not measured; draw {' or '.join(result.scores)}.")
     figure = style.figure(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
-    image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # told apart by colour-blind readers
+    pale = max(len(cell.answers) for cell in result.cells) < 5
+    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # told apart by colour-blind readers
+    image = axes.imshow(rates, **colours, vmin=0, vmax=1, aspect="auto")
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)
         words = f"{100 * rate:.0f}" if answers >= 5 or shown == "probability" else f"{round(rate * answers)}/{answers}"
-        colour = "white" if abs(rate - 0.5) > 0.35 else style.INK  # the ends of the scale are dark
+        colour = "white" if abs(rate - 0.5) > 0.35 and not pale else style.INK  # the ends of the scale are dark
         at = lengths.index(cell.length), depths.index(cell.depth)
         axes.text(*at, words, ha="center", va="center", fontsize=9, color=colour)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
