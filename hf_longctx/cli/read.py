@@ -46,8 +46,8 @@ def run(args: Namespace) -> None:
     from ..hmt.reading import read_text
 
     text, name = read_source(args.text)
-    shared.pin_revision(args)
     model, tokenizer = shared.load_model(args)
-    state = read_text(model, tokenizer, text, args.output, name=name, revision=args.revision, progress=True)
+    commit = getattr(model.config, "_commit_hash", None)
+    state = read_text(model, tokenizer, text, args.output, name=name, revision=commit, progress=True)
     memories = len(state.segments()[0])
     print(f"{state.position:,} tokens of {name} in {memories:,} memories\nwrote {args.output}")

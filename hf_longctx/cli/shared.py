@@ -83,14 +83,6 @@ def source(args: Namespace, file: bool = False) -> dict[str, Any]:
     return {"trust_remote_code": args.trust_remote_code} | {k: v for k, v in options.items() if v is not None}
 
 
-def pin_revision(args: Namespace) -> None:
-    """Put the commit of a model on the Hub in the place of its branch or tag; None for a folder."""
-    from transformers.utils.hub import cached_file, extract_commit_hash
-
-    source(args)
-    args.revision = extract_commit_hash(cached_file(args.model, "config.json", revision=args.revision), None)
-
-
 def check_model_name(name: str) -> None:
     """Raise ValueError if a name that can only be a path leads to no folder, or to a file."""
     path = Path(name)

@@ -7,6 +7,7 @@ import json
 import platform
 import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,13 +105,20 @@ def position_limit(model: nn.Module) -> int | None:
 def load_language_model(name: str, **options: Any) -> nn.Module:
     """Load with `AutoModelForCausalLM`, which by itself lists a hundred classes where a model is of another kind.
 
+    A model on the Hub is loaded from one commit, which its `config._commit_hash` names afterwards.
+
     Raises:
         ValueError: the model is an encoder-decoder, or of another kind that transformers has no causal head for.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    commit = None if Path(name).is_dir() else commit_of(name, options)
+    options |= {} if commit is None else {"revision": commit}
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **options)
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        if commit is not None:
+            model.config._commit_hash = commit
+        return model
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
@@ -119,6 +127,17 @@ def load_language_model(name: str, **options: Any) -> nn.Module:
         raise ValueError(
             f"{name} is a {config.model_type} model, for which transformers has no causal language model."
         ) from None
+
+
+def commit_of(name: str, options: dict[str, Any]) -> str | None:
+    """Return the commit on the Hub that the options of `from_pretrained` lead to; None for an adapter."""
+    from transformers.utils.hub import cached_file, extract_commit_hash
+
+    of_the_hub = ("cache_dir", "token", "revision", "local_files_only", "subfolder")
+    where = {key: options[key] for key in of_the_hub if key in options}
+    return extract_commit_hash(
+        cached_file(name, "config.json", **where, _raise_exceptions_for_missing_entries=False), None
+    )
 
 
 def check_decoder(config: Any) -> None:
