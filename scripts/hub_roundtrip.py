@@ -154,6 +154,7 @@ def main():
         environment |= {
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+            "HF_HUB_DISABLE_XET": "1",
             "TRANSFORMERS_VERBOSITY": "error",
             "PYTHONSAFEPATH": "1",
         }

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    for name in ("starlette", "uvicorn", "python_multipart", "lz4"):
+    for name in ("starlette", "uvicorn", "python_multipart"):
         pytest.importorskip(name, reason=f"the local Hub needs {name}: pip install 'hf-longctx[dev]'")
     from server import serve
 
@@ -72,6 +72,7 @@ def run_client(hub, tmp_path):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": "hf_of_alice"}
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        environment |= {"HF_HUB_DISABLE_XET": "1"}
         environment |= {"DISABLE_SAFETENSORS_CONVERSION": "1"}  # which would ask a Space of huggingface.co
         path = os.pathsep.join(map(str, [CLIENTS, PACKAGE] if with_package else [CLIENTS]))
         environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables

@@ -59,7 +59,6 @@ FIELDS = (
     {"attn_implementation": "mallory/kernel"},
     {"_attn_implementation": "mallory/kernel"},
 )
-AUTO_MAPS = ("../../code.Config", "/code.Config", "os.system", "code", 3, ["code.Config", None])
 HEADERS = (
     (2**62).to_bytes(8, "little"),
     (200_000_000).to_bytes(8, "little") + b"{}",
@@ -98,18 +97,8 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     weights = saved(llama)
     config, commits = {"config.json": weights["config.json"]}, {}
 
-    for name, path in {"up": "../../x.txt", "root": "/x.txt", "in": "a/../../x.txt", "dos": r"..\..\x.txt"}.items():
-        publish({path: b"out"}, f"mallory/{name}")
-    publish({"config.json": b"../../../../../../etc/passwd"}, "mallory/link")  # as the Hub sends a link
-    publish(weights, "mallory/loop")
-    hub.knobs.loop = "mallory/loop"
-    publish({"config.json": b"[" * 10**6}, "mallory/deep")
     publish({"config.json": b" " * 2 * 10**6 + b"{}"}, "mallory/large")
 
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../../x.safetensors"}}
-    publish(config | {"model.safetensors.index.json": encoded(index)}, "mallory/index")
-    for i, header in enumerate(HEADERS):
-        publish(config | {"model.safetensors": header}, f"mallory/header-{i}")
     publish(config | {"pytorch_model.bin": pickle.dumps(Touch(ran))}, "mallory/pickle")
     torch.save({"lm_head.weight": Touch(ran)}, tmp_path / "zipped.bin")
     publish(config | {"pytorch_model.bin": tmp_path / "zipped.bin"}, "mallory/zipped-pickle")
@@ -118,9 +107,6 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
         publish(saved(llama, model_type="elsewhere", auto_map=auto_map) | {"code.py": bad}, f"mallory/{name}")
     publish(saved(llama, model_type="elsewhere", auto_map=chain), "mallory/unknown-chain")
     publish(saved(fox, auto_map=chain), "mallory/chain")
-    for i, value in enumerate(AUTO_MAPS):
-        values = {"model_type": "elsewhere", "auto_map": {"AutoConfig": value}}
-        publish({"config.json": encoded(values)}, f"mallory/map-{i}")
     for i, values in enumerate(FIELDS):
         text = json.dumps(values).replace("RAN", ran)
         publish(saved(fox, **json.loads(text)), f"mallory/field-{i}")
@@ -175,4 +161,3 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     run_client("malicious.py", ran, "hashes.json", "commits.json", with_package=True, PYTHONPATH=path)
     assert not Path(ran).exists()
     assert not [entry.path for entry in hub.log if "mallory/quantizer" in entry.path]
-    assert len([entry for entry in hub.log if "mallory/loop" in entry.path]) < 200

@@ -48,5 +48,4 @@ def test_spaces(run_client, publish, bare_python):
     for name in NAMES:
         publish(build_space(name).files, f"alice/{name}", type="space")
     run_client("metrics.py", python=bare_python)
-    run_client("metrics.py", python=bare_python, HF_HUB_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
     run_client("metrics.py", with_package=True)

@@ -1,4 +1,4 @@
-"""Repositories that want to run code, to write where they should not, or to fill the machine: none of it happens."""
+"""Repositories that want to run code, or to fill the machine: none of it happens."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from pathlib import Path
 import checks
 import evaluate
 import torch
-from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, pipeline
 
@@ -53,45 +53,12 @@ def numbered(name):
         yield f"mallory/{name}-{i}"
 
 
-def check_paths_that_lead_out():
-    """Nothing is written outside of the cache, or of the folder that is asked for."""
-    for id in ("mallory/up", "mallory/root", "mallory/in", "mallory/dos"):
-        refused(snapshot_download, id)
-        refused(snapshot_download, id, local_dir="here")
-    refused(hf_hub_download, "mallory/up", "../../x.txt", local_dir="here")
-    assert not list(Path().glob("**/*x.txt")) and not Path("/x.txt").exists()
-
-
-def check_a_link_is_a_text():
-    """The Hub sends the target of a link as the content of the file; no client makes a link of it."""
-    path = Path(hf_hub_download("mallory/link", "config.json"))
-    assert path.read_text() == "../../../../../../etc/passwd"
-    assert path.resolve().is_relative_to(Path(os.environ["HF_HOME"]).resolve())
-    refused(AutoConfig.from_pretrained, "mallory/link", says="not a valid JSON")
-
-
-def check_redirects_that_never_end():
-    refused(hf_hub_download, "mallory/loop", "config.json")
-    refused(get_hf_file_metadata, hf_hub_url("mallory/loop", "config.json"), says="redirects")
-    refused(AutoConfig.from_pretrained, "mallory/loop")
-
-
 def check_configurations_that_are_too_much():
-    """Deep ones end in an error; the Space reads none of more than 1 MB."""
-    refused(AutoConfig.from_pretrained, "mallory/deep")
+    """The Space reads none of more than 1 MB."""
     sys.path.append(str(Path(hf_longctx.hub.__file__).with_name("explorer")))
     import inputs
 
     refused(inputs.fetch, "mallory/large", "config.json", inputs.MEGABYTE, says="2000002 bytes")
-
-
-def check_shards_that_lead_out():
-    refused(load, "mallory/index", trust_remote_code=True)
-
-
-def check_damaged_weights():
-    for id in numbered("header"):
-        refused(load, id)
 
 
 def check_a_pickle_runs_no_code():
@@ -142,11 +109,6 @@ def check_a_processor_with_code_needs_trust():
 
 def check_a_dataset_runs_no_code():
     refused(lambda: next(open_source("mallory/script")[1]))
-
-
-def check_auto_maps_of_no_class():
-    for id in numbered("map"):
-        refused(AutoConfig.from_pretrained, id, trust_remote_code=True)
 
 
 def check_fields_that_name_code():

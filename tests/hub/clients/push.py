@@ -45,7 +45,6 @@ def titles(repo):
 
 
 def check_a_killed_push_leaves_nothing_and_can_be_repeated():
-    """First, because the process that is killed is a copy of this one, and Xet's threads are not copied."""
     turn(slow=100)
     if (child := os.fork()) == 0:
         push(DEMO, "alice/killed")

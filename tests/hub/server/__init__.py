@@ -3,7 +3,8 @@
     with serve(folder) as hub:
         run_a_client(HF_ENDPOINT=hub.url, HF_HOME=an_empty_folder, HF_TOKEN="hf_of_alice")
 
-The clients run unmodified, in processes of their own, because they read these variables when they are imported.
+The clients run unmodified, in processes of their own, because they read these variables when they are imported. The
+server speaks LFS and not Xet: HF_HUB_DISABLE_XET=1.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import time
 
 import uvicorn
 
-from . import files, repos, xet  # noqa: F401 (they register endpoints)
+from . import files, repos  # noqa: F401 (they register endpoints)
 from .app import Hub, User, application
 
 

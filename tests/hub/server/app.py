@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -17,7 +18,7 @@ ID = r"(?P<id>[\w.-]+/[\w.-]+)"
 API = rf"/api/(?P<plural>{'|'.join(TYPES)})/{ID}"
 PUBLIC = rf"/(?:(?P<plural>datasets|spaces|kernels)/)?{ID}"
 # Clients ask for these and do without.
-OPTIONAL = re.compile(r"/api/agent-harnesses|/v1/(chunks|xorb-grants|telemetry)\b.*|/v2/(shards|reconstructions)\b.*")
+OPTIONAL = re.compile(r"/api/agent-harnesses")
 ENDPOINTS = []  # (pattern of the path as it was sent, methods, function of hub, request and the pattern's groups)
 
 
@@ -36,11 +37,8 @@ class Knobs:
     """What a test can change while the server runs."""
 
     page: int = 1000  # rows of a file listing that are sent at once
-    xet: bool = True  # without it, files are offered by plain HTTP only
-    slow: float = 0.0  # seconds to wait before each 64 KiB of a blob
-    cut: int | None = None  # the next download of a blob ends after so many bytes
+    slow: float = 0.0  # seconds to wait before each 64 KiB of an upload
     fail: str | None = None  # addresses with this part are answered with 500
-    loop: str | None = None  # the files of this repository redirect to themselves
 
 
 @dataclass
@@ -71,9 +69,6 @@ class Hub:
     blob_url: str = ""
     tokens: dict = field(default_factory=dict)  # token: User
     repos: dict = field(default_factory=dict)  # (type, id): Repo
-    xorbs: dict = field(default_factory=dict)  # Xet, see xet.py
-    xet_files: dict = field(default_factory=dict)
-    xet_hashes: dict = field(default_factory=dict)
     log: list = field(default_factory=list)
 
     def problems(self):
@@ -168,6 +163,8 @@ def application(hub):
                 problem = None if OPTIONAL.fullmatch(path) else "an unknown endpoint"
         except Refusal as refusal:
             response = refusal.response
+        except ClientDisconnect:
+            pass  # a client was killed
         except Exception:
             response, problem = Response(status_code=500), traceback.format_exc()
         host, token = request.headers["host"], request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -7,13 +7,13 @@ import json
 import re
 from urllib.parse import quote, unquote
 
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response
 
 from .app import API, ID, PLURALS, PUBLIC, TYPES, Refusal, endpoint, page_url, type_of
 from .repos import File
 
 
-PIECE = 2**16  # bytes per step of a slow transfer
+PIECE = 2**16  # bytes per step of a slow upload
 SHA256 = "(?P<sha256>[0-9a-f]{64})"
 
 
@@ -124,8 +124,6 @@ async def resolve(hub, request, plural, id, revision, path):
     """A file of a commit: small ones at another path of this host, LFS at the blob host."""
     repo = hub.repo(request, type_of(plural), id)
     commit = repo.at(revision)
-    if id == hub.knobs.loop:
-        return RedirectResponse(request.url.path, 307, {"X-Repo-Commit": commit.sha})
     headers, file = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
     if file is None:
         raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # with its commit, for the client's cache
@@ -133,10 +131,6 @@ async def resolve(hub, request, plural, id, revision, path):
         address = f"/api/resolve-cache/{PLURALS[repo.type]}/{id}/{commit.sha}/{path}"
         return RedirectResponse(address, 307, headers | {"ETag": f'"{file.oid}"'})
     headers |= {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
-    if hub.knobs.xet and file.sha256 in hub.xet_hashes:
-        headers["X-Xet-Hash"] = hub.xet_hashes[file.sha256]
-        tokens = f"{hub.url}/api/{PLURALS[repo.type]}/{id}/xet-read-token/{commit.sha}"
-        headers["Link"] = f'<{tokens}>; rel="xet-auth"'
     return RedirectResponse(f"{hub.blob_url}/blob/{file.sha256}", 302, headers)
 
 
@@ -149,12 +143,11 @@ async def resolve_cache(hub, request, plural, id, revision, path):
 
 @endpoint(f"/blob/{SHA256}", "GET", "HEAD")
 async def blob(hub, request, sha256):
-    cut, hub.knobs.cut = (hub.knobs.cut, None) if request.method == "GET" else (None, hub.knobs.cut)
-    return content(request, hub.path(sha256).read_bytes(), {"ETag": f'"{sha256}"'}, hub.knobs.slow, cut)
+    return content(request, hub.path(sha256).read_bytes(), {"ETag": f'"{sha256}"'})
 
 
-def content(request, data, headers, slow=0.0, cut=None):
-    """Bytes, or the range of them that was requested; possibly slow, possibly cut."""
+def content(request, data, headers):
+    """Bytes, or the range of them that was requested."""
     status, total = 200, len(data)
     if match := re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", "")):
         first = int(match[1]) if match[1] else total - int(match[2])
@@ -164,15 +157,4 @@ def content(request, data, headers, slow=0.0, cut=None):
         data, status = data[first : last + 1], 206
         headers["Content-Range"] = f"bytes {first}-{last}/{total}"
     headers |= {"Accept-Ranges": "bytes", "Content-Length": str(len(data))}
-    if request.method == "HEAD":
-        return Response(None, 200, headers)
-
-    async def pieces():
-        for start in range(0, len(data), PIECE):
-            await asyncio.sleep(slow)
-            if cut is not None and start + PIECE > cut:
-                yield data[start:cut]
-                raise ConnectionResetError
-            yield data[start : start + PIECE]
-
-    return StreamingResponse(pieces(), status, headers, "application/octet-stream")
+    return Response(None if request.method == "HEAD" else data, status, headers, "application/octet-stream")

@@ -152,12 +152,6 @@ async def create(hub, request):
     return {"url": page_url(hub, repo), "name": id, "id": id}
 
 
-@endpoint(f"{API}/auth-check")
-async def auth_check(hub, request, plural, id):
-    hub.repo(request, TYPES[plural], id)
-    return {}
-
-
 @endpoint(rf"{API}(?:/revision/(?P<revision>[^/]+))?")
 async def info(hub, request, plural, id, revision):
     repo = hub.repo(request, TYPES[plural], id)
@@ -247,8 +241,6 @@ def row_of(hub, path, file, commit, expand):
     row = {"type": "file", "oid": file.oid, "size": file.size, "path": path}
     if file.lfs:
         row["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 134}
-        if hub.knobs.xet and file.sha256 in hub.xet_hashes:
-            row["xetHash"] = hub.xet_hashes[file.sha256]
     if expand:
         row["lastCommit"] = {"id": commit.sha, "title": commit.title, "date": commit.date}
         row["securityFileStatus"] = {"status": "safe", "avScan": {}, "pickleImportScan": None}
