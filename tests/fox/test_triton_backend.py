@@ -152,6 +152,7 @@ def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cach
     check(torch.cat(pieces, dim=1)[real], want[real])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, options",
     [
@@ -289,6 +290,7 @@ def test_training_on_rows_of_any_length_compiles_twice():
     assert graphs() == 2
 
 
+@pytest.mark.slow
 def test_decoding_with_a_static_cache_compiles_to_one_graph():
     """One graph for every step: how many keys there are is known to the device only."""
     ids, model = draw(1, 20), make("llama")

@@ -24,6 +24,7 @@ TINY = {
     "estimate": "--models llama --scale 16",
     "import_time": "--rounds 1",
 }
+SLOW = ("import_time", "training_memory")
 ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
 
 
@@ -35,7 +36,7 @@ def load(load_script, monkeypatch):
     return lambda name: load_script(f"bench.{name}")
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "import_time")) for x in TINY])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in TINY])
 def test_benchmark(load, name, tmp_path, capsys):
     module, output = load(name.split()[0]), tmp_path / "x.json"
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])

@@ -30,6 +30,7 @@ TINY = {  # rows of the result, and options
         "--texts 4 --seeds 0 1",
     ),
 }
+SLOW = ("hmt_facts", "hmt_perplexity")
 
 
 def fork(command, check):
@@ -39,7 +40,7 @@ def fork(command, check):
 
 
 @pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in TINY])
 def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, monkeypatch):
     module = load(name)
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=fork), raising=False)

@@ -186,6 +186,7 @@ def test_a_run_stops_after_its_hours_and_is_as_long_as_its_epochs(text, tmp_path
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, math.ceil(0.1 * rows / 4) + 1))
 
 
+@pytest.mark.slow
 def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path, capsys):
     """Three rows, which are fewer than two forward passes, of a text that a stream would repeat without end."""
     (tmp_path / "other").mkdir()
