@@ -29,13 +29,13 @@ def needle(*rights):
         (
             (1, 1, 1),
             "Use up to 1,600 tokens, the longest tested: ",
-            "Exact copies: of texts up to 1,600 tokens, the longest tested",
+            "Exact copies: of most texts up to 1,600 tokens, the longest tested",
         ),
-        ((1, 0.5, 0.2), "Use up to 800 tokens: ", "Exact copies: of texts up to 400 tokens (above 99 %"),
+        ((1, 0.5, 0.2), "Use up to 800 tokens: ", "Exact copies: of most texts up to 400 tokens (above 99 %"),
         (
             (0.2, 0.2, 0.2),
             "Do not count on what stands 400 tokens back or more",
-            "No exact copies of texts of 400 tokens or more",
+            "No exact copies of most texts of 400 tokens or more",
         ),
     ],
     ids=["all", "fades", "nothing"],

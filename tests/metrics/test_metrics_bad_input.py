@@ -85,6 +85,7 @@ CURVE = [
     ),
     refused("id_range: falling", lambda: random_curve(id_range=(20, 11)), r"id_range=\(20, 11\) must lie"),
     refused("id_range: special ids only", lambda: random_curve(id_range=(1, 2)), "no choice"),
+    refused("id_range: one id twice", lambda: random_curve(id_range=(5, 5)), "no choice"),
     refused("id_range: one id", lambda: random_curve(id_range=(5,)), "id_range must be two ids"),
     refused("irrelevant: of random data", lambda: random_curve(irrelevant_tokens=CORPUS), "drop irrelevant_tokens"),
     harmless("lengths: of NumPy", lambda: (counts(lengths=np.array([8], dtype=np.uint16)), counts())),

@@ -108,6 +108,9 @@ BOUNDS = [
     refused("a table of frequencies", lambda: rope_decay(1, inv_freq=[[1.0]]), r"shape \(1, 1\)"),
     refused("a negative frequency", lambda: rope_context_bound(inv_freq=[-1.0]), "frequencies >= 0"),
     refused("no distance", lambda: rope_base_bound(0, 128), "context_length must be at least 1, got 0"),
+    refused(
+        "a context that takes minutes", lambda: rope_base_bound(10**12, 128), "more than 100,000,000 take minutes"
+    ),
     refused("half a distance", lambda: rope_base_bound(10.5, 128), "context_length must be a whole number"),
     refused("a head_dim that no base helps", lambda: rope_base_bound(10, 2), "head_dim is 2; its one frequency is 1"),
     refused("half a pair at rest", lambda: rope_base_bound(9, 8, non_rotary_dims=3), "non_rotary_dims is 3"),

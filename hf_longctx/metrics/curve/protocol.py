@@ -128,11 +128,11 @@ def random_samples(
         skip: special ids, never drawn.
 
     Raises:
-        ValueError: the range holds no id that may be drawn.
+        ValueError: the range holds fewer than two ids that may be drawn; a single one cannot be forgotten.
     """
     low, high = id_range
     skipped = sum(low <= i <= high for i in skip)
-    if high - low < skipped:
+    if high - low <= skipped:
         raise ValueError(
             f"id_range=({low}, {high}) leaves no choice of random ids: {skipped} of them are special ids or not tokens. "
             "Give a wider range: id_range=(lowest, highest), both included."

@@ -58,11 +58,9 @@ def exact_copies(curve: ForgettingCurve) -> str:
     interval = curve.interval("fine")
     if interval.low:
         tested = ", the longest tested" if interval.low == curve.points[-1].length else ""
-        return f"Exact copies: of texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
+        return f"Exact copies: of most texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
     if interval.high is not None:
-        return (
-            f"No exact copies of texts of {interval.high:,} tokens or more: fewer than 99 % of the tokens are right."
-        )
+        return f"No exact copies of most texts of {interval.high:,} tokens or more: 99 % of their tokens or fewer are right."
     return "How long a text it copies exactly is not known: more repeats are needed."
 
 

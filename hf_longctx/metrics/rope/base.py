@@ -39,6 +39,7 @@ from .bounds import (
 WIDTH = 256
 POOL = 64  # rows tried before all are evaluated; more rows cost more per try, fewer are exhausted sooner
 BATCH = 32  # rows re-examined together
+LONGEST = 10**8  # tokens of context; more take minutes
 
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
@@ -116,6 +117,8 @@ def rope_base_bound(
     if not (math.isfinite(search_ratio) and search_ratio > 1):
         raise ValueError(f"search_ratio is {search_ratio!r}; it multiplies the smallest base and must be above 1.")
     length = positive_int("context_length", context_length)
+    if length > LONGEST:
+        raise ValueError(f"context_length is {length:,}; more than {LONGEST:,} take minutes.")
     # In u = ln base: the infimum, the first violation above it, and the last one below the end of the search.
     ((_, start, critical),) = _infima(family, [length])
     base = family.base_at_root(start, critical)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import positive_int
-from .base import rope_base_bound
+from .base import LONGEST, rope_base_bound
 from .bounds import rope_context_bound, rope_decay
 from .config import (
     BASE_IN_CODE,
@@ -29,7 +29,6 @@ from .result import MINIMUM_BASE_UP_TO, RopeLayers, RopeReport
 
 
 LOOKED_AT = 1 << 22  # distances in which the end of B_m >= 0 is sought, where a model needs fewer
-LONGEST = 10**8  # tokens of context; more take minutes
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
