@@ -78,6 +78,18 @@ def test_lengths_and_summary():
     assert "the paper's definition, of means: fine 18, coarse >20; 2 lengths" in open_ended.summary()
 
 
+def test_passages_that_overlap_are_named():
+    """Ten targets of 163 tokens in 490 can only begin at 0 or 1; of 30 tokens they have room."""
+    points = [CurvePoint(n, [n // 2] * 10, [0] * 10, [0, 1] * 5) for n in (30, 163)]
+    curve = ForgettingCurve(points, {"corpus_tokens": 490})
+    assert (
+        curve.overlapping == [163]
+        and "; the text is too short: its passages overlap from 163 tokens" in curve.summary()
+    )
+    assert "overlap" not in ForgettingCurve(points[:1], {"corpus_tokens": 490}).summary()
+    assert "overlap" not in ForgettingCurve(points).summary()
+
+
 def test_headlines_are_the_lower_ends_that_are_sure():
     """An upper end among them would be sorted as a score."""
 

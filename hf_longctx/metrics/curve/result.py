@@ -206,6 +206,12 @@ class ForgettingCurve(Result):
         counts = sorted({p.repeats for p in self.points})
         return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
+    @property
+    def overlapping(self) -> list[int]:
+        """The lengths whose targets cannot stand side by side in the corpus, so that repeats are partly one text."""
+        corpus = self.settings.get("corpus_tokens")
+        return [p.length for p in self.points if p.begin_locs and corpus and (3 + p.repeats) * p.length > corpus]
+
     def summary(self) -> str:
         missing = ""
         for reason in dict.fromkeys(self.not_measured.values()):
@@ -220,6 +226,12 @@ class ForgettingCurve(Result):
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != first.length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
+
+        if self.overlapping:
+            advice += (
+                f"; the text is too short: its passages overlap from {self.overlapping[0]} tokens on, and count as"
+            )
+            advice += " independent"
 
         def read_off(method):
             length = self.memory_lengths[f"{method}_max"]
