@@ -142,7 +142,7 @@ def measure(args):
             "seconds": seconds,
             "step_seconds": None if killed else saved[1] - saved[0],
             "losses": [line["loss"] for line in lines],
-            "killed": "after step 1" if killed else None,
+            "killed": "after step 1" if killed else "",
             "trained_tokens": lines[-1]["tokens"],
         }
 
