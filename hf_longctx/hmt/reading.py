@@ -98,7 +98,7 @@ def read_text(
                     save(state, model, Path(path), about)
                     saved = time.monotonic()
         finally:  # also at Ctrl-C
-            if path is not None and state is not begun:
+            if path is not None and state is not None and state is not begun:
                 save(state, model, Path(path), about)
     assert state is not None
     return state
