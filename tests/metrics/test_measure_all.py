@@ -68,7 +68,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, tmp_path, capsys)
     assert all(read(tmp_path / f"{name}.json")["saved"]["time"] for name in METRICS)
     assert not (tmp_path / "unfinished").exists()
 
-    assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 5
+    assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 6  # two of the curve
     card = ModelCard.load(report.card).data
     assert card.model_name == "llama" and len(card.eval_results) == 3
     for name in ("curve", "loss", "needle"):
