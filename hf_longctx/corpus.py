@@ -186,7 +186,7 @@ def _table(path):
     return _texts(*_open_table(path), path)
 
 
-def _open_table(path):
+def _open_table(path) -> tuple[Any, list[str]]:
     """Return the rows of a file, and the names of its columns."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
     try:
@@ -218,7 +218,7 @@ def _dataset(name, part="held_out"):
     return _texts(*_open_dataset(name, part), f"dataset {name}")
 
 
-def _open_dataset(name, part):
+def _open_dataset(name, part) -> tuple[Any, list[str]]:
     """Return the rows of a dataset, streamed from the hub, or offline from a cache, and its columns."""
     from huggingface_hub import is_offline_mode
 

@@ -75,7 +75,8 @@ def send(bundle, args, repo_type="model"):
     """List the files that come and go, push, and print where they are; return the commit, or None after a dry run."""
     from ..hub import check, missing_fields, push, removed_files
 
-    for path, size in bundle.sizes().items():
+    for path, content in sorted(bundle.files.items()):
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
         print(f"{size:>14,}  {path}")
     if bundle.left_out:
         print(f"left out: {', '.join(bundle.left_out)}")

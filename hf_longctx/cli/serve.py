@@ -141,7 +141,8 @@ def run(args: Namespace) -> None:
     ):
         option = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         parameters.append(option.replace(annotation=Annotated[kind, typer.Option(help=text)]))
-    Server.__signature__ = signature.replace(parameters=parameters)
+    typed: Any = Server
+    typed.__signature__ = signature.replace(parameters=parameters)
     app = typer.Typer(add_completion=False)
     app.command()(Server)
     try:

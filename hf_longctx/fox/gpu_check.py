@@ -149,7 +149,8 @@ def rates(case: Case, config, milliseconds: float | None) -> dict[str, float]:
 
 def check_steps(device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield a row for a training step of each model: AdamW, float32 weights, bfloat16 autocast on a GPU."""
-    shape, sizes = ROWS[device.type], STEP[device.type] | {"tie_word_embeddings": True}
+    shape = ROWS[device.type]
+    sizes: dict[str, Any] = STEP[device.type] | {"tie_word_embeddings": True}
     models = {
         "Llama, sdpa": lambda: LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=sizes["hidden_size"] * 8 // 3)),
         "FoX (Pro), sdpa": lambda: FoxForCausalLM(FoxConfig.pro(**sizes)),

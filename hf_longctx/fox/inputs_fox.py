@@ -94,11 +94,12 @@ def read_call(
         flash = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
     if position_ids is None:
         position_ids = sequences
+    in_place = False
+    if past_key_values is not None and token_mask is None and visible is None and shard is None and name not in GATED:
+        in_place = appends_in_place(past_key_values, inputs_embeds)
     if position_ids is None:
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    alone = token_mask is None and visible is None and shard is None
-    in_place = alone and name not in GATED and appends_in_place(past_key_values, inputs_embeds)
     return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name, in_place)
 
 

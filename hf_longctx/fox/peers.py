@@ -6,6 +6,7 @@ as it is made.
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +96,7 @@ def flex(first_blocks=None):
         first = torch.zeros(1, 1, n, device=device, dtype=torch.int32) if first_blocks is None else first_blocks
         on_diagonal = i[:, None].expand(*first.shape[:2], n, n).contiguous()
         full = (first[..., None] + i) % n
-        sizes = dict(BLOCK_SIZE=FLEX_BLOCK, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(T, T))
+        sizes: dict[str, Any] = dict(BLOCK_SIZE=FLEX_BLOCK, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(T, T))
         return flex_functions()[1].from_kv_blocks(torch.ones_like(first), on_diagonal, i - first, full, **sizes)
 
     def attention(q, k, v, log_f):

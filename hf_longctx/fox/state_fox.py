@@ -251,5 +251,5 @@ def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.T
         kept = [k, v]
         if call.token_mask is not None:  # a padded position repeats the last real one
             kept = [torch.where(call.token_mask[..., None, None], *pair) for pair in zip(kept, previous)]
-        past.keep_tokens(*kept)
+        past.keep_tokens(kept[0], kept[1])
     return previous[0], previous[1]

@@ -393,7 +393,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
 
     for i, layer in enumerate(joined.layers):
         for name, value in vars(layer).items():
-            values: list[Any] = [getattr(cache.layers[i], name) for _, cache in parts]
+            values: list[Any] = [getattr(cache.layers[i], name, None) for _, cache in parts]
             if isinstance(value, Tensor) and value.dim() > 1:
                 setattr(layer, name, join(values))
             elif isinstance(value, dict):

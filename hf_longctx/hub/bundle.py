@@ -140,11 +140,6 @@ class Bundle:
         """Return one file as text; "" without such a file."""
         return self.texts(lambda name: name == path).get(path, "")
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file, by its path."""
-        contents = sorted(self.files.items())
-        return {path: len(x) if isinstance(x, bytes) else x.stat().st_size for path, x in contents}
-
     def hashes(self) -> dict[str, str]:
         """Return the sha256 of every file, by its path; weights take long."""
         hashes = {}
@@ -237,7 +232,7 @@ def check_base_name(path: Path, base: object, remedy: str) -> None:
     """Raise ValueError if what a folder or file needs has no name on the Hub. `remedy`: to do once it has one."""
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:
-        validate_repo_id(base if is_name else "")
+        validate_repo_id(str(base) if is_name else "")
     except ValueError as error:
         raise ValueError(
             f"{path} needs {base}, which is not a name on the Hub. Push that model first, and {remedy}."

@@ -25,7 +25,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
 EXAMPLES = [
-    ForgettingCurve([CurvePoint(800, [400] * 3, [1, 0, 1], [3, 5, 4])], {"model": "someone/fox"}),
+    ForgettingCurve([CurvePoint(800, [400] * 6, [1, 0, 1] * 2, [3, 5, 4] * 2)], {"model": "someone/fox"}),
     PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
     NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
     LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
@@ -55,8 +55,8 @@ def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
 
 HEADLINES = [
     [
-        ("forgetting_curve", f"{method} memory length, at least (tokens, 95 % sure)", 800)
-        for method in ("fine", "coarse")
+        ("forgetting_curve", f"{name}, at least (tokens, 95 % sure)", 800)
+        for name in ("fine memory length of the typical text", "coarse memory length")
     ],
     [("perplexity", "perplexity of 2 tokens", 15.6426)],
     [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
@@ -73,7 +73,13 @@ def test_what_a_report_says(result, headlines):
 
 
 OVERVIEWS = [
-    [(f"{method} length, tokens", "at least 800", "1 length, 3 repeats") for method in ("fine", "coarse")],
+    [
+        *(
+            (name, "at least 800 (95 % sure; the longest tested)", "1 length, 6 repeats; the paper's, of means: >800")
+            for name in ("fine length of the typical text, tokens", "coarse length, tokens")
+        ),
+        ("texts of 800 tokens copied above 99 %", "6 of 6, the worst to 100.0%", ""),
+    ],
     [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
     [("up to 100 tokens, found", "100.0%", "1 questions")],
     [("up to 10 lines, found", "100.0%", "1 questions")],
@@ -89,11 +95,23 @@ def test_the_overview_of_a_report(result, rows):
         assert dataclasses.replace(result, **{empty[type(result)]: []}).overview() == []
 
 
-def test_luck_is_no_memory_in_an_overview():
-    curve = ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])])
-    fine, coarse = curve.overview()
-    assert (fine.value, fine.interval) == ("below 54", "95 % sure; the paper's: 0")
-    assert coarse.value.endswith("repeats needed") and coarse.interval == "95 % sure; the paper's: 54"
+@pytest.mark.parametrize(
+    "repeats, fine_length, coarse_length",
+    [(3, "unknown: about 9 repeats needed", "unknown: about 12 repeats needed"), (6, "below 54", "below 108")],
+)
+def test_luck_is_no_memory_in_an_overview(repeats, fine_length, coarse_length):
+    """Three repeats do not show by a sign test that the typical text is not copied; six do."""
+    lucky, none = [0, 0, 1] * (repeats // 3), [0] * repeats
+    curve = ForgettingCurve([CurvePoint(54, lucky, none), CurvePoint(108, none, none)])
+    fine, coarse, copied = curve.overview()
+    sample = f"2 lengths, {repeats} repeats; the paper's, of means: "
+    assert (fine.value, fine.sample) == (f"{fine_length} (95 % sure)", sample + "0")
+    assert (coarse.value, coarse.sample) == (f"{coarse_length} (95 % sure)", sample + "54")
+    assert (copied.name, copied.value) == (
+        "texts of 54 tokens copied above 99 %",
+        f"0 of {repeats}, the worst to 0.0%",
+    )
+    assert curve.headlines() == []
 
 
 def test_the_interval_of_a_loss():

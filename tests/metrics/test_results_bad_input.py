@@ -85,7 +85,9 @@ ARGUMENTS = [
     refused("confidence in per cent", lambda: CURVE.interval("fine", 95), "between 0 and 1, got 95"),
     refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
     refused(
-        "margins for other lengths", lambda: length_interval([8, 9], [np.zeros(3)], [4, 5]), "1 margins and 2 scored"
+        "margins for other lengths",
+        lambda: length_interval([8, 9], [np.zeros(3)], [4, 5], "fine"),
+        "1 margins and 2 scored",
     ),
     refused("unpaired counts", lambda: margins([1, 2], [1], 4, "coarse"), r"\(2,\) and lm_correct \(1,\)"),
     refused(

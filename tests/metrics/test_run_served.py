@@ -120,7 +120,7 @@ def test_curve_is_that_of_the_local_model(model, form, data, protocol):
     assert curve.points == expected.points
     assert sum(p.copy_mean + p.lm_mean for p in curve.points) > 0
     served = {"model": "tiny", "dtype": None, "attention": None, "served_with": FORMS[form]}
-    served |= {"endpoint": server.url, "device": None, "tokens_per_pass": None}
+    served |= {"endpoint": server.url, "device": None, "tokens_per_pass": None, "parameters": None, "hardware": None}
     assert {name: curve.settings.get(name) for name in served} == served
     same = expected.settings.keys() - served.keys() - {"weights_sha256"}
     assert {name: curve.settings[name] for name in same} == {name: expected.settings[name] for name in same}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     left, right = (lengths[0] / 1.1, lengths[-1] * 1.1) if log else (0, lengths[-1] * 1.025)
     keys = shade_areas(axes, curve, left, right)
     draw_accuracy(axes, lengths, [(p.copy_mean, p.copy_std) for p in curve.points], style.COPY, "o", "copy accuracy")
-    worst = dict(linestyle="none", marker="v", markersize=3, color=style.COPY, alpha=0.6, zorder=4)
+    worst: Any = dict(linestyle="none", marker="v", markersize=3, color=style.COPY, alpha=0.6, zorder=4)
     axes.plot(lengths, [p.copy_worst for p in curve.points], **worst, label="copy accuracy of the worst repeat")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
     mark_failures(axes, curve)

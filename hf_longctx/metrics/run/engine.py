@@ -81,7 +81,9 @@ class Engine:
         self.tile, self.tokens_per_pass = TILE[kind], tokens_per_pass or TOKENS_PER_PASS[kind]
         self._base = getattr(model, "base_model", model)
         self._accepted = {module: accepted_options(module) for module in (model, self._base)}
-        rope_types = rope_types_of(model)
+        scalings = [getattr(module, "rope_type", None) for module in model.modules()]  # of rotary embeddings
+        scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
+        rope_types = {name for name in scalings if isinstance(name, str)}
         # a dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling
         self._rescales = any("dynamic" in name for name in rope_types)
         self.head = None
@@ -315,13 +317,6 @@ def plain_head(
         return None
     same = torch.equal(F.linear(hidden, head.weight, head.bias), logits)
     return (head.weight, head.bias) if same else None
-
-
-def rope_types_of(model: nn.Module) -> set[str]:
-    """Return how the frequencies of its rotary embeddings are scaled; "default" is not at all."""
-    types = [getattr(module, "rope_type", None) for module in model.modules()]
-    types = [name for kind in types for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    return {name for name in types if isinstance(name, str)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
