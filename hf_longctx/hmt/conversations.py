@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .memory_hmt import HMTState
 from .modeling_hmt import HMTWrapper
+from .reading import save
 
 
 class Conversations:
@@ -89,8 +90,7 @@ class Conversations:
         try:
             folder = self._files(name)
             folder.mkdir(parents=True, exist_ok=True)
-            states[new].save(folder / "part", model)
-            (folder / "part").replace(folder / f"{new}.safetensors")
+            save(states[new], model, folder / f"{new}.safetensors")
             for path in folder.glob("*.safetensors"):
                 if path.stem not in states:
                     path.unlink()

@@ -104,7 +104,7 @@ def read_text(
     return state
 
 
-def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any]) -> None:
+def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] | None = None) -> None:
     """Write a state to a file, which appears when it is complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

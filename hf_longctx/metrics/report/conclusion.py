@@ -10,10 +10,8 @@ from ..loss.result import PositionLoss
 from ..result import Result
 from ..retrieval.answers import Retrieval
 from ..retrieval.haystack import NeedleGrid
+from .effective import RULES
 from .scores import by_length
-
-
-ENOUGH = 0.85  # of the questions right: a length at which a model finds what is asked for
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
@@ -39,9 +37,9 @@ def conclusion(results: Sequence[Result]) -> list[str]:
 
 def use_up_to(curve: ForgettingCurve) -> str:
     """Say how far back text is remembered better than guessed, for sure."""
-    interval, longest = curve.interval("coarse"), curve.points[-1].length
+    interval = curve.interval("coarse")
     if interval.low:
-        end = ", the longest tested" if interval.low == longest else ""
+        end = ", the longest tested" if interval.longest else ""
         beyond = "" if end or interval.high else "; how far beyond is not sure"
         return (
             f"Use up to {interval.low:,} tokens{end}: text that far back is copied better than it is guessed{beyond}."
@@ -57,7 +55,7 @@ def exact_copies(curve: ForgettingCurve) -> str:
     """Say how long a text may be that is copied exactly, for sure."""
     interval = curve.interval("fine")
     if interval.low:
-        tested = ", the longest tested" if interval.low == curve.points[-1].length else ""
+        tested = ", the longest tested" if interval.longest else ""
         return f"Exact copies: of most texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
     if interval.high is not None:
         return f"No exact copies of most texts of {interval.high:,} tokens or more: 99 % of their tokens or fewer are right."
@@ -68,7 +66,7 @@ def found(result: Retrieval) -> str:
     """Say up to which length most questions are answered."""
     what = "a sentence hidden in a text" if isinstance(result, NeedleGrid) else "one of many lines"
     rows = [(s.tokens, float(s.shares.mean()), s.questions * len(s.shares)) for s in by_length(result)]
-    good = [row for row in rows if row[1] >= ENOUGH]
+    good = [row for row in rows if row[1] >= RULES["ours"]]
     tokens, share, questions = good[-1] if good else rows[0]
     count = f"{round(share * questions)} of {questions} questions"
     if good:
