@@ -131,6 +131,8 @@ class ContinuousBatching(GenerationMixin):
         page_config = copy.copy(config)
         page_config.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
         page_config.k_shift = page_config.v_shift = False  # layers of plain attention, without a convolution
+        if config._attn_implementation == "auto":
+            page_config._attn_implementation = "sdpa"  # as `paged_attention` takes it
         # The manager reads the sizes of pages from `model.config` and takes no other configuration (transformers
         # 5.23).
         self.config = page_config

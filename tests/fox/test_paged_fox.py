@@ -61,7 +61,9 @@ def generate(model, prompt, new=6):
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).log_softmax(-1).max(-1).values
 
 
-@pytest.mark.parametrize("variant, backend", [*((name, "sdpa") for name in VARIANTS), ("pro", "eager")])
+@pytest.mark.parametrize(
+    "variant, backend", [*((name, "sdpa") for name in VARIANTS), ("pro", "eager"), ("llama", "auto")]
+)
 def test_generate_batch_equals_generate(variant, backend):
     model = make(variant, backend)
     for prompt, (new, logprobs) in zip(PROMPTS, generate_batch(model, PROMPTS)):
