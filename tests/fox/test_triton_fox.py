@@ -65,6 +65,13 @@ def test_decoding(shape, dtype):
     check_output(forgetting_attention(q, k, v, log_f, backend="triton", **options), (q, k, v, log_f), **options)
 
 
+def test_decoding_joins_more_parts_than_are_read_at_a_time(monkeypatch):
+    """A GPU has processors for them, which the interpreter does not pretend to have."""
+    monkeypatch.setattr(triton_fox, "processors", lambda device: 132)
+    inputs = draw(1, 2, 1, 1, 40 * tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN, 16)[:4]
+    check_output(forgetting_attention(*inputs, backend="triton"), inputs)
+
+
 @pytest.mark.parametrize("B", [1, 2, 8, 70])
 def test_decoding_starts_no_more_programs_than_run_at_once(monkeypatch, B):
     launches = {}

@@ -158,8 +158,9 @@ def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
         HMTState.load(file, model)
 
 
-def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens):
-    model = make_wrapper()
+@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
+def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens, mode):
+    model = make_wrapper(recall_mode=mode)
     state = model(tokens[:, :5], use_cache=True).state.detach()
     before = {name: value.clone() for name, value in state.tensors().items()}
     with torch.no_grad():
