@@ -284,7 +284,9 @@ for name, first in SDPA.items():
     AttentionInterface.register(name, partial(sdpa_by, first))
     AttentionMaskInterface.register(name, sdpa_mask)
 
-OWN_WIDTH = ("eager", "sdpa_cudnn")  # of values, which the others want as wide as folded keys
+# Of values, which SDPA's other kernels and FlashAttention-2 want as wide as folded keys. transformers (5.23) fills
+# them up for every FlashAttention, also where FlashAttention-3 and 4 could take them as they are.
+OWN_WIDTH = ("eager", "sdpa_cudnn", "flex_attention")
 # Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
 # Others may drop an argument that they do not know.
 ATTENTION_BACKENDS = ("eager", "sdpa", *SDPA, "flash_attention_2", "flash_attention_3", "flex_attention")

@@ -61,7 +61,7 @@ def test_a_common_size(tmp_path):
 @exhaustive
 def test_heads_without_groups(tmp_path):
     """Specialised on groups of one head, the dk/dv pass of Hopper would wait for each of its products."""
-    case = dict(capability=90, kernel="dkdv", dtype="bf16", head_dim=64, bounded=True, H=8, Hkv=8)
+    case = dict(capability=90, kernel="dkdv", dtype="bf16", head_dim=64, bounded=True, H=8, kv_heads=8)
     assert not json.loads(run_script(tmp_path, "--cases", input=json.dumps(case)))["serialized"]
 
 

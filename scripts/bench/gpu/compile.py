@@ -7,11 +7,12 @@ cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (
 follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
 a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding
-and pruning, 1 with them; --products are those of `Tile`, of the forward pass.
+and pruning, 1 with them; --products are those of `Tile`, of the forward pass; --kv-heads of eight heads share the
+gates of the keys, which are those of a cache.
 
 Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
 a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
-compares with the JSON that a commit has.
+compares with such a JSON, of a checkout of an earlier commit.
 """
 
 import itertools
@@ -70,12 +71,13 @@ PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
 USEFUL = {"forward": 1.0, "dq": 5 / 7, "dkdv": 5 / 7}
 FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
 TABLE = """
-| kernel | head size | products | registers | spilled bytes | blocks per multiprocessor | instructions per logit |\
- narrow loads | useful share of peak | error |
-| {kernel} | {head_dim} | {products} | {registers} | {spill_bytes} | {blocks_per_sm} | {instructions_per_logit:.1f} |\
- {hot_loop_narrow_loads} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
+| kernel | head size | heads of a key head | products | registers | spilled bytes | blocks per multiprocessor |\
+ instructions per logit | before | narrow loads | before | useful share of peak | error |
+| {kernel} | {head_dim} | {group} | {products} | {registers} | {spill_bytes} | {blocks_per_sm} |\
+ {instructions_per_logit:.1f} | {before[instructions_per_logit]:.1f} | {hot_loop_narrow_loads} |\
+ {before[hot_loop_narrow_loads]} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
 """
-FIELDS = ("capability", "dtype", "kernel", "head_dim", "bounded", "products")
+FIELDS = ("capability", "dtype", "kernel", "head_dim", "kv_heads", "bounded", "products")
 COMPARED = (
     "instructions_per_logit",
     "hot_loop_conversions",
@@ -184,17 +186,17 @@ def nearest_limits(capability):
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
-def report(capability, kernel, dtype, head_dim, bounded, tile=None, products=0, B=2, H=8, Hkv=2):
+def report(capability, kernel, dtype, head_dim, bounded, tile=None, products=0, B=2, H=8, kv_heads=2):
     """Compile one specialisation, with the table's tile or another one and its `products`, and read its resources.
 
-    Triton specialises on sizes that are 1 or multiples of 16, and so on the batch and the heads B, H and Hkv.
+    Triton specialises on sizes that are 1 or multiples of 16, and so on the batch B and the heads H and `kv_heads`.
     """
     tiles = tiles_fox.TILES[tiles_fox.nearest_key(capability, DTYPES[dtype].itemsize)][tiles_fox.padded(head_dim)]
     if tile is not None:
         tiles = tiles._replace(**{kernel: tiles_fox.Tile(*tile)})
     if products:
         tiles = tiles._replace(forward=tiles.forward._replace(products=products))
-    compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, Hkv)
+    compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, kv_heads)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -214,6 +216,8 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, products=0, 
         "kernel": kernel,
         "dtype": dtype,
         "head_dim": head_dim,
+        "kv_heads": kv_heads,
+        "group": H // kv_heads,
         "bounded": bounded,
         "products": tile.products,
         "tile": list(tile),
@@ -273,9 +277,7 @@ def measure(args):
     cases = [case for case in cases if case["kernel"] == "forward" or not case["products"]]
     earlier = {}
     if args.before:
-        command = ["git", "show", f"{args.before}:scripts/results/{args.name}.json"]
-        before = subprocess.run(command, capture_output=True, text=True, check=True, cwd=common.ROOT).stdout
-        earlier = {tuple(row[name] for name in FIELDS): row for row in json.loads(before)["rows"]}
+        earlier = {tuple(row[name] for name in FIELDS): row for row in json.loads(args.before.read_text())["rows"]}
     for row in reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs):
         before = earlier.get(tuple(row[name] for name in FIELDS))
         yield row | {"before": before and {name: before[name] for name in COMPARED}}
@@ -296,14 +298,15 @@ def table(result):
 
 
 def main(arguments=None):
-    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "bounded": [0, 1], "products": [0]}
+    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "kv_heads": [2]}
+    options |= {"bounded": [0, 1], "products": [0]}
     version = ".".join(triton.__version__.split(".")[:2])
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
     cores = min(32, len(os.sched_getaffinity(0)))  # those that this process may use; each compiler takes memory
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
-    parser.add_argument("--before", metavar="COMMIT", help="compare with its results")
+    parser.add_argument("--before", type=Path, metavar="JSON", help="compare with its rows")
     parser.add_argument("--cases", action="store_true", help="read cases as lines of JSON, and print such lines")
     args = parser.parse_args(arguments)
     if args.cases:

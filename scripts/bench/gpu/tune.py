@@ -125,7 +125,7 @@ class Problem:
 def cases(kernel, D, present, capability, B, H, most):
     """The candidates for a kernel as compile.py takes them, the present tile first."""
     case = {"capability": capability, "kernel": kernel, "dtype": "bf16", "head_dim": D, "bounded": True}
-    case |= {"B": B, "H": H, "Hkv": decoding_heads(H) if kernel == "decode" else H}
+    case |= {"B": B, "H": H, "kv_heads": decoding_heads(H) if kernel == "decode" else H}
     return [case | {"tile": list(tile)} for tile in neighbours(kernel, present)[:most]]
 
 
