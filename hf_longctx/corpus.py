@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -33,6 +34,29 @@ class Corpus(NamedTuple):
 
     tokens: np.ndarray  # (N,) int64, the documents one after another, without special tokens
     name: str  # of the source
+
+
+def split_mixture(data: str) -> list[tuple[str, float | None]]:
+    """Return the sources of a mixture and their shares, which sum to 1; None: each source is read once.
+
+    >>> split_mixture("books=3,web.jsonl=1")
+    [('books', 0.75), ('web.jsonl', 0.25)]
+
+    Raises:
+        ValueError: a share is no positive number, or only some sources have one.
+    """
+    if Path(data).exists() or not re.search("[,=]", data):
+        return [(data, None)]
+    parts = [part.strip() for part in data.split(",")]
+    if "=" not in data and all(parts):
+        return [(part, None) for part in parts]
+    matches = [re.fullmatch(r"(.+)=(\d*\.?\d+)", part) for part in parts]
+    shares = [float(match[2]) for match in matches if match]
+    if len(shares) < len(parts) or min(shares) == 0:
+        raise ValueError(
+            f"{data} names several texts; each needs a share above 0, as in books=0.7,web.jsonl=0.3, or none has one."
+        )
+    return [(match[1], share / sum(shares)) for match, share in zip(matches, shares) if match]
 
 
 def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | None = None) -> Corpus:
@@ -88,10 +112,10 @@ def load_text(source: str | None = None) -> str:
     return "\n\n".join(open_source(source or STDLIB)[1])
 
 
-def open_conversations(source: str, part: str = "train") -> Iterator[dict] | None:
+def open_conversations(source: str, part: str = "train", column: str = "text") -> Iterator[dict] | None:
     """Return the rows of a table or a dataset that holds conversations instead of texts; None for other sources.
 
-    A row is {"messages"} or {"prompt", "completion"}; `part` is as for `open_source`.
+    A row is {"messages"} or {"prompt", "completion"}; `part` and `column` are as for `open_source`.
 
     Raises:
         ValueError: the table cannot be read, or holds no conversation.
@@ -101,15 +125,16 @@ def open_conversations(source: str, part: str = "train") -> Iterator[dict] | Non
         return None
     rows, columns = _open_table(path) if path.is_file() else _open_dataset(source, part)
     names = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
-    if "text" in columns or names is None:
+    if column in columns or names is None:
         return None
     return ({name: row[name] for name in names} for row in rows)
 
 
-def open_source(source: str | None, part: str = "held_out") -> tuple[str, Iterator[str]]:
+def open_source(source: str | None, part: str = "held_out", column: str = "text") -> tuple[str, Iterator[str]]:
     """Return the name of a source and its documents that are not empty; see `load_tokens` and `load_text`.
 
-    `part`, "held_out" to measure or "train", says which part of a dataset, "pg19" or "stdlib" is read.
+    `part`, "held_out" to measure or "train", says which part of a dataset, "pg19" or "stdlib" is read; `column`, which
+    column of a table has the text.
     """
     if source is None:
         with suppress(Exception):  # no `datasets`, or no hub that answers in time: fall back to the standard library
@@ -126,13 +151,13 @@ def open_source(source: str | None, part: str = "held_out") -> tuple[str, Iterat
         source = PG19
     path = Path(source)
     if path.is_dir():
-        return str(source), _filled(source, _folder(path))
+        return str(source), _filled(source, _folder(path, column))
     if path.is_file():
-        return str(source), _filled(source, _read(path))
-    return source, _filled(source, _dataset(source, part))
+        return str(source), _filled(source, _read(path, column))
+    return source, _filled(source, _dataset(source, part, column))
 
 
-def _folder(path):
+def _folder(path, column):
     """Read the files of the first kind that a folder has, without hidden ones."""
     files = {}
     for file in sorted(path.rglob("*")):
@@ -140,7 +165,7 @@ def _folder(path):
             files.setdefault(_suffix(file), []).append(file)
     for suffix in SUFFIXES:
         if suffix in files:
-            return (document for file in files[suffix] for document in _read(file))
+            return (document for file in files[suffix] for document in _read(file, column))
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     raise ValueError(
         f"folder {path} holds no file of these kinds: {kinds} (or .gz of them). Give such files, or one file."
@@ -152,10 +177,10 @@ def _suffix(path):
     return Path(path.stem if path.suffix == ".gz" else path).suffix.lower()
 
 
-def _read(path):
+def _read(path, column):
     """Read the documents of a file: the rows of a table, or the whole text."""
     if _suffix(path) in TABLES:
-        return _table(path)
+        return _texts(*_open_table(path), path, column)
     try:
         content = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8-sig")
@@ -179,11 +204,6 @@ def _unpacked(path):
     if len(content) > most:
         raise ValueError(f"{path} holds more than {MOST_REPEATED} times its size, as no text does.")
     return content
-
-
-def _table(path):
-    """Read the texts of a file in one of the formats of `TABLES`."""
-    return _texts(*_open_table(path), path)
 
 
 def _open_table(path) -> tuple[Any, list[str]]:
@@ -213,9 +233,9 @@ def _filled(source, documents):
     return resume()
 
 
-def _dataset(name, part="held_out"):
+def _dataset(name, part="held_out", column="text"):
     """Read the texts of a dataset."""
-    return _texts(*_open_dataset(name, part), f"dataset {name}")
+    return _texts(*_open_dataset(name, part), f"dataset {name}", column)
 
 
 def _open_dataset(name, part) -> tuple[Any, list[str]]:
@@ -242,17 +262,18 @@ def _datasets(what):
     return datasets
 
 
-def _texts(rows, columns, name):
-    """Return the column "text" of rows."""
-    if "text" not in columns:
+def _texts(rows, columns, name, column):
+    """Return a column of rows."""
+    if column not in columns:
         raise ValueError(
-            f'{name} has columns {columns}; a corpus needs a column "text": rename the one with the text.'
+            f'{name} has columns {columns}; a corpus needs a column "{column}": rename the one with the text, or name it '
+            "where there is --text-column."
         )
 
     def text(row):
-        if not isinstance(row["text"], str | None):
-            raise ValueError(f'the column "text" of {name} holds {type(row["text"]).__name__}, not text.')
-        return row["text"]
+        if not isinstance(row[column], str | None):
+            raise ValueError(f'the column "{column}" of {name} holds {type(row[column]).__name__}, not text.')
+        return row[column]
 
     return map(text, rows)
 

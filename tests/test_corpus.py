@@ -90,7 +90,7 @@ def test_a_folder_is_read_with_its_folders_by_the_first_kind_there_is(tmp_path):
     assert load_text(str(tmp_path)) == "first"
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "jsonl.gz"])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "jsonl.gz", "csv"])
 def test_tables_are_read_by_their_text(tmp_path, ending):
     datasets = pytest.importorskip("datasets")
     rows = [{"text": "first", "n": 1}, {"text": None, "n": 2}, {"text": "second", "n": 3}]
@@ -100,6 +100,8 @@ def test_tables_are_read_by_their_text(tmp_path, ending):
         datasets.Dataset.from_list(rows).to_parquet(file)
     elif ending == "jsonl.gz":
         file.write_bytes(gzip.compress(lines.encode()))
+    elif ending == "csv":
+        file.write_text("text,n\nfirst,1\n,2\nsecond,3\n")
     else:
         file.write_text(json.dumps(rows) if ending == "json" else lines)
     assert load_text(str(file)) == "first\n\nsecond"

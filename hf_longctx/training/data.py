@@ -80,14 +80,16 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
     A resumed training replays the stream up to its step.
     """
 
-    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, construction=None):
+    def __init__(
+        self, source: str, tokenizer, length: int, eos_token_id: int | None, construction=None, column: str = "text"
+    ):
         self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
-        self.construction = construction
+        self.construction, self.column = construction, column
 
     def __iter__(self):
         rest = np.zeros(0, np.int64)
         while True:
-            for ids in encode(self.source, self.tokenizer, self.construction):
+            for ids in encode(self.source, self.tokenizer, self.construction, column=self.column):
                 rest = np.concatenate([rest, ids])
                 whole = len(rest) // self.length * self.length
                 for row in rest[:whole].reshape(-1, self.length):
@@ -120,7 +122,9 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None, flags: np.ndarray | N
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(unscored, -100)}
 
 
-def encode(source: str, tokenizer, construction: Construction | None = None, part="train") -> Iterator[np.ndarray]:
+def encode(
+    source: str, tokenizer, construction: Construction | None = None, part="train", column="text"
+) -> Iterator[np.ndarray]:
     """Encode documents, several at a time: a BOS if the tokenizer has one of its own, the text, and an EOS.
 
     Args:
@@ -128,6 +132,7 @@ def encode(source: str, tokenizer, construction: Construction | None = None, par
         tokenizer: of transformers, with an EOS.
         construction: makes other documents of those of the source.
         part: of a source that has several, "train" or "held_out".
+        column: of a table, with the text.
 
     Raises:
         ValueError: the tokenizer has no EOS.
@@ -138,7 +143,8 @@ def encode(source: str, tokenizer, construction: Construction | None = None, par
         )
     # GPT-2's BOS is its EOS, and would be a document of one token
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
-    documents = open_source(source, part)[1] if construction is None else construction.read(source, part)
+    read = construction.read if construction is not None else lambda *arguments: open_source(*arguments)[1]
+    documents = read(source, part, column)
     while texts := list(islice(documents, DOCUMENTS_AT_ONCE)):
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         if construction is not None:
@@ -146,7 +152,9 @@ def encode(source: str, tokenizer, construction: Construction | None = None, par
         yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
 
 
-def pack(source: str, tokenizer, path: Path, construction: Construction | None = None, part="train") -> None:
+def pack(
+    source: str, tokenizer, path: Path, construction: Construction | None = None, part="train", column="text"
+) -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
     Conversations have a file of flags beside it, `FLAGS`.
@@ -154,11 +162,14 @@ def pack(source: str, tokenizer, path: Path, construction: Construction | None =
     How far it is stands on stderr every few seconds, and at the end how much it was.
 
     Args:
-        source, tokenizer, construction, part: as for `encode`.
+        source, tokenizer, construction, part, column: as for `encode`.
         path: `.npy` file to write.
     """
-    rows = None if construction is not None else open_conversations(source, part)
-    pieces = encode(source, tokenizer, construction, part) if rows is None else encode_conversations(rows, tokenizer)
+    rows = None if construction is not None else open_conversations(source, part, column)
+    if rows is None:
+        pieces: Iterator = encode(source, tokenizer, construction, part, column)
+    else:
+        pieces = encode_conversations(rows, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(FLAGS).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)

@@ -4,10 +4,11 @@ import warnings
 from itertools import islice
 from pathlib import Path
 
+from torch.utils.data import IterableDataset
+
 from ..metrics import line_retrieval, position_loss
 from ..metrics.report.defaults import line_counts
 from ..metrics.run.distributed import process_rank
-from .data import StreamedTokenDataset
 
 
 ROWS = 4
@@ -31,7 +32,7 @@ def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
 
 def first_rows(rows, count: int) -> list[dict]:
     """Return the first rows of a dataset, streamed or not."""
-    if isinstance(rows, StreamedTokenDataset):
+    if isinstance(rows, IterableDataset):
         return list(islice(rows, count))
     return [rows[i] for i in range(min(count, len(rows)))]
 

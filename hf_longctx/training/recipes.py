@@ -7,6 +7,7 @@ imports no torch, so that a command line is read at once.
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from ..corpus import split_mixture
 from .settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, SHARE, check_values, option, setting
 from .synthetic_data import KINDS, Construction
 
@@ -22,10 +23,15 @@ class RunSettings:
     """Settings that every training has; where one is None, the preset or the recipe decides (`ResolvedSettings`)."""
 
     # Of data, tokenizer and model the contents must stay, not the names.
-    data: str | None = setting(None, "text file, JSONL, Parquet, folder, dataset, or tokens as .npy", may_change=True)
+    data: str | None = setting(
+        None,
+        "text file, JSONL, Parquet, CSV, folder, dataset, or tokens as .npy; several as books=0.7,web.jsonl=0.3",
+        may_change=True,
+    )
     tokenizer: str | None = setting(None, "folder or Hub name of a tokenizer that has an EOS", may_change=True)
     output: str | None = setting(None, "folder of the run", may_change=True)
     eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", may_change=True)
+    text_column: str = setting("text", "column of a table that has the text")
     construction: str | None = setting(None, "makes long texts of the data, to train a memory on", tuple(KINDS))
     construction_size: int | None = setting(
         None, "tokens of a turn (default: 256), or abstracts of a text (2)", bounds=POSITIVE
@@ -142,8 +148,14 @@ class ResolvedSettings(RunSettings):
             raise ValueError("--eval-steps belongs to --eval-data, which is missing.")
         if self.streaming and self.epochs:
             raise ValueError("--epochs needs to know how long the data are; leave out --streaming, or give --steps.")
-        if self.streaming and self.data.endswith(".npy"):
-            raise ValueError(f"{self.data} holds packed tokens, which need no --streaming; leave it out.")
+        sources = split_mixture(self.data)
+        for source, share in sources if self.streaming else ():
+            if source.endswith(".npy"):
+                raise ValueError(f"{source} holds packed tokens, which need no --streaming; leave it out.")
+            if share is None and len(sources) > 1:
+                raise ValueError(f"a stream has no end, so {self.data} needs shares: {source}=0.5,... for example.")
+        if self.carry_state and len(sources) > 1:
+            raise ValueError("--carry-state reads one text in its order, not a mixture; give one --data.")
         if self.sequence_length < 2:
             raise ValueError(
                 "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."

@@ -1,9 +1,7 @@
 """A training run: it begins, goes on where it was stopped, and ends with a model in its folder."""
 
 import dataclasses
-import hashlib
 import inspect
-import json
 import math
 import resource
 import shutil
@@ -12,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -31,17 +29,9 @@ from transformers.integrations.integration_utils import (
 )
 from transformers.utils import is_bitsandbytes_available
 
+from ..corpus import split_mixture
 from ..metrics.run.distributed import wait
-from .copy_data import CopyDataset
-from .data import (
-    FLAGS,
-    StreamedTokenDataset,
-    TokenDataset,
-    digest,
-    pack,
-    source_digest,
-    stack,
-)
+from .data import stack
 from .model_init import (
     build_new_model,
     check_attention,
@@ -50,8 +40,8 @@ from .model_init import (
     in_bfloat16,
     load_changed_model,
     quantization,
-    read_config,
 )
+from .prepare import Datasets, digest_of, prepare_datasets
 from .progress import Progress, describe, is_first_process, print_status
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining, RunSettings
 from .run_folder import (
@@ -66,20 +56,13 @@ from .run_folder import (
 )
 from .sequence_parallel import SequenceShard, check_model
 from .settings import locked, write_settings
-from .streams import DocumentStreams, StreamTrainer
+from .streams import StreamTrainer
 from .trainer import ResumableTrainer, StopAtSignal
 
 
 MANY_ROWS = 1000  # the gradient of a gate is proportional to 1 / decay time, and 1e-7 of the others' at 1e5 rows
 PATIENCE = 7 * 24 * 3600  # seconds in which the other processes wait for the first one, which packs and measures
 SCHEDULERS = {"constant": "constant_with_warmup", "step": "constant"}  # names of ours, and of transformers
-
-
-class Datasets(NamedTuple):
-    """Rows to train on, and rows whose loss is measured while training."""
-
-    train: Dataset
-    evaluation: Dataset | None
 
 
 def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> int:
@@ -162,8 +145,11 @@ def dry_run(settings: RunSettings) -> None:
     """Train three steps in a folder that is thrown away, and print how fast they were and what memory they took."""
     run = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        streaming = not (run.repeated_rows or run.carry_state or run.data.endswith(".npy"))
-        changes: dict[str, Any] = dict(eval_data=None, eval_steps=RunSettings.eval_steps, streaming=streaming)
+        first = split_mixture(run.data)[0][0]
+        streaming = not (run.repeated_rows or run.carry_state or first.endswith(".npy"))
+        changes: dict[str, Any] = dict(
+            data=first, eval_data=None, eval_steps=RunSettings.eval_steps, streaming=streaming
+        )
         short = dataclasses.replace(run, output=folder, steps=3, epochs=None, warmup_steps=0, **changes)
         train(short, trial=True)
     if torch.accelerator.is_available():
@@ -248,99 +234,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"--tokenizer {name} cannot be loaded ({str(error).splitlines()[0]}). Name the folder of a tokenizer, or one "
             "of the Hub."
         ) from error
-
-
-def prepare_datasets(run: ResolvedSettings, tokenizer, lock: RunLock) -> Datasets:
-    """Read or pack the data; raises ValueError if they are less than a step, or not those of the run's lock."""
-    data = Path(run.output) / "data"
-    rows = prepare_rows(run, run.data, data / "tokens.npy", tokenizer, run.streaming, bool(lock.before))
-    is_packed = isinstance(rows, TokenDataset)
-    lock.check(data=digest(rows.path) if is_packed else source_digest(run.data))
-    if is_packed and rows.flags is not None:
-        lock.check(flags=digest(rows.path.with_suffix(FLAGS)))
-        if run.carry_state or run.repeated_rows or not run.packing:
-            raise ValueError(
-                f"{run.data} holds conversations, which are packed as they are; leave out --carry-state, --repeated-rows "
-                "and --no-packing."
-            )
-    if is_packed and len(rows) * run.sequence_length < run.batch_tokens:  # Trainer would make a smaller step
-        raise ValueError(
-            f"{run.data} holds {len(rows)} rows of {run.sequence_length} tokens, less than the {run.batch_tokens} "
-            "tokens of a step. Give more text, or lower --batch-tokens."
-        )
-    evaluation = None
-    if run.eval_data is not None:  # never streamed, because a stream has no end
-        evaluation = prepare_rows(run, run.eval_data, data / "eval_tokens.npy", tokenizer, held_out=True)
-    if is_packed and (run.carry_state or not run.packing):
-        count = run.batch_tokens // run.sequence_length if run.carry_state else 1
-        chunks = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, count)
-        print_status(
-            f"{len(chunks)} chunks of documents in {count} streams; {1 - chunks.text_share():.0%} of them is padding"
-        )
-        if isinstance(evaluation, TokenDataset):
-            evaluation = DocumentStreams(evaluation.tokens, rows.length, tokenizer.eos_token_id, count)
-        return Datasets(chunks, evaluation)
-    if is_packed and run.repeated_rows:
-        return Datasets(CopyDataset(rows, run.repeated_rows, tokenizer, run.seed), evaluation)
-    return Datasets(rows, evaluation)
-
-
-def prepare_rows(
-    run: ResolvedSettings,
-    source: str,
-    path: Path,
-    tokenizer,
-    streaming: bool = False,
-    goes_on: bool = False,
-    held_out: bool = False,
-) -> TokenDataset | StreamedTokenDataset:
-    """Return the rows of a file of tokens, of a text that is packed into `path` first, or of a stream.
-
-    A run that goes on has its tokens already, and needs the text no more. Tokens of another text are not replaced, but
-    packed into a new file beside them, which `RunLock.write` gives their name.
-    """
-    border = None if reads_on(run) else tokenizer.eos_token_id
-    construction = run.synthetic_texts()
-    if source.endswith(".npy"):
-        if construction is not None:
-            raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
-        rows = TokenDataset(source, run.sequence_length, border, len(tokenizer))
-        if border is not None and border not in rows.tokens[: 2**20]:
-            print_status(f"{source} begins without any EOS, {border}, which would end a document: rows hold one each")
-        return rows
-    if source.endswith((".bin", ".npz")):
-        raise ValueError(f"{source} is no text; give tokens as .npy, which np.save writes.")
-    if streaming:
-        return StreamedTokenDataset(source, tokenizer, run.sequence_length, border, construction)
-    state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}"
-    new = path.with_name(f"new_{path.name}")
-    packed = {file: file.with_suffix(".source") for file in (path, new)}
-    for file, packed_from in packed.items():
-        if file.exists() and packed_from.exists() and packed_from.read_text() == state:
-            return TokenDataset(file, run.sequence_length, border, len(tokenizer))
-    if goes_on and path.exists():
-        if Path(source).exists():
-            raise ValueError(
-                f"{source} is not the text that the run in {run.output} has packed. Go on with that, by --data {path}; "
-                "or take a new folder, or begin again with --resume never."
-            )
-        print_status(f"there is no {source}; the run goes on with the tokens it has packed, {path}")
-        return TokenDataset(path, run.sequence_length, border, len(tokenizer))
-    target = new if path.exists() else path
-    packed[target].unlink(missing_ok=True)
-    pack(source, tokenizer, target, construction, "held_out" if held_out else "train")
-    packed[target].write_text(state)
-    return TokenDataset(target, run.sequence_length, border, len(tokenizer))
-
-
-def reads_on(run: ResolvedSettings) -> bool:
-    """Return whether the model has a memory, which reads on behind the end of a document."""
-    return isinstance(run, ResolvedFinetuning) and (run.recipe == "hmt" or read_config(run.model).model_type == "hmt")
-
-
-def digest_of(value: Any) -> str:
-    """Return the hash of a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def make_model(run: ResolvedSettings, tokenizer, lock: RunLock) -> tuple[Any, dict[str, str] | None]:

@@ -137,12 +137,12 @@ class RunLock:
             else:
                 shutil.rmtree(folder / "evaluation", ignore_errors=True)
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
-        for name in ("tokens", "eval_tokens"):
-            if (folder / "data" / f"new_{name}.npy").exists():
-                (folder / "data" / f"{name}.flags.npy").unlink(missing_ok=True)
+        for source in sorted((folder / "data").glob("new_*.source")):
+            name = source.stem.removeprefix("new_")
+            (folder / "data" / f"{name}.flags.npy").unlink(missing_ok=True)
             for suffix in (".flags.npy", ".npy", ".source"):
-                if (folder / "data" / f"new_{name}{suffix}").exists():
-                    (folder / "data" / f"new_{name}{suffix}").rename(folder / "data" / f"{name}{suffix}")
+                if source.with_suffix(suffix).exists():
+                    source.with_suffix(suffix).rename(folder / "data" / f"{name}{suffix}")
         unfinished = self.file.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.before | self.facts, indent=1) + "\n")
         unfinished.rename(self.file)

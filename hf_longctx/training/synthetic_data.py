@@ -34,14 +34,14 @@ class Construction:
     kind: str
     size: int
 
-    def read(self, source: str, part: str = "train") -> Iterator[str]:
+    def read(self, source: str, part: str = "train", column: str = "text") -> Iterator[str]:
         """Read the documents of a source: those of `hf_longctx.corpus`, or a text for each question of PubMedQA.
 
         Raises:
             ValueError: `questions` raises it.
         """
         if not self.kind.startswith("pubmedqa"):
-            return open_source(source, part)[1]
+            return open_source(source, part, column)[1]
         answers = self.kind.removeprefix("pubmedqa-")
         return (f"{prompt} {answer}" for prompt, answer in questions(open_pubmedqa(source), answers, self.size))
 

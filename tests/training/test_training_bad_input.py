@@ -148,6 +148,11 @@ SETTINGS = [
     refused(
         "layers without checkpoints", resolve(checkpointed_layers=2, sequence_length=512), "which is off; turn it on"
     ),
+    refused("a share of some texts only", resolve(data="a.txt=1,b.txt"), "several texts; each needs a share above 0"),
+    refused("a share of nothing", resolve(data="a.txt=0,b.txt=1"), "several texts; each needs a share above 0"),
+    refused("a text without a name", resolve(data="a.txt,"), "several texts; each needs a share above 0"),
+    refused("a stream of texts without shares", resolve(data="a,b", streaming=True), "a,b needs shares: a=0.5"),
+    refused("a stream of tokens in a mixture", resolve(data="a.npy=1,b=1", streaming=True), "a.npy holds packed tok"),
     refused("unknown report", run(report_to="tensorbord"), "--report-to names tensorbord; transformers has"),
     refused("report without package", run(report_to="swanlab"), "pip install swanlab"),
     refused("rows in unequal parts", resolve(sequence_parallel=3), "3 does not divide the 512 tokens of a row"),
@@ -257,6 +262,9 @@ FINETUNING = [
         "rows of a state", finetune(recipe="hmt", carry_state=True, repeated_rows=0.5), "leave out --repeated-rows"
     ),
     refused(
+        "states of a mixture", finetune(recipe="hmt", carry_state=True, data="a,b"), "one text in its order, not a"
+    ),
+    refused(
         "many places of a stream", finetune(recipe="hmt", carry_state=True, streaming=True), "leave out --streaming"
     ),
     refused(
@@ -346,7 +354,10 @@ RUNS = [
         after(write("text.txt", "café ".encode("latin-1") * 99), run(data="./text.txt")),
         "is not text in UTF-8",
     ),
-    refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), 'column "text"'),
+    refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), "--text-column"),
+    refused(
+        "no such column", after(write("a.csv", "text\nx\n"), run(data="./a.csv", text_column="body")), 'column "body"'
+    ),
     refused("dataset name without a network", run(data="no/dataset"), "no/dataset is neither a file nor a folder"),
     refused("no such tokenizer", run(tokenizer="./none"), "--tokenizer .*none cannot be loaded.*Name the folder"),
     refused("unknown way to resume", run("always"), "--resume is always; it must be auto, never, or a checkpoint"),

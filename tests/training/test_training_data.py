@@ -90,7 +90,7 @@ def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_pat
         yield "The first."
         raise InterruptedError
 
-    cut = mock.patch("hf_longctx.training.data.open_source", lambda source, part: (source, documents()))
+    cut = mock.patch("hf_longctx.training.data.open_source", lambda *source: (source, documents()))
     with cut, pytest.raises(InterruptedError):
         pack(folder, tokenizer, tmp_path / "tokens.npy")
     assert not (tmp_path / "tokens.npy").exists()

@@ -1,0 +1,114 @@
+"""Texts are mixed in the shares that are asked for, and a mixture goes on as any run."""
+
+import csv
+import json
+import random
+import signal
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from demo_model import DEMO, VOCABULARY
+
+
+pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.training.data import TokenDataset
+from hf_longctx.training.mixture import Mixture, StreamedMixture
+from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.run import dry_run, train
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reading_has_all_rows_of_all_texts_in_their_shares(seed):
+    rng = random.Random(seed)
+    parts = [[(part, row) for row in range(rng.randint(1, 60))] for part in range(rng.randint(2, 4))]
+    shares = [rng.randint(1, 9) for _ in parts]
+    shares = [share / sum(shares) for share in shares]
+    mixture = Mixture(parts, shares)
+    rows = [mixture[i] for i in range(len(mixture))]
+    for number, (part, share) in enumerate(zip(parts, shares)):
+        own = [row for row in rows if row[0] == number]
+        times = [own.count(row) for row in part]
+        assert min(times) >= 1 and max(times) - min(times) <= 1
+        assert abs(len(own) - share * len(rows)) <= len(parts)
+    once = Mixture(parts, None)
+    assert [once[i] for i in range(len(once))] == [row for part in parts for row in part]
+    assert min(max(rows.count(row) for row in part) for part in parts) == 1, "of one text no row is read twice"
+
+
+def test_a_stream_never_strays_from_its_shares_by_more_than_a_row():
+    shares = [0.6, 0.3, 0.1]
+    stream = StreamedMixture([iter(lambda n=n: n, None) for n in range(3)], shares)
+    drawn = list(islice(stream, 1000))
+    for count in (10, 77, 1000):
+        for number, share in enumerate(shares):
+            assert abs(drawn[:count].count(number) - share * count) <= 1
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A model that trains in no time."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def mixture(tmp_path, llama):
+    """A table with another column than text, a text that is small for its share, and settings that mix both."""
+    with open(tmp_path / "large.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["body", "n"])
+        table.writerows([f"Text {n}, which nothing remembers. " * 3, n] for n in range(60))
+    (tmp_path / "small.jsonl").write_text(json.dumps({"body": "The fox forgets what it no longer needs. " * 9}))
+    data = f"{tmp_path / 'large.csv'}=3,{tmp_path / 'small.jsonl'}=1"
+    paths = dict(data=data, model=llama, tokenizer=str(DEMO), output=str(tmp_path / "run"))
+    sizes = dict(sequence_length=32, batch_tokens=64, per_device_batch_size=2, steps=3, lora_dropout=0.1)
+    return FinetuneSettings(text_column="body", **paths, **sizes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"streaming": True}, {"repeated_rows": 0.5}, {"packing": False}], ids=str)
+def test_a_mixture_goes_on_to_the_same_bytes(changes, mixture, tmp_path, capsys):
+    run = replace(mixture, **changes)
+    whole = replace(run, output=str(tmp_path / "whole"))
+    assert train(whole) == 0
+    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
+    assert train(run) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    if changes:
+        return
+    large, small = (
+        TokenDataset(tmp_path / "run" / "data" / name, 32, 2, VOCABULARY) for name in ("tokens.npy", "tokens_2.npy")
+    )
+    size = round(len(large) / 3)
+    share = f"{size / (size + len(large)):.1%} of a reading is {tmp_path / 'small.jsonl'}"
+    assert f"{share}: {len(small)} rows, read {size / len(small):.2f} times" in capsys.readouterr().err
+
+
+def test_other_shares_and_texts_are_refused_before_anything_is_lost(mixture, tmp_path):
+    train(replace(mixture, max_hours=1e-6))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"other settings \(--data: 0.75 of .* -> 0.5 of "):
+        train(replace(mixture, data=mixture.data.replace("=3", "=1")))
+    with pytest.raises(ValueError, match="is not the text that the run in"):
+        train(replace(mixture, data=",".join(mixture.data.split(",")[::-1])))
+    with pytest.raises(OSError, match="nofile"):
+        train(replace(mixture, data=mixture.data.replace("large", "nofile")), resume="never")
+    assert before.items() <= {path: path.read_bytes() for path in before}.items()
+
+
+def test_another_construction_is_packed_anew(mixture, tmp_path):
+    train(replace(mixture, construction="dilate", construction_size=4))
+    (tmp_path / "run" / "model").rename(tmp_path / "model")
+    dilated = (tmp_path / "run" / "data" / "tokens.npy").read_bytes()
+    train(mixture, resume="never")
+    assert (tmp_path / "run" / "data" / "tokens.npy").read_bytes() != dilated
+
+
+def test_a_trial_reads_the_first_text(mixture, tmp_path, capsys):
+    dry_run(replace(mixture, data=mixture.data.replace("small", "nofile")))
+    assert "step 3/3" in capsys.readouterr().err and not (tmp_path / "run").exists()
