@@ -128,7 +128,7 @@ def choose_lengths(args: argparse.Namespace, claimed: int | None, corpus_tokens:
     points = measuring.default(args.points, 32 if args.protocol == "adaptive" else 16)
     if args.max_length is not None:
         return grid(args.max_length, points)
-    lengths = default_lengths(claimed, corpus_tokens, points, grid)
+    lengths = default_lengths(claimed, corpus_tokens, points, grid, args.repeats)
     measuring.log(f"measuring up to {lengths[-1]} tokens (choose another end with --max-length or --lengths)")
     return lengths
 

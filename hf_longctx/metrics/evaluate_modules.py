@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .checks import positive_int
+from .curve.lengths import METHODS
 from .curve.protocol import default_lengths, scored_tokens
 from .curve.result import CurvePoint, ForgettingCurve
 from .loss.result import PositionLoss
@@ -259,15 +260,18 @@ def measure_curve(
 
     reader, tokens, keywords = prepare("forgetting_curve", model, corpus, tokenizer, options)
     if lengths is None:
-        lengths = default_lengths(reader.claimed_context, None if tokens is None else len(tokens))
+        corpus_tokens = None if tokens is None else len(tokens)
+        lengths = default_lengths(reader.claimed_context, corpus_tokens, repeats=keywords.get("repeats", 10))
     return curve_result(forgetting_curve(reader, tokens, lengths=lengths, **keywords))
 
 
 def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
-    """Return a curve in plain JSON types: summary, the paper's lengths, and what `from_json` reads."""
+    """Return a curve in plain JSON types: summary, what is sure, the paper's lengths, and what `from_json` reads."""
     fine, coarse = curve.fine_length, curve.coarse_length
+    sure = {f"{method}_{end}": getattr(curve.interval(method), end) for method in METHODS for end in ("low", "high")}
     return {
         "summary": curve.summary(),
+        **sure,
         "fine_length": int(fine),
         "fine_open_ended": fine.open_ended,
         "coarse_length": int(coarse),

@@ -278,6 +278,15 @@ def read_result(path) -> Result:
         raise ValueError(f"{path} is no saved result of ours: {error}") from error
 
 
+def plural(number: int, unit: str) -> str:
+    """Write a count of something.
+
+    >>> plural(1, "length"), plural(3, "length")
+    ('1 length', '3 lengths')
+    """
+    return f"{number:,} {unit}{'s' * (number != 1)}"
+
+
 def rounded(value: int | float) -> str:
     """Write a number to show: four digits, or all of an integer."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -172,8 +172,8 @@ def test_losses_of_several_lengths_are_named(tmp_path, words):
 
 
 def test_each_model_is_tested_against_the_first(tmp_path):
-    points = [CurvePoint(n, [n // 2] * 8, [0] * 8, range(8)) for n in (400, 800)]
-    points += [CurvePoint(n, [n // 4] * 8, [0] * 8, range(8)) for n in (400, 800)]
+    points = [CurvePoint(n, [n // 2] * 8, [0] * 8, range(0, 8 * n, n)) for n in (400, 800)]
+    points += [CurvePoint(n, [n // 4] * 8, [0] * 8, range(0, 8 * n, n)) for n in (400, 800)]
     settings = {"data_type": "order", "corpus_sha256": "ab"}
     curves = {"a": ForgettingCurve(points[2:], settings), "b": ForgettingCurve(points[:2], settings)}
     text = compare(curves | {"other": ForgettingCurve(points[:2])}, tmp_path / "x.md")

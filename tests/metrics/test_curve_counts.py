@@ -46,7 +46,9 @@ def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
     assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
     assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
     assert curve.settings["confidence"] == 0.9
-    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {"low", "high", "repeats_needed", "longest"}
+    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {
+        *("low", "high", "repeats_needed", "longest", "text_too_short")
+    }
 
 
 # -- processes

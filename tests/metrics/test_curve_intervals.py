@@ -84,7 +84,7 @@ def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
 def test_a_step_is_located(fine, expected, protocol):
     curve = step_curve(fine, protocol=protocol)
     assert str(curve.interval("fine")) == expected
-    assert curve.interval("coarse") == (800, None, None, True)
+    assert curve.interval("coarse") == (800, None, None, True, False)
 
 
 @pytest.mark.parametrize("risk, expected", [(1.1, (1000, None)), (0.9, (0, None))], ids=["enough risk", "too little"])

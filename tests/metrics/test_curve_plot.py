@@ -11,8 +11,8 @@ from hf_longctx.metrics.curve.plot import areas, ribbon
 
 CURVE = ForgettingCurve(
     [
-        CurvePoint(18, [9, 9], [0, 1], [3, 1]),
-        CurvePoint(20, [4, 5], [1, 0], [2, 9]),
+        CurvePoint(18, [9, 9], [0, 1], [33, 1]),
+        CurvePoint(20, [4, 5], [1, 0], [2, 39]),
         CurvePoint(40, [1, 0], [0, 1]),
     ],
     {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
@@ -23,8 +23,8 @@ def test_the_picture_says_what_was_measured(words):
     text = words(CURVE.plot, train_length=64)
     for expected in (
         "Forgetting curve of tiny",
-        "fine (typical text), 95 % sure: unknown: about 11 repeats needed",
-        "coarse, 95 % sure: unknown: about 600 repeats needed",
+        "fine (typical text): unknown; about 11 repeats needed",
+        "coarse: unknown; about 600 repeats needed",
         "copy accuracy of the worst repeat",
         "training context: 64 tokens",
         "mean and standard deviation of 2 repeats, order data, float32, seed 7",

@@ -19,7 +19,7 @@ def test_grids_match_reference(reference):
 
 @pytest.mark.parametrize(
     "claimed, corpus_tokens, longest",
-    [(64, None, 30), (64, 57, 19), (None, 300, 100)],
+    [(64, None, 30), (64, 247, 19), (None, 1300, 100)],
     ids=["claim", "corpus", "no claim"],
 )
 def test_default_lengths_end_where_the_claim_or_the_corpus_does(claimed, corpus_tokens, longest):
@@ -30,6 +30,12 @@ def test_default_lengths_end_where_the_claim_or_the_corpus_does(claimed, corpus_
 def test_default_lengths_need_an_end():
     with pytest.raises(ValueError, match="lengths="):
         core.default_lengths(None, None)
+
+
+def test_default_lengths_leave_room_for_the_repeats():
+    assert core.default_lengths(None, 2300, repeats=20)[-1] == 100
+    with pytest.raises(ValueError, match="the text has 11 tokens, too few for 10 passages side by side"):
+        core.default_lengths(64, 11)
 
 
 def test_begins_match_reference(reference, tokens):

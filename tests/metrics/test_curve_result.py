@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hf_longctx.metrics.curve.intervals import p_values
+from hf_longctx.metrics.curve.lengths import METHODS
 from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
 
@@ -58,8 +61,8 @@ def test_exactly_99_percent_is_not_fine(reference):
 def small_curve():
     return ForgettingCurve(
         [
-            CurvePoint(18, [9, 9], [0, 1], [3, 1]),
-            CurvePoint(20, [4, 5], [1, 0], [2, 9]),
+            CurvePoint(18, [9, 9], [0, 1], [33, 1]),
+            CurvePoint(20, [4, 5], [1, 0], [2, 39]),
             CurvePoint(40, [1, 0], [0, 1]),
         ],
         {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
@@ -80,14 +83,34 @@ def test_lengths_and_summary():
 
 def test_passages_that_overlap_are_named():
     """Ten targets of 163 tokens in 490 can only begin at 0 or 1; of 30 tokens they have room."""
-    points = [CurvePoint(n, [n // 2] * 10, [0] * 10, [0, 1] * 5) for n in (30, 163)]
-    curve = ForgettingCurve(points, {"corpus_tokens": 490})
-    assert (
-        curve.overlapping == [163]
-        and "; the text is too short: its passages overlap from 163 tokens" in curve.summary()
-    )
-    assert "overlap" not in ForgettingCurve(points[:1], {"corpus_tokens": 490}).summary()
-    assert "overlap" not in ForgettingCurve(points).summary()
+    points = [CurvePoint(30, [15] * 10, [0] * 10, range(0, 400, 40)), CurvePoint(163, [82] * 10, [0] * 10, [0, 1] * 5)]
+    curve, words = ForgettingCurve(points), "the text is too short: its passages overlap from 163 tokens on, where 10"
+    assert curve.overlapping == [163] and f"; {words} of them count as 1 text;" in curve.summary()
+    assert curve.remarks() and not ForgettingCurve(points[:1]).remarks()
+    assert [row["texts"] for row in curve.document()["points"]] == [10, 1]
+
+
+@pytest.mark.parametrize("protocol", ["reference", "adaptive"])
+def test_one_text_is_one_text_however_often_it_is_read(protocol):
+    point = CurvePoint(64, [32] * 10, [3] * 10, [0] * 10)
+    curve = ForgettingCurve([point], {"protocol": protocol})
+    assert all(curve.interval(method)[:2] == (0, None) for method in METHODS)
+    assert str(curve.interval("fine")) == "unknown (a longer text is needed)"
+    apart = ForgettingCurve([CurvePoint(64, [32] * 10, [3] * 10, range(0, 320, 32))], {"protocol": protocol})
+    assert all(apart.interval(method).low == 64 for method in METHODS)
+
+
+def test_lengths_that_are_tested_together_share_no_text():
+    """Seven texts of each of two lengths: where the second lie within the first, they add nothing to the sign test."""
+    copied = np.array([1, 1, 1, 1, 1, 1, 0])  # six of seven: p = 1/16; twelve of fourteen: .0065
+
+    def low(begins):
+        points = [CurvePoint(n, n // 2 * copied, 0 * copied, b) for n, b in ((30, range(0, 700, 100)), (32, begins))]
+        places = [p.places for p in points]
+        return p_values([p.margins("fine") for p in points], [15, 16], 1, "fine", places)[0]
+
+    assert low(range(1000, 1700, 100)) == pytest.approx(0.0065 / 0.36, rel=0.01)
+    assert low(range(0, 700, 100)) > 0.09
 
 
 def test_headlines_are_the_lower_ends_that_are_sure():

@@ -218,7 +218,8 @@ def test_lengths_default_to_half_of_the_claimed_context(curve_module, model):
     result = curve_module.compute(model=model, data_type="random", repeats=1)
     assert [p["length"] for p in result["points"]][-1] == (64 - 3) // 2
     result = curve_module.compute(model=model, corpus=list(range(3, 60)), repeats=1)
-    assert [p["length"] for p in result["points"]][-1] == 57 // 3
+    assert {"fine_low", "fine_high", "coarse_low", "coarse_high"} <= result.keys() and result["fine_low"] == 0
+    assert [p["length"] for p in result["points"]][-1] == 57 // 4
 
 
 TARGETS = [[5, 6, 7, 8, 9], [4, 3, 4, 3, 4], [7, 7, 8]]

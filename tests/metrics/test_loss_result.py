@@ -54,6 +54,18 @@ def test_the_error_is_that_of_the_smoothed_mean():
     assert PositionLoss.of_sequences(losses[:1], {}).error is None
 
 
+def test_sequences_that_overlap_are_one_text():
+    """The report of 32 windows within 44 tokens: no error, and a warning; of two side by side among three, theirs."""
+    losses = 3 + np.random.default_rng(0).normal(size=(32, 20))
+    close = PositionLoss.of_sequences(losses, {}, range(32))
+    assert close.texts == 2 and close.sequences == 32  # from 0 and from 20
+    assert close.error == pytest.approx(PositionLoss.of_sequences(losses[[0, 20]], {}).error)
+    assert "its 32 sequences overlap, and count as 2 texts" in close.summary() and close.remarks()
+    assert PositionLoss.of_sequences(losses, {}, [0] * 32).error is None
+    assert PositionLoss.from_json(close.to_json()) == close
+    assert not PositionLoss.of_sequences(losses, {}, range(0, 640, 20)).remarks()
+
+
 def test_perplexity_of_equal_losses():
     assert np.allclose(perplexity(np.full(9, np.log(7))), 7)
 

@@ -118,7 +118,7 @@ RANDOM = {"data_type": "random", "seed": 0, "repeats": 12, "lengths": [400, 800,
 
 def curve(*counts, settings=ORDER, lengths=(400, 800, 1600), begins=0):
     points = [
-        CurvePoint(n, c, [0] * len(c), None if settings is RANDOM else range(begins, begins + len(c)))
+        CurvePoint(n, c, [0] * len(c), None if settings is RANDOM else range(begins, begins + n * len(c), n))
         for n, c in zip(lengths, counts)
     ]
     return ForgettingCurve(points, settings)

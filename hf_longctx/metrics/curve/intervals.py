@@ -17,7 +17,8 @@ That memory reaches n may be shown by all targets from n upwards, that it ends b
 each test takes windows of 1, 2, 4, 8 ... lengths from n on, and the window that says most, after Bonferroni's
 correction for their number. A long tail in which copying is as good as guessing, 1 % below the threshold, is seen in
 this way, even if no length shows it alone. Targets are the unit of the tests, not tokens, as the tokens of one target
-are alike.
+are alike. Targets that share scored tokens are one text in part, and errors with it: a test takes as many targets of
+its window as share none.
 
 The adaptive protocol measures until single lengths are sure, and leaves few lengths to stand in a window. The
 interval of its curves takes single lengths only, in any order, with Bonferroni's correction for their number and for
@@ -37,12 +38,19 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import bdtrc, bdtrik, stdtr, stdtrit
 
+from ..overlap import separate
+
 
 RESOLUTION = 0.01  # between copying exactly and the fine threshold, and between guessing and the coarse one
 POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
 MOST = 1000  # repeats that it names
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
+SEPARATE = 0.75  # share of repeats without an overlap below which a longer text says more than further repeats
 ENOUGH, ALONE = 6, 0.64  # so many texts suffice for a sign test of one length, by its share of the risk of 2.5 %
+
+
+# by length, where the scored tokens of each repeat stand in the corpus: the first, and the one after the last
+Places = Sequence[Sequence[tuple[int, int]] | None]
 
 
 class Mean(NamedTuple):
@@ -129,7 +137,19 @@ def risk_shares(windows: int, method: str) -> list[float]:
     return [ALONE] + [(1 - ALONE) / (windows - 1)] * (windows - 1)
 
 
-def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
+def without_overlap(margins: Sequence[np.ndarray], places: Places) -> list[np.ndarray]:
+    """Return the margins of a window without those of targets that share scored tokens with one that is kept."""
+    targets = [(i, j, place) for i, row in enumerate(places) for j, place in enumerate(row or ())]
+    kept = [[] if row else [*range(m.shape[-1])] for m, row in zip(margins, places)]
+    for index in separate([place for *_, place in targets]):
+        i, j, _ = targets[index]
+        kept[i].append(j)
+    return [m[..., sorted(columns)] for m, columns in zip(margins, kept)]
+
+
+def p_values(
+    margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str, places: Places | None = None
+) -> np.ndarray:
     """For each length, the p value of the hypothesis that closed testing is to reject there.
 
     Args:
@@ -138,15 +158,19 @@ def p_values(margins: Sequence[np.ndarray], scored: Sequence[int], direction: in
         direction: 1 to show that memory reaches a length, by the lengths from there on; -1 to show that memory ends
             before it, by the lengths up to there.
         method: "fine" or "coarse".
+        places: for each length, where the scored tokens of its repeats stand in the corpus; None where none overlap.
 
     Returns:
         (..., lengths) float64, corrected for the number of windows.
     """
-    sizes, columns = windows(len(scored)), []
+    sizes, columns, places = windows(len(scored)), [], places or [None] * len(scored)
     shares = risk_shares(len(sizes), method)
     for i in range(len(scored)):
         spans = [slice(i, i + size) if direction > 0 else slice(max(i + 1 - size, 0), i + 1) for size in sizes]
-        p = [p_value(margins[span], scored[span], direction, method) / share for span, share in zip(spans, shares)]
+        p = [
+            p_value(without_overlap(margins[span], places[span]), scored[span], direction, method) / share
+            for span, share in zip(spans, shares)
+        ]
         columns.append(np.min(p, axis=0))
     return np.stack(columns, axis=-1)
 
@@ -165,6 +189,7 @@ class LengthInterval(NamedTuple):
         repeats_needed: about how many repeats would show more where `high` is missing; None where memory reaches the
             longest length, or where `MOST` repeats would not do.
         longest: whether `low` is the longest tested length.
+        text_too_short: whether repeats overlap so much that a longer text is needed to say more.
 
     >>> print(LengthInterval(253, 387), LengthInterval(0, 64), LengthInterval(1400, None, longest=True))
     [253, 387) <64 >=1400 (the longest tested)
@@ -176,6 +201,7 @@ class LengthInterval(NamedTuple):
     high: int | None
     repeats_needed: int | None = None
     longest: bool = False
+    text_too_short: bool = False
 
     def __str__(self):
         if self.high is not None:
@@ -184,27 +210,32 @@ class LengthInterval(NamedTuple):
             return f">={self.low} (the longest tested)"
         return f">={self.low} ({self._needed} to say more)" if self.low else f"unknown ({self._needed})"
 
+    @property
+    def sure(self) -> bool:
+        """Return whether anything is sure."""
+        return self.low > 0 or self.high is not None
+
     def in_words(self) -> str:
         """Return what is sure, in the words of pictures and tables.
 
         >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
         ('1,400 to 2,048', 'below 64')
         >>> LengthInterval(0, None, 40).in_words(), LengthInterval(64, None, 40).in_words()
-        ('unknown: about 40 repeats needed', 'at least 64')
+        ('unknown; about 40 repeats needed', 'at least 64')
         """
         if self.high is not None:
             return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
         if not self.low:
-            return f"unknown: {self._needed}"
+            return f"unknown; {self._needed}"
         return f"at least {self.low:,}"
 
     @property
     def _needed(self) -> str:
-        return (
-            "the repeats differ too much"
-            if self.repeats_needed is None
-            else f"about {self.repeats_needed} repeats needed"
-        )
+        if self.text_too_short:
+            return "a longer text is needed"
+        if self.repeats_needed is None:
+            return "the repeats differ too much"
+        return f"about {self.repeats_needed} repeats needed"
 
 
 def length_interval(
@@ -214,6 +245,7 @@ def length_interval(
     method: str,
     confidence: float = 0.95,
     protocol: str = "reference",
+    places: Places | None = None,
 ) -> LengthInterval:
     """Confidence interval of the fine or coarse length, if memory only fades as targets grow.
 
@@ -226,6 +258,7 @@ def length_interval(
         method: "fine" or "coarse".
         confidence: between 0 and 1.
         protocol: how the lengths were measured; see `measure.forgetting_curve`.
+        places: as for `p_values`.
 
     Raises:
         ValueError: the confidence is not between 0 and 1, there is no such protocol, or the arguments are not of one
@@ -242,21 +275,24 @@ def length_interval(
         )
     if not count:
         return LengthInterval(0, None)
-    level, sizes = (1 - confidence) / 2, windows(count)
+    level, sizes, places = (1 - confidence) / 2, windows(count), places or [None] * count
+    alone = [without_overlap([m], [row])[0] for m, row in zip(margins, places)]  # windows of one length
     if protocol == "adaptive":
         level, sizes = level / adaptive_tests(count, max(m.shape[-1] for m in margins), method, level), [1]
-        outcomes = [test_result(m, n, level, method) for m, n in zip(margins, scored)]
+        outcomes = [test_result(m, n, level, method) for m, n in zip(alone, scored)]
         reached = max((i for i, v in enumerate(outcomes, start=1) if v > 0), default=0)
         end = min((i for i, v in enumerate(outcomes) if v < 0 and i >= reached), default=count)
     else:
-        reached = int(rejected(p_values(margins, scored, 1, method), level))
-        ended = int(rejected(p_values(margins, scored, -1, method)[..., ::-1], level))
+        reached = int(rejected(p_values(margins, scored, 1, method, places), level))
+        ended = int(rejected(p_values(margins, scored, -1, method, places)[..., ::-1], level))
         end = max(count - ended, reached)  # after a dip, both may be shown of one length
     low, longest = lengths[reached - 1] if reached else 0, reached == count
     if end < count or longest:
         return LengthInterval(low, lengths[end] if end < count else None, None, longest)
+    if alone[-1].shape[-1] < SEPARATE * margins[-1].shape[-1]:
+        return LengthInterval(low, None, text_too_short=True)
     levels = [level * share for share in risk_shares(len(sizes), method)]
-    return LengthInterval(low, None, repeats_needed(margins[reached:], scored[reached:], levels, method))
+    return LengthInterval(low, None, repeats_needed(alone[reached:], scored[reached:], levels, method))
 
 
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:

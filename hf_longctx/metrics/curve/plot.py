@@ -39,7 +39,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     axes.plot(lengths, [p.copy_worst for p in curve.points], **worst, label="copy accuracy of the worst repeat")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
     mark_failures(axes, curve)
-    notes = [f"mean and standard deviation of {curve.repeats_range} repeats"]
+    notes = [f"mean and standard deviation of {curve.repeats_in_words}"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
     if train_length is not None and not mark_input(axes, train_length, right):
         notes.append(f"training context of {train_length:,} tokens not reached")
@@ -132,8 +132,11 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
         axes.axvspan(start, end, **style.area(style.PALE, area), zorder=0)
     drawn = {area for _, _, area in stretches}
     names = {"fine": "fine (typical text)", "coarse": "coarse"}
-    intervals = {method: f"{name}, 95 % sure: {curve.interval(method).in_words()}" for method, name in names.items()}
-    keys = [(area if area in drawn else None, label) for area, label in intervals.items()]
+    keys = []
+    for method, name in names.items():
+        interval = curve.interval(method)
+        label = f"{name}{', 95 % sure' * interval.sure}: {interval.in_words()}"
+        keys.append((method if method in drawn else None, label))
     keys += [(area, label) for area, label in style.AREAS.items() if area in drawn]
     return [style.Patch(**style.area(style.PALE, area), label=label) for area, label in keys]
 
@@ -176,5 +179,5 @@ def plot_errors(curve, path) -> None:
     bar.set_label("tokens copied wrong", color=style.INK, fontsize=10)
     bar.outline.set_visible(False)
     style.draw_title(figure, style.heading(curve, "Copying errors"))
-    style.small_print(figure, f"per cent of the tokens of {curve.repeats_range} repeats; the first half is not scored")
+    style.small_print(figure, f"per cent of the tokens of {curve.repeats_in_words}; the first half is not scored")
     figure.savefig(path)

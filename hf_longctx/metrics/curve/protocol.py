@@ -54,21 +54,30 @@ def default_lengths(
     corpus_tokens: int | None,
     n: int = 16,
     grid: Callable[[int, int], list[int]] = linear_lengths,
+    repeats: int = 10,
 ) -> list[int]:
     """Return a grid of `n` lengths up to those whose input fills the claimed context, as far as the corpus reaches.
 
     Args:
         claimed_context: in tokens; None if the model claims none.
         corpus_tokens: None for random data.
+        repeats: targets that shall have room side by side in the corpus.
 
     Raises:
-        ValueError: neither says how far to measure.
+        ValueError: neither says how far to measure, or the corpus is too short for that.
 
-    >>> default_lengths(131, None, 3)
-    [8, 36, 64]
+    >>> default_lengths(131, None, 3), default_lengths(None, 1300, 3)
+    ([8, 36, 64], [8, 54, 100])
     """
     ends = [] if claimed_context is None else [longest_length(claimed_context)]
-    ends += [] if corpus_tokens is None else [corpus_tokens // 3]
+    if corpus_tokens is not None:
+        ends.append(corpus_tokens // (3 + repeats))
+        if ends[-1] <= SHORTEST:
+            raise ValueError(
+                f"the text has {corpus_tokens} tokens, too few for {repeats} passages side by side and unrelated text: "
+                f"give {(3 + repeats) * (SHORTEST + 1)} or more, fewer repeats, or the lengths themselves: lengths=[4, 6], "
+                "or --lengths 4,6."
+            )
     if not ends:
         raise ValueError(
             "the model claims no context and there is no corpus; say how far to measure: lengths=[...], or --lengths "

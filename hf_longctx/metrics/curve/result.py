@@ -13,9 +13,10 @@ import numpy as np
 from scipy.special import stdtr
 
 from ..checks import entries, integers, positive_int
-from ..result import Headline, Overview, Result, Table
+from ..overlap import separate
+from ..result import Headline, Overview, Result, Table, plural
 from .errors import unpack
-from .intervals import ENOUGH, LengthInterval, length_interval, test_result
+from .intervals import ENOUGH, SEPARATE, LengthInterval, length_interval, test_result
 from .lengths import METHODS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
 
@@ -76,6 +77,18 @@ class CurvePoint:
         return min(self.copy_correct) / self.scored_tokens
 
     @property
+    def places(self) -> list[tuple[int, int]] | None:
+        """Where the scored tokens of each repeat stand in the corpus: the first, and the one after the last."""
+        if self.begin_locs is None:
+            return None
+        return [(begin + self.length - self.scored_tokens, begin + self.length) for begin in self.begin_locs]
+
+    @property
+    def texts(self) -> list[int]:
+        """Indices of the repeats that count as texts of their own: as many as share no scored token with another."""
+        return [*range(self.repeats)] if self.places is None else sorted(separate(self.places))
+
+    @property
     def copied(self) -> int:
         """How many repeats are copied with an accuracy above 99 %."""
         return sum(100 * correct > 99 * self.scored_tokens for correct in self.copy_correct)
@@ -106,7 +119,7 @@ class CurvePoint:
         return 0.0 if error == 0 else float(2 * stdtr(self.repeats - 1, -abs(difference.mean()) / error))
 
     def margins(self, method: str) -> np.ndarray:
-        """By how much each repeat is above the threshold of "fine" or "coarse"; see `lengths.margins`."""
+        """By how much each repeat is above the threshold of "fine" or "coarse", (R,); see `lengths.margins`."""
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
     def passes(self, method: str) -> bool:
@@ -115,7 +128,18 @@ class CurvePoint:
 
     def test_result(self, method: str, level: float) -> int:
         """Return 1 if the length passes at this level, -1 if it fails, else 0; see `intervals.test_result`."""
-        return test_result(self.margins(method), self.scored_tokens, level, method)
+        return test_result(self.margins(method)[self.texts], self.scored_tokens, level, method)
+
+
+def span(lengths: Sequence[int]) -> str:
+    """Write how many lengths there are, and from where to where.
+
+    >>> span([800]), span([8, 16, 64])
+    ('length 800', '3 lengths from 8 to 64')
+    """
+    if len(lengths) == 1:
+        return f"length {lengths[0]}"
+    return f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +214,8 @@ class ForgettingCurve(Result):
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
         lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
         protocol = self.settings.get("protocol", "reference")
-        return length_interval(lengths, [p.margins(method) for p in self.points], scored, method, confidence, protocol)
+        values, places = [p.margins(method) for p in self.points], [p.places for p in self.points]
+        return length_interval(lengths, values, scored, method, confidence, protocol, places)
 
     def first_failures(self) -> dict[str, int]:
         """By method, the first length that fails after others have passed, if there is one.
@@ -201,37 +226,30 @@ class ForgettingCurve(Result):
         return {method: run.next_tested for method, run in first_runs.items() if run and run.next_tested is not None}
 
     @property
-    def repeats_range(self) -> str:
-        """Return how many repeats a point has, such as "10", or "3 to 10" of an adaptive curve."""
+    def repeats_in_words(self) -> str:
+        """Return how many repeats a point has, such as "10 repeats", or "3 to 10 repeats" of an adaptive curve."""
         counts = sorted({p.repeats for p in self.points})
-        return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
     @property
     def overlapping(self) -> list[int]:
-        """The lengths whose targets cannot stand side by side in the corpus, so that repeats are partly one text."""
-        corpus = self.settings.get("corpus_tokens")
-        return [p.length for p in self.points if p.begin_locs and corpus and (3 + p.repeats) * p.length > corpus]
+        """The lengths at which more than a quarter of the repeats share scored tokens with another."""
+        return [p.length for p in self.points if len(p.texts) < SEPARATE * p.repeats]
 
     def summary(self) -> str:
         missing = ""
         for reason in dict.fromkeys(self.not_measured.values()):
             lengths = [length for length, why in self.not_measured.items() if why == reason]
-            several = f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}"
-            missing += f"; {several if len(lengths) > 1 else f'length {lengths[0]}'} not measured: {reason}"
+            missing += f"; {span(lengths)} not measured: {reason}"
         if not self.points:
             return "no length measured" + missing
 
-        first, last, failures = self.points[0], self.points[-1], self.first_failures()
+        failures = self.first_failures()
 
         fine = self.interval("fine")
-        few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != first.length
+        few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
-
-        if self.overlapping:
-            advice += (
-                f"; the text is too short: its passages overlap from {self.overlapping[0]} tokens on, and count as"
-            )
-            advice += " independent"
+        advice += "".join(f"; {remark}" for remark in self.remarks())
 
         def read_off(method):
             length = self.memory_lengths[f"{method}_max"]
@@ -240,9 +258,18 @@ class ForgettingCurve(Result):
 
         return (
             f"95 % sure, in tokens: fine length of the typical text {fine}, coarse length {self.interval('coarse')}{advice}; "
-            f"the paper's definition, of means: {read_off('fine')}, {read_off('coarse')}; {len(self.points)} lengths from "
-            f"{first.length} to {last.length}, {self.repeats_range} repeats{missing}{self.interruption}"
+            f"the paper's definition, of means: {read_off('fine')}, {read_off('coarse')}; {span([p.length for p in self.points])}, "
+            f"{self.repeats_in_words}{missing}{self.interruption}"
         )
+
+    def remarks(self) -> list[str]:
+        if not self.overlapping:
+            return []
+        p = next(p for p in self.points if p.length == self.overlapping[0])
+        return [
+            f"the text is too short: its passages overlap from {p.length:,} tokens on, where {p.repeats} of them count as "
+            f"{plural(len(p.texts), 'text')}"
+        ]
 
     def explanation(self) -> str:
         return (
@@ -293,16 +320,13 @@ class ForgettingCurve(Result):
     def overview(self) -> list[Overview]:
         if not self.points:
             return []
-        sample = f"{len(self.points)} length{'s' * (len(self.points) > 1)}, {self.repeats_range} repeats"
+        sample = f"{plural(len(self.points), 'length')}, {self.repeats_in_words}"
         names = {"fine": "fine length of the typical text, tokens", "coarse": "coarse length, tokens"}
-        rows = [
-            Overview(
-                name,
-                f"{self.interval(method).in_words()} (95 % sure{'; the longest tested' * self.interval(method).longest})",
-                sample=f"{sample}; the paper's, of means: {self.memory_lengths[f'{method}_max']}",
-            )
-            for method, name in names.items()
-        ]
+        rows = []
+        for method, name in names.items():
+            interval, paper = self.interval(method), self.memory_lengths[f"{method}_max"]
+            sure = f" (95 % sure{'; the longest tested' * interval.longest})" * interval.sure
+            rows.append(Overview(name, interval.in_words() + sure, sample=f"{sample}; the paper's, of means: {paper}"))
         p = next((p for p in self.points if p.length >= self.interval("fine").low), self.points[-1])
         copied = f"{p.copied} of {p.repeats}, the worst to {p.copy_worst:.1%}"
         return [*rows, Overview(f"texts of {p.length:,} tokens copied above 99 %", copied)]
@@ -318,7 +342,7 @@ class ForgettingCurve(Result):
         return {
             "settings": self.settings,
             "memory_lengths": lengths,
-            "points": [{name: getattr(p, name) for name in names} for p in self.points],
+            "points": [{name: getattr(p, name) for name in names} | {"texts": len(p.texts)} for p in self.points],
             "intervals_95": {method: self.interval(method)._asdict() for method in METHODS},
             "not_measured": [{"length": n, "reason": reason} for n, reason in self.not_measured.items()],
         } | ({"samples": samples} if samples else {})

@@ -80,8 +80,9 @@ def position_loss(
     def result(entries: dict[int, list[float]]) -> PositionLoss | None:
         if not entries:
             return None
-        losses = [entries[start] for start in starts if start in entries]
-        return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length))
+        read = [start for start in starts if start in entries]
+        losses = [entries[start] for start in read]
+        return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length), read)
 
     measured = run_distributed(
         reader,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import style
+from ..result import plural
 
 
 LEAST_SPAN = 0.5  # nats from the bottom to the top of a picture: less would make noise look like a trend
@@ -65,7 +66,7 @@ def plot_losses(
 
 def label(result: Any) -> str:
     """Return model and number of sequences."""
-    return f"{style.literal(result.model_name)}, {result.sequences} sequence{'s' if result.sequences > 1 else ''}"
+    return f"{style.literal(result.model_name)}, {plural(result.sequences, 'sequence')}"
 
 
 def least_span(low: float, high: float) -> tuple[float, float]:

@@ -19,7 +19,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 from ..checks import positive_int
-from ..result import Headline, Overview, Result, Table
+from ..overlap import separate
+from ..result import Headline, Overview, Result, Table, plural
 from .averages import moving_average, perplexity, smoothing_window, standard_error
 
 
@@ -60,6 +61,7 @@ class PositionLoss(Result):
         loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
         sequences: over how many.
         error: standard error over sequences of `smoothed()`, one float per position; None if not known.
+        texts: how many of the sequences do not overlap; the error is that of their mean. Default (0): all.
     """
 
     kind = "position_loss"
@@ -69,23 +71,26 @@ class PositionLoss(Result):
     sequences: int
     settings: dict[str, Any] = field(default_factory=dict)
     error: Sequence[float] | None = None
+    texts: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
         object.__setattr__(self, "sequences", positive_int("sequences", self.sequences))
+        object.__setattr__(self, "texts", positive_int("texts", self.texts or self.sequences))
         if self.error is None:
             return
-        positive_int("sequences of a loss with an error", self.sequences, 2)
+        positive_int("sequences of a loss with an error", self.texts, 2)
         object.__setattr__(self, "error", numbers_by_position(self.error, "error"))
         if len(self.error) != len(self.loss) or min(self.error) < 0:
             raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")
 
     @classmethod
-    def of_sequences(cls, losses: Any, settings: dict[str, Any]) -> PositionLoss:
-        """Return the mean over sequences and its error.
+    def of_sequences(cls, losses: Any, settings: dict[str, Any], starts: Sequence[int] | None = None) -> PositionLoss:
+        """Return the mean over sequences, and its error by those that do not overlap.
 
         Args:
             losses: of M sequences of T tokens, (M, T), in nats.
+            starts: where the sequences start in one text; None if they do not overlap.
 
         Raises:
             ValueError: the sequences are missing, or not of one length.
@@ -94,8 +99,10 @@ class PositionLoss(Result):
         if len(lengths) != 1 or np.ndim(losses[0]) != 1:
             raise ValueError(f"losses must be one or more sequences of one length, got lengths {lengths}.")
         losses = np.asarray(losses, dtype=np.float64)
-        error = standard_error(losses, smoothing_window(*lengths))
-        return cls(losses.mean(axis=0).tolist(), len(losses), settings, None if error is None else error.tolist())
+        texts = [*range(len(losses))] if starts is None else separate([(i, i + lengths[0]) for i in starts])
+        error = standard_error(losses[texts], smoothing_window(*lengths))
+        errors = None if error is None else error.tolist()
+        return cls(losses.mean(axis=0).tolist(), len(losses), settings, errors, len(texts))
 
     @property
     def context_length(self) -> int:
@@ -126,8 +133,16 @@ class PositionLoss(Result):
         how = f"nats, mean of {self.window} tokens" + ("" if self.error is None else " ± standard error")
         return (
             f"loss {self.smoothed_at(end // 2 + 1)} in the middle and {self.smoothed_at(end)} at the end of {end} tokens "
-            f"({how}), perplexity {self.perplexity[-1]:.2f}; {self.sequences} sequences{self.interruption}"
+            f"({how}), perplexity {self.perplexity[-1]:.2f}; {plural(self.sequences, 'sequence')}"
+            f"{''.join(f'; {remark}' for remark in self.remarks())}{self.interruption}"
         )
+
+    def remarks(self) -> list[str]:
+        if self.texts == self.sequences:
+            return []
+        return [
+            f"the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
+        ]
 
     def explanation(self) -> str:
         return (
@@ -151,10 +166,10 @@ class PositionLoss(Result):
         return sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
 
     def overview(self) -> list[Overview]:
-        end, loss, sample = self.context_length, self.smoothed()[-1], f"{self.sequences} sequences"
+        end, loss, sample = self.context_length, self.smoothed()[-1], plural(self.sequences, "sequence")
         interval = ""
         if self.error is not None:  # Student's t: of two sequences, 95 % take 13 standard errors, and not 1.96
-            width = stdtrit(self.sequences - 1, 0.975) * self.error[-1]
+            width = stdtrit(self.texts - 1, 0.975) * self.error[-1]
             interval = f"{loss - width:.3f} to {loss + width:.3f}"
         return [
             Overview(f"loss at {end} tokens, nats", f"{loss:.3f}", interval, sample),
@@ -166,6 +181,7 @@ class PositionLoss(Result):
         return {
             "settings": self.settings,
             "sequences": self.sequences,
+            "texts": self.texts,
             "perplexity": {str(end): float(perplexity[end - 1]) for end in self._ends()},
             "loss": self.loss,
             "smoothed_error": self.error,
@@ -173,7 +189,8 @@ class PositionLoss(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> PositionLoss:
-        return cls(document["loss"], document["sequences"], document["settings"], document["smoothed_error"])
+        loss, sequences, settings = (document[name] for name in ("loss", "sequences", "settings"))
+        return cls(loss, sequences, settings, document["smoothed_error"], document.get("texts", 0))
 
     def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_losses

@@ -144,7 +144,10 @@ def conditions(result: Result) -> dict[str, str]:
     if "corpus" not in settings and "corpus_sha256" in settings:
         alike["texts"] = settings["corpus_sha256"][:8]
     if isinstance(result, ForgettingCurve):
-        alike |= {"repeats": result.repeats_range, "longest lengths": str(result.points[-1].length)}
+        alike |= {
+            "repeats": result.repeats_in_words.rpartition(" ")[0],
+            "longest lengths": str(result.points[-1].length),
+        }
     elif isinstance(result, PositionLoss):
         alike |= {"sequences": str(result.sequences), "context lengths": str(result.context_length)}
     return alike

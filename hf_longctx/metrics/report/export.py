@@ -112,7 +112,7 @@ def loss_scores(loss: PositionLoss) -> list[Score]:
     end, value = loss.context_length, float(loss.smoothed()[-1])
     known: tuple = (None, None, "", None, loss.sequences)
     if loss.error is not None:
-        width = float(stdtrit(loss.sequences - 1, 0.975) * loss.error[-1])
+        width = float(stdtrit(loss.texts - 1, 0.975) * loss.error[-1])
         known = (value - width, value + width, "t over sequences", float(loss.error[-1]), loss.sequences)
     perplexity = Score(
         f"perplexity.{end}", "perplexity", f"perplexity of {end} tokens", "perplexity", float(loss.perplexity[-1])

@@ -94,7 +94,8 @@ class Subject(NamedTuple):
 def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
     """Measure the forgetting curve, up to half of the context."""
     if subject.context_length is None:
-        lengths = default_lengths(subject.reader.claimed_context, len(subject.tokens), POINTS, log_lengths)
+        ends = subject.reader.claimed_context, len(subject.tokens)
+        lengths = default_lengths(*ends, POINTS, log_lengths, subject.repeats)
     else:
         lengths = log_lengths(longest_length(subject.context_length), POINTS)
     return forgetting_curve(

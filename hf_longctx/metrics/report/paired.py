@@ -188,7 +188,7 @@ def paired_differences(first: Result, second: Result) -> list[Difference]:
     if reason is not None:
         raise ValueError(f"the differences cannot be paired: {reason}.")
     replies = all("match_rate" in getattr(result, "scores", ()) for result in (first, second))
-    one, other = ({score.length: score for score in by_length(r, replies)} for r in (first, second))
+    one, other = ({score.length: score for score in by_length(r, replies, True)} for r in (first, second))
     places = texts(first), texts(second)
     lengths = [n for n in one if n in other]
     tests, units = [], []
@@ -198,6 +198,9 @@ def paired_differences(first: Result, second: Result) -> list[Difference]:
         if a != b:
             raise ValueError(f"the differences cannot be paired: the texts of length {n} are not the same.")
         shares = one[n].shares[:pairs], other[n].shares[:pairs]
+        if isinstance(first, ForgettingCurve):  # of texts that overlap, one says it all
+            kept = next(p for p in first.points if p.length == n).first(pairs).texts
+            shares = shares[0][kept], shares[1][kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
     if not tests:

@@ -28,18 +28,22 @@ class Score(NamedTuple):
     tokens: int
 
 
-def by_length(result: Result, replies: bool = True) -> list[Score]:
+def by_length(result: Result, replies: bool = True, overlapping: bool = False) -> list[Score]:
     """Return the scores of a forgetting curve (copied tokens), needle or line retrieval (right answers), ascending.
 
     Args:
         replies: count what was found in the replies, where there are some; else what is right token for token.
+        overlapping: keep the targets of a curve that share scored tokens with others.
 
     Raises:
         ValueError: the result is of another metric.
     """
     if isinstance(result, ForgettingCurve):
-        shares = ((p.length, np.array(p.copy_correct) / p.scored_tokens, p.scored_tokens) for p in result.points)
-        return [Score(*share, share[0]) for share in shares]
+        return [
+            Score(p.length, np.array(p.copy_correct)[kept] / p.scored_tokens, p.scored_tokens, p.length)
+            for p in result.points
+            for kept in [[*range(p.repeats)] if overlapping else p.texts]
+        ]
     field = "matched" if replies else "exact"
     if isinstance(result, LineRetrieval):
         shares = ((p.lines, np.array([getattr(a, field) for a in p.answers], float)) for p in result.points)

@@ -29,7 +29,9 @@ Or predictions and references, one of each per target S of n tokens:
     references (list of list of int): the n ids of S. Targets of one length are the repeats of one point.
 Returns:
     summary (str): the result in one line, beginning with what is 95 % sure.
-    intervals_95 (dict): where the "fine" and the "coarse" length lie: low, high, repeats_needed, longest.
+    fine_low, fine_high, coarse_low, coarse_high (int): where the lengths lie for sure (95 %), in tokens: from low on (0
+        if none is sure) to below high (None if no end is sure). For comparisons take these.
+    intervals_95 (dict): the same, with repeats_needed, longest, text_too_short.
     fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
     fine_open_ended, coarse_open_ended (bool): the longest tested length still passes; read it as "more than".
     settings (dict): how it was measured.
