@@ -42,10 +42,10 @@ from transformers.utils import logging
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.result import commit
-from hf_longctx.training.recall_task import RecallTask
 from scripts.bench import common
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import PICTURES
+from scripts.recall_task import RecallTask
 
 
 METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs

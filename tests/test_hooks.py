@@ -20,6 +20,7 @@ BATCHING = "transformers.generation.continuous_batching"
 SHARDS = "accelerate.data_loader"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
+    ("_load_best_model", TRAINER, "def _load_best_model(self)", "the model of the lowest eval_loss is written"),
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
     ("_get_output_dir", TRAINER, "self._get_output_dir(trial=trial)", "a checkpoint is saved beside its place"),
     ("_save_checkpoint", TRAINER, "self._save_checkpoint(model, trial)", "a checkpoint appears when it is complete"),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import load_adapter
     from .data import TokenDataset
-    from .recall_task import RecallTask
     from .recipes import FinetuneSettings, TrainSettings
     from .run import dry_run, train
     from .streams import CarriesStates, DocumentStreams
@@ -23,7 +22,6 @@ _MODULES = {
     "CarriesStates": "streams",
     "DocumentStreams": "streams",
     "FinetuneSettings": "recipes",
-    "RecallTask": "recall_task",
     "ResumableTrainer": "trainer",
     "TokenDataset": "data",
     "TrainSettings": "recipes",
@@ -44,7 +42,6 @@ __all__ = [
     "CarriesStates",
     "DocumentStreams",
     "FinetuneSettings",
-    "RecallTask",
     "ResumableTrainer",
     "TokenDataset",
     "TrainSettings",

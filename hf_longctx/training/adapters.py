@@ -30,7 +30,7 @@ BASE = "base.json"  # beside an adapter: which weights it was trained on
 
 
 def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
-    """Return the model with an adapter, and with the modules that the recipe trains in full, both in float32.
+    """Return the model with a new adapter, and with the modules that the recipe trains in full, both in float32.
 
     Raises:
         ValueError: a name is not that of a module, or the adapter would corrupt tied embeddings when it is merged.
@@ -115,6 +115,11 @@ def save_fingerprint(base: dict[str, Any], folder: Path) -> None:
     (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
 
 
+def adapter_digest(folder: str | Path) -> str:
+    """Return the hash of the weights of an adapter."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in Path(folder).glob("adapter_model.*"))).hexdigest()
+
+
 def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftModel:
     """Load an adapter of `finetune` on its base.
 
@@ -174,4 +179,4 @@ def _check_names(option, names, valid):
             raise ValueError(f"{option} names {name}, which is not a module of this model; {hint}")
 
 
-__all__ = ["TARGETS", "add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]
+__all__ = ["TARGETS", "adapter_digest", "add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,7 @@ from ..hmt import HMTConfig, HMTWrapper
 from .adapters import add_lora
 from .loss_in_pieces import LossInPieces, fits
 from .model_init import base_dtype, in_bfloat16, planned_config
+from .muon import hidden_matrices
 from .recipes import ResolvedFinetuning, ResolvedSettings, RunSettings
 from .settings import option
 
@@ -147,12 +149,16 @@ def estimate(settings: RunSettings) -> Estimate:
             else:  # before transformers 5.23 or so
                 model.gradient_checkpointing_enable()
         memory.kind = "optimizer"
-        optimizer, moments = torch.optim.AdamW(trained), torch.float32 if run.optimizer == "adamw" else torch.uint8
+        optimizer, moments = torch.optim.AdamW(trained), torch.uint8 if "8bit" in run.optimizer else torch.float32
+        by_muon = {id(p) for p in hidden_matrices(model)} if run.optimizer == "muon" else set()
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
             optimizer.state[parameter] = {
                 "step": torch.zeros(()),
-                **{name: torch.empty_like(parameter, dtype=moments) for name in ("exp_avg", "exp_avg_sq")},
+                **{
+                    name: torch.empty_like(parameter, dtype=moments)
+                    for name in (("momentum",) if id(parameter) in by_muon else ("exp_avg", "exp_avg_sq"))
+                },
             }
         optimizer.zero_grad()
         memory.kind = "activations"
@@ -194,6 +200,10 @@ def make_empty_model(run: ResolvedSettings, tokenizer) -> Any:
             module.float()
     if run.attention == "eager":
         model.set_attn_implementation("eager")
+    if run.adapter is not None:
+        adapter: Any = PeftConfig.from_pretrained(run.adapter)
+        adapter.inference_mode = False
+        return get_peft_model(model, adapter).train()
     return (model if run.full else add_lora(model, run)).train()
 
 

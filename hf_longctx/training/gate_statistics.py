@@ -12,7 +12,7 @@ OPEN = 1e-12  # least -log f whose decay time float32 can hold
 
 
 class ForgetGateStatistics:
-    """The tokens in which each gate of a model forgets by a factor e, averaged over all tokens that are read.
+    """The tokens in which each gate of a model forgets by a factor e, averaged over all tokens that are trained on.
 
     Forward hooks keep the mean of log f of each gate and pass, which the layers compute anyway.
     """
@@ -25,6 +25,8 @@ class ForgetGateStatistics:
                 module.register_forward_hook(partial(self.add, name))
 
     def add(self, name, module, inputs, log_f):
+        if not module.training:  # an evaluation
+            return
         self.total[name] = self.total.get(name, 0) + log_f.detach().mean((0, 2))
         self.passes[name] = self.passes.get(name, 0) + 1
 

@@ -271,7 +271,7 @@ def read_config(name: str) -> Any:
     """
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} holds an adapter; name its base, or a whole model with it: `hf-longctx merge RUN --output FOLDER`."
+            f"{name} holds an adapter beside its base; name a whole model with it: `hf-longctx merge RUN --output FOLDER`."
         )
     try:
         config = AutoConfig.from_pretrained(name)

@@ -84,6 +84,10 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.since, self.first, self.printed = time.monotonic(), state.global_step, 0.0
 
+    def leave_out(self, seconds: float) -> None:
+        """Take no account of the last seconds, in which nothing was trained."""
+        self.since += seconds
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         now, step = time.monotonic(), f"step {state.global_step}/{state.max_steps}"
         if not state.is_world_process_zero or not logs:

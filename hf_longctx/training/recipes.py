@@ -4,7 +4,9 @@
 imports no torch, so that a command line is read at once.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..corpus import split_mixture
@@ -14,7 +16,7 @@ from .synthetic_data import KINDS, Construction
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
-OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "muon")
 RECALL_MODES = ("single_pass", "three_pass", "paper")
 
 
@@ -63,7 +65,9 @@ class RunSettings:
     offload_activations: bool = setting(
         False, "checkpointed activations wait in the memory of the host", may_change=True
     )
-    optimizer: str = setting("adamw", "its moments in 8 bits, and pages of the host: by bitsandbytes", OPTIMIZERS)
+    optimizer: str = setting(
+        "adamw", "its moments in 8 bits, and pages of the host: by bitsandbytes; muon: for hidden matrices", OPTIMIZERS
+    )
     compile: bool = setting(False, "the model by torch.compile")
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
@@ -78,6 +82,12 @@ class RunSettings:
     seed: int = setting(0, "of new weights, dropout and the order of rows", bounds=SEED)
     save_steps: int = setting(100, "steps between checkpoints", bounds=POSITIVE, may_change=True)
     keep_checkpoints: int = setting(2, "older ones are removed", bounds=POSITIVE, may_change=True)
+    measure_steps: int | None = setting(
+        None, "steps between forgetting curves and samples, in measurements.jsonl", bounds=POSITIVE, may_change=True
+    )
+    keep_best: bool = setting(
+        False, "keep the checkpoint with the lowest eval_loss, and write its model", may_change=True
+    )
     eval_steps: int = setting(500, "steps between evaluations", bounds=POSITIVE, may_change=True)
 
     # Settings of some recipes only, as they are in all other trainings.
@@ -144,8 +154,9 @@ class ResolvedSettings(RunSettings):
         for name, default in checkpointing.items():
             if not self.activation_checkpointing and getattr(self, name) != default:
                 raise ValueError(f"{option(name)} belongs to --activation-checkpointing, which is off; turn it on.")
-        if self.eval_data is None and self.eval_steps != RunSettings.eval_steps:
-            raise ValueError("--eval-steps belongs to --eval-data, which is missing.")
+        for name in ("eval_steps", "keep_best"):
+            if self.eval_data is None and getattr(self, name) != getattr(RunSettings, name):
+                raise ValueError(f"{option(name)} belongs to --eval-data, which is missing.")
         if self.streaming and self.epochs:
             raise ValueError("--epochs needs to know how long the data are; leave out --streaming, or give --steps.")
         sources = split_mixture(self.data)
@@ -334,7 +345,10 @@ GATES_LEARN_FASTER = 100
 class FinetuneSettings(RunSettings):
     """Settings of a fine-tuning."""
 
-    model: str | None = setting(None, "folder or Hub name of a causal language model", may_change=True)
+    model: str | None = setting(
+        None, "folder or Hub name of a causal language model; or of an adapter, to train it on", may_change=True
+    )
+    adapter: str | None = setting(None, "folder of an adapter of the model, which is trained on", may_change=True)
     recipe: str = setting("lora", "what is done to the model", tuple(RECIPES))
     full: bool = setting(False, "train all parameters, without LoRA")
     base_dtype: str = setting(
@@ -371,6 +385,17 @@ class FinetuneSettings(RunSettings):
         return ResolvedFinetuning(**vars(self)).complete()
 
 
+def base_of_adapter(name: str) -> str | None:
+    """Return the base of the adapter in a folder; None for a folder with a whole model, and for other names."""
+    file = Path(name) / "adapter_config.json"
+    if not file.exists() or (Path(name) / "config.json").exists():
+        return None
+    base = json.loads(file.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{file} does not name the base of the adapter; give the base, and --adapter {name}.")
+    return base
+
+
 class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
     """Settings of a fine-tuning that are complete."""
 
@@ -382,6 +407,10 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
         if not self.model:
             raise ValueError("MODEL is missing: folder or Hub name of a causal language model.")
         recipe = RECIPES[self.recipe]
+        if self.adapter is None and (base := base_of_adapter(self.model)) is not None:
+            self.adapter, self.model = self.model, base
+            if (Path(self.adapter) / "tokenizer_config.json").exists():
+                self.set_defaults(tokenizer=self.adapter)
         if self.recipe == "hmt":
             self.set_defaults(segment_length=512, sensory_tokens=32, recall_mode="single_pass")
         if self.sequence_length is None:
@@ -418,13 +447,21 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
             raise ValueError(
                 "--carry-state reads many places of a text at once; leave out --streaming, which reads one."
             )
-        if self.full:
+        if self.adapter is not None and (self.full or self.recipe != "lora"):
+            raise ValueError(
+                f"{self.adapter} holds an adapter, which only --recipe lora trains on; for "
+                f"{'--full' if self.full else f'--recipe {self.recipe}'}, merge it first: `hf-longctx merge RUN`."
+            )
+        if self.full or self.adapter is not None:
             of_adapter = ("lora_rank", "lora_alpha", "lora_targets", "train_in_full")
             defaults = {name: self.__dataclass_fields__[name].default for name in of_adapter}
-            defaults |= {name: getattr(RECIPES[self.recipe], name) for name in ("lora_dropout", "merge")}
+            defaults["lora_dropout"] = RECIPES[self.recipe].lora_dropout
+            if self.full:
+                defaults["merge"] = RECIPES[self.recipe].merge
             ignored = [option(name) for name, default in defaults.items() if getattr(self, name) != default]
+            why = "--full trains all parameters, without an adapter" if self.full else f"{self.adapter} has its own"
             if ignored:
-                raise ValueError(f"--full trains all parameters, without an adapter; leave out {', '.join(ignored)}.")
+                raise ValueError(f"{why}; leave out {', '.join(ignored)}.")
         if self.load_in_4bit and self.load_in_8bit:
             raise ValueError("--load-in-4bit and --load-in-8bit contradict each other; leave one out.")
         if self.quantization and (self.full or self.merge):

@@ -45,6 +45,8 @@ from .prepare import Datasets, digest_of, prepare_datasets
 from .progress import Progress, describe, is_first_process, print_status
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining, RunSettings
 from .run_folder import (
+    MEASUREMENTS,
+    METRICS,
     RunLock,
     check_checkpoint,
     explain_full_disk,
@@ -110,7 +112,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
 
     model, base = make_model(run, tokenizer, lock)
     stops = StopAtSignal(run.max_hours)
-    trainer = make_trainer(run, model, arguments, datasets, stops)
+    trainer = make_trainer(run, model, tokenizer, arguments, datasets, stops)
     if checkpoint is not None:
         trainer.check_sharding(checkpoint)
     wait()  # until all processes have read what the first one changes now
@@ -119,7 +121,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
             set_aside(folder, folder / "model", folder / "adapter", folder / "evaluation" / "after")
         lock.write()
         (folder / "config.yaml").write_text(write_settings(run))
-        truncate_metrics(trainer.metrics, step)
+        truncate_metrics(folder, step)
         remove_checkpoints_after(folder / "checkpoints", step)
     print_status(describe(run, trainer, arguments, step))
     if step == 0 and not trial:
@@ -134,6 +136,8 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         print_status(f"stopped after step {trainer.state.global_step} of {run.steps}; the same command goes on.")
         return stops.signal
     if not trial:
+        if run.keep_best:
+            trainer.load_best()
         save_model(trainer, tokenizer, run, base)
         trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
         evaluate_context(run, tokenizer, measured, "after")
@@ -148,7 +152,12 @@ def dry_run(settings: RunSettings) -> None:
         first = split_mixture(run.data)[0][0]
         streaming = not (run.repeated_rows or run.carry_state or first.endswith(".npy"))
         changes: dict[str, Any] = dict(
-            data=first, eval_data=None, eval_steps=RunSettings.eval_steps, streaming=streaming
+            data=first,
+            keep_best=False,
+            measure_steps=None,
+            eval_data=None,
+            eval_steps=RunSettings.eval_steps,
+            streaming=streaming,
         )
         short = dataclasses.replace(run, output=folder, steps=3, epochs=None, warmup_steps=0, **changes)
         train(short, trial=True)
@@ -168,7 +177,7 @@ def training_arguments(run: ResolvedSettings, folder: Path, trial: bool = False)
     layers = {"every_n_layers": run.checkpointed_layers, "offload": run.offload_activations}
     if layers != {"every_n_layers": 1, "offload": False}:
         by_version[f"{checkpointing}_kwargs"] = {"use_reentrant": False, **layers}
-    if run.optimizer != "adamw":
+    if "8bit" in run.optimizer:
         if not is_bitsandbytes_available():
             raise ImportError(f"--optimizer {run.optimizer} needs bitsandbytes: pip install 'hf-longctx[quantized]'")
         by_version["optim"] = run.optimizer
@@ -248,36 +257,54 @@ def make_model(run: ResolvedSettings, tokenizer, lock: RunLock) -> tuple[Any, di
             f"gates that forget after {run.decay_time:g} tokens hardly learn from rows of {run.sequence_length}"
         )
     model = load_changed_model(run, tokenizer)
-    from .adapters import add_lora, model_fingerprint
+    from .adapters import adapter_digest, add_lora, load_adapter, model_fingerprint
 
     base = model_fingerprint(model)
     lock.check(model=base["weights"])
+    if run.adapter is not None:
+        lock.check(adapter=adapter_digest(run.adapter))
+        return load_adapter(model, run.adapter, trainable=True), base
     return (model, None) if run.full else (add_lora(model, run), base)
 
 
 def make_trainer(
-    run: ResolvedSettings, model, arguments: TrainingArguments, datasets: Datasets, stops: StopAtSignal
+    run: ResolvedSettings, model, tokenizer, arguments: TrainingArguments, datasets: Datasets, stops: StopAtSignal
 ) -> ResumableTrainer:
     """Return the Trainer of a run, for a model whose rows one process or several have."""
     shard = None
     if run.sequence_parallel > 1:
         check_model(model, run.sequence_parallel)
         shard = SequenceShard(run.sequence_parallel)
+    progress = Progress(run.batch_tokens)
     trainer = (StreamTrainer if run.carry_state else ResumableTrainer)(
         model=model,
         args=arguments,
         train_dataset=datasets.train,
         eval_dataset=datasets.evaluation,
         data_collator=choose_collator(model, run) if shard is None else shard.collate,
-        metrics=Path(run.output) / "metrics.jsonl",
+        metrics=Path(run.output) / METRICS,
         shard=shard,
         stops=stops,
         batch_tokens=run.batch_tokens,
         gate_learning_rate=run.gate_learning_rate,
         decays_in_steps=run.schedule == "step",
-        callbacks=[Progress(run.batch_tokens)],
+        keeps_best=run.keep_best,
+        uses_muon=run.optimizer == "muon",
+        callbacks=[progress],
     )
     trainer.remove_callback(PrinterCallback)
+    if run.measure_steps is not None:
+        from .evaluation import first_rows
+        from .measurements import ROWS, Measurements
+
+        if run.sequence_parallel > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise NotImplementedError(
+                "--measure-steps needs a whole model and whole rows in each process; leave it out with FSDP, DeepSpeed and "
+                "--sequence-parallel, and measure checkpoints by `hf-longctx curve`."
+            )
+        rows = first_rows(datasets.train if datasets.evaluation is None else datasets.evaluation, ROWS)
+        file, ids = Path(run.output) / MEASUREMENTS, [row["input_ids"] for row in rows]
+        trainer.add_callback(Measurements(file, run.measure_steps, ids, tokenizer, progress))
     return trainer
 
 

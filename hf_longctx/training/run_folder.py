@@ -5,6 +5,7 @@ lock.json        what must stay when the run is resumed: settings, hashes of tok
 data/            the packed tokens, which are the run's: the text may be moved
 checkpoints/     complete ones only
 metrics.jsonl    a line a step, see `ResumableTrainer`
+measurements.jsonl  curves and samples, see `Measurements`
 model/           model and tokenizer, once all steps are done
 old-N/           checkpoints of a run that --resume never has replaced, or the model of one that was made longer
 """
@@ -28,7 +29,7 @@ from .recipes import ResolvedSettings
 from .settings import option
 
 
-LOCK = "lock.json"
+LOCK, METRICS, MEASUREMENTS = "lock.json", "metrics.jsonl", "measurements.jsonl"
 IN_USE = ".in_use"  # locked by the process that trains in a folder
 UNFINISHED = ".saving"
 # Parts of a complete checkpoint: files, or folders where FSDP or DeepSpeed divides the model.
@@ -131,12 +132,14 @@ class RunLock:
         """
         folder = self.folder
         if not self.before:
-            of_a_run = [folder / name for name in ("checkpoints", "evaluation", "metrics.jsonl", LOCK, "config.yaml")]
+            logs = [folder / name for name in (METRICS, MEASUREMENTS)]
+            of_a_run = [folder / name for name in ("checkpoints", "evaluation", LOCK, "config.yaml")]
             if last_checkpoint(folder / "checkpoints"):
-                set_aside(folder, *of_a_run)
+                set_aside(folder, *of_a_run, *logs)
             else:
                 shutil.rmtree(folder / "evaluation", ignore_errors=True)
-                (folder / "metrics.jsonl").unlink(missing_ok=True)
+                for log in logs:
+                    log.unlink(missing_ok=True)
         for source in sorted((folder / "data").glob("new_*.source")):
             name = source.stem.removeprefix("new_")
             (folder / "data" / f"{name}.flags.npy").unlink(missing_ok=True)
@@ -215,10 +218,20 @@ def _is_damaged(file):
     return file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file)  # torch.save writes archives
 
 
-def truncate_metrics(metrics: Path, step: int) -> None:
-    """Remove the lines after a step, and one that was being written when the run was killed."""
+def truncate_metrics(folder: Path, step: int) -> None:
+    """Remove the lines after a step of a run, and one that was being written when the run was killed."""
+    lost = step - sum('"loss"' in line for line in truncate(folder / METRICS, step))
+    truncate(folder / MEASUREMENTS, step)
+    if lost and (folder / METRICS).exists():
+        print_status(
+            f"{folder / METRICS} lacks the lines of {lost} steps before step {step}, which were not written to the disk"
+        )
+
+
+def truncate(metrics: Path, step: int) -> list[str]:
+    """Remove the lines of a file after a step, and return those that stay."""
     if not metrics.exists():
-        return
+        return []
     lines = metrics.read_text().splitlines(keepends=True)
     try:
         kept = [line for line in lines if line.strip() and line.endswith("\n") and json.loads(line)["step"] <= step]
@@ -226,14 +239,10 @@ def truncate_metrics(metrics: Path, step: int) -> None:
         raise ValueError(
             f"{metrics} has a line that this training did not write ({error}). Remove the line, or the file."
         ) from error
-    lost = step - sum('"loss"' in line for line in kept)
-    if lost:
-        print_status(
-            f"{metrics} lacks the lines of {lost} steps before step {step}, which were not written to the disk"
-        )
     unfinished = metrics.with_suffix(".unfinished")
     unfinished.write_text("".join(kept))
     unfinished.rename(metrics)
+    return kept
 
 
 @contextmanager

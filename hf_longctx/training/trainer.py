@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from .gate_statistics import ForgetGateStatistics
 from .loss_in_pieces import LossInPieces, fits
+from .muon import MuonAndAdamW, hidden_matrices
+from .progress import print_status
 from .run_folder import UNFINISHED, explain_full_disk, flush
 from .sequence_parallel import SequenceShard, check_arguments
 
@@ -45,6 +48,8 @@ class ResumableTrainer(Trainer):
         batch_tokens: tokens of a step over all processes, padding included.
         gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
         shard: the `SequenceShard` of processes that share rows; None: each has rows of its own.
+        keeps_best: an evaluation with a lower loss than those before saves a checkpoint, which is kept.
+        uses_muon: for hidden matrices, beside AdamW; see `MuonAndAdamW`.
         decays_in_steps: the learning rate is multiplied by 0.7 every 100 steps.
         kwargs: as for `Trainer`.
     """
@@ -57,11 +62,14 @@ class ResumableTrainer(Trainer):
         batch_tokens: int,
         gate_learning_rate: float | None = None,
         decays_in_steps: bool = False,
+        keeps_best: bool = False,
+        uses_muon: bool = False,
         shard: SequenceShard | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.metrics, self.shard = metrics, shard
+        self.metrics, self.shard, self.keeps_best = metrics, shard, keeps_best
+        self.uses_muon = uses_muon
         self.saving_in: str | None = None  # the folder of a checkpoint that is not complete
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
         model: Any = self.model
@@ -87,6 +95,11 @@ class ResumableTrainer(Trainer):
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
+        if is_new and self.uses_muon:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise NotImplementedError("--optimizer muon needs whole matrices; take adamw with FSDP or DeepSpeed.")
+            matrices = hidden_matrices(self.model if model is None else model)
+            optimizer = self.optimizer = MuonAndAdamW(optimizer, matrices)
         if is_new and self.gate_learning_rate is not None:
             trained: Any = self.model if model is None else model
             parameters = trained.named_parameters()
@@ -118,7 +131,35 @@ class ResumableTrainer(Trainer):
 
     def evaluate(self, *args, **kwargs):
         with torch.random.fork_rng(devices=[]):  # a loader draws a number for its workers, and dropout would shift
-            return super().evaluate(*args, **kwargs)
+            found = super().evaluate(*args, **kwargs)
+        state = self.state
+        if self.keeps_best and (state.best_metric is None or found["eval_loss"] < state.best_metric):
+            state.best_metric, state.best_global_step = found["eval_loss"], state.global_step
+            self.control.should_save = True
+        return found
+
+    def load_best(self) -> None:
+        """Load the weights of the checkpoint with the lowest `eval_loss`; do nothing if none was evaluated.
+
+        Raises:
+            ValueError: that checkpoint is gone.
+        """
+        step = self.state.best_global_step
+        if not step or step == self.state.global_step:
+            return
+        best = self.best_checkpoint()
+        if not os.path.isdir(best):
+            raise ValueError(
+                f"{best} had the lowest eval_loss, {self.state.best_metric:.4f}, and is gone. Put it back, or take the "
+                "last weights by --no-keep-best."
+            )
+        self.state.best_model_checkpoint = best
+        self._load_best_model()
+        print_status(f"the model is that of step {step}, whose eval_loss was the lowest: {self.state.best_metric:.4f}")
+
+    def best_checkpoint(self) -> str:
+        """Return the path of the checkpoint with the lowest `eval_loss`."""
+        return os.path.join(str(self.args.output_dir), f"checkpoint-{self.state.best_global_step}")
 
     def check_sharding(self, checkpoint: Path) -> None:
         """Raise ValueError if the processes of the checkpoint divided the model in another way than these do."""
@@ -199,13 +240,18 @@ class ResumableTrainer(Trainer):
         finally:
             unfinished, self.saving_in = self.saving_in, None
         _wait_for_all()
+        self.state.best_model_checkpoint = (
+            None  # the unfinished one; and Trainer ends by keeping no other than the best
+        )
         if self.args.should_save:
             complete = os.path.join(checkpoints, name)
+            self.state.save_to_json(os.path.join(unfinished, name, TRAINER_STATE_NAME))
             flush(os.path.join(unfinished, name))
             shutil.rmtree(complete, ignore_errors=True)
             os.rename(os.path.join(unfinished, name), complete)
             shutil.rmtree(unfinished)
-            rotate_checkpoints(checkpoints, self.args.save_total_limit, self.state.best_model_checkpoint)
+            best = self.best_checkpoint() if self.keeps_best and self.state.best_global_step else None
+            rotate_checkpoints(checkpoints, self.args.save_total_limit, best)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -221,11 +267,10 @@ class ResumableTrainer(Trainer):
         super().log(logs, start_time)
         self.state.log_history.pop()  # the metrics file holds it; a checkpoint need not
         line = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs}
-        gates = self.gates.quantiles(lambda means: self.accelerator.reduce(means, "mean"))  # those of an evaluation go
         if "loss" in line:
             if self.gate_learning_rate is not None:  # the schedule multiplies both
                 line["gate_learning_rate"] = logs["learning_rate"] / self.args.learning_rate * self.gate_learning_rate
-            line |= gates
+            line |= self.gates.quantiles(lambda means: self.accelerator.reduce(means, "mean"))
         if line and self.is_world_process_zero():
             step = self.state.global_step
             with open(self.metrics, "a") as file:

@@ -1,9 +1,12 @@
 """A pretrained model is changed and trained, and what is saved is what was trained."""
 
 import json
+import shutil
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from demo_model import DEMO, VOCABULARY
@@ -13,7 +16,7 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import StepLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import deepspeed
 
 from hf_longctx.cli import main
@@ -206,6 +209,67 @@ def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
     assert train(settings(llama, tmp_path)) == 0
     merged = load_adapter(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "model").merge_and_unload()
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(merged))
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0], ids=["ours", "of PEFT alone"])
+def test_an_adapter_is_trained_on(dropout, llama, tmp_path):
+    assert train(settings(llama, tmp_path / "first", train_in_full="norm", lora_rank=3, lora_dropout=dropout)) == 0
+    first = tmp_path / "first" / "model"
+    if not dropout:
+        (first / "base.json").unlink()
+        (first / "tokenizer_config.json").unlink()
+    run = settings(first, tmp_path / "second", data=str(llama / "text.txt"), eval_data=str(llama / "text.txt"))
+    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
+    assert train(run) == 0
+    whole = settings(llama, tmp_path / "whole", adapter=str(first), eval_data=str(llama / "text.txt"))
+    assert train(whole) == 0
+    lines = (tmp_path / "second" / "metrics.jsonl").read_bytes()
+    assert lines == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    before, after = (
+        load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("first", "second")
+    )
+    assert before.keys() == after.keys() and any("norm" in name for name in after)
+    assert all(0 < (before[name] - after[name]).abs().max() < 0.1 for name in before)
+    adapted = load_adapter(AutoModelForCausalLM.from_pretrained(llama), first)
+    ids = torch.from_numpy(np.load(tmp_path / "whole" / "data" / "tokens.npy")[:32].astype(np.int64))[None]
+    begins = adapted.eval()(ids, labels=ids).loss.item()
+    assert json.loads(lines.splitlines()[0])["loss"] == pytest.approx(begins, abs=0.3), "it begins where that ended"
+    (first / "adapter_model.safetensors").write_bytes(
+        (tmp_path / "second" / "model" / "adapter_model.safetensors").read_bytes()
+    )
+    (tmp_path / "whole" / "model").rename(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"other settings \(--adapter: "):
+        train(whole)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
+def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch, capsys):
+    losses, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self: evaluate(self) | {"eval_loss": losses[self.state.global_step]}
+    )
+    options = dict(steps=4, eval_steps=1, eval_data=str(llama / "text.txt"), schedule="constant")
+    run = settings(llama, tmp_path, full=full, keep_best=True, save_steps=100, keep_checkpoints=1, **options)
+    checkpoints, model = tmp_path / "checkpoints", tmp_path / "model"
+
+    def weights(folder):
+        return load_file(folder / f"{'' if full else 'adapter_'}model.safetensors")
+
+    def is_of(step):
+        expected = weights(checkpoints / f"checkpoint-{step}")
+        return all(torch.equal(weights(model)[name], tensor) for name, tensor in expected.items())
+
+    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
+    for _ in range(2):  # and again when all steps are done
+        assert train(run) == 0
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+        assert is_of(2) and not is_of(4)
+        shutil.rmtree(model)
+    assert "the model is that of step 2, whose eval_loss was the lowest: 2.0000" in capsys.readouterr().err
+    (checkpoints / "checkpoint-2").rename(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"checkpoint-2 had the lowest eval_loss, 2\.0000, and is gone"):
+        train(run)
+    assert train(replace(run, keep_best=False)) == 0 and is_of(4)
 
 
 @pytest.mark.parametrize("owner, method", [(ResumableTrainer, "save_model"), (LlamaForCausalLM, "save_pretrained")])

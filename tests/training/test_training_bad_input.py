@@ -144,6 +144,7 @@ SETTINGS = [
         lambda kit: TrainSettings(**NEEDED, batch_tokens=5000).resolve().accumulation(2),
         "5000 is not a multiple of the 8192 tokens.*Change --batch-tokens",
     ),
+    refused("the best of no evaluations", resolve(keep_best=True), "--keep-best belongs to --eval-data, which is mis"),
     refused("epochs of a stream", resolve(epochs=2, streaming=True), "--epochs needs to know how long the data are"),
     refused(
         "layers without checkpoints", resolve(checkpointed_layers=2, sequence_length=512), "which is off; turn it on"
@@ -202,9 +203,15 @@ def larger_tokenizer(kit):
     finetune(tokenizer=str(kit.path / "tokenizer"))(kit)
 
 
-def adapter_as_model(kit):
-    finetune()(kit)
-    finetune(model=str(kit.path / "run" / "model"), output=str(kit.path / "second"))(kit)
+def on_an_adapter(prepare=lambda folder: None, **changes):
+    """Train an adapter, and train on it in another way."""
+
+    def begin(kit):
+        finetune()(kit)
+        prepare(kit.path / "run" / "model")
+        finetune(model=str(kit.path / "run" / "model"), output=str(kit.path / "second"), **changes)(kit)
+
+    return begin
 
 
 def other_weights(kit):
@@ -281,7 +288,19 @@ FINETUNING = [
         "attention of a recipe", finetune(recipe="fox-from-llama", attention="vllm"), "cannot be had: .*forget gate"
     ),
     refused("rate of gates of a Llama", finetune(gate_learning_rate=1.0), "for forget gates, and none are trained"),
-    refused("adapter for a model", adapter_as_model, "holds an adapter; name its base"),
+    refused("a recipe on an adapter", on_an_adapter(recipe="hmt"), "only --recipe lora trains on; .*merge it first"),
+    refused("all of an adapter", on_an_adapter(full=True), "only --recipe lora trains on; for --full, merge it first"),
+    refused("another rank of an adapter", on_an_adapter(lora_rank=2), "has its own; leave out --lora-rank"),
+    refused(
+        "an adapter without a base",
+        on_an_adapter(lambda folder: (folder / "adapter_config.json").write_text("{}")),
+        "does not name the base of the adapter; give the base, and --adapter",
+    ),
+    refused(
+        "an adapter beside its base",
+        on_an_adapter(lambda folder: (folder / "config.json").write_text("{}")),
+        "holds an adapter beside its base; name a whole model with it",
+    ),
     refused("encoder-decoder", other_model(T5ForConditionalGeneration, T5Config, d_model=8), "is an encoder-decoder"),
     refused("reads ahead", other_model(BertForMaskedLM, BertConfig, hidden_size=8), "is not causal"),
     refused(

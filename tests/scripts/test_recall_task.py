@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longctx.training.recall_task import ANSWER, FIRST_KEY, READ, WRITE, RecallTask
+from scripts.recall_task import ANSWER, FIRST_KEY, READ, WRITE, RecallTask
 
 
 def sample(task, writes=5, reads=3, rows=50, seed=0):
