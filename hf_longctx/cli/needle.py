@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of prompt and answer (default: 8, evenly spaced up to the claimed context, but those too short for it)",
     )
     group.add_argument("--depths", type=int, default=11, metavar="N", help="how many (default: %(default)s)")
-    measuring.add_repeats(group, "haystacks per length", default=1)
+    measuring.add_repeats(group, "haystacks per length and depth", default=1)
     measuring.add_no_replies(group)
     group.add_argument(
         "--score",
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     pieces = needle_pieces(encoder(tokenizer), 0, words, frame)
     rooms = [haystack_length(length, pieces) for length in check_lengths(lengths)]
     tokens, corpus_name = measuring.load_corpus(args.text, tokenizer, lengths[-1])
-    draw_begins(len(tokens), rooms[-1], args.repeats, args.seed)
+    draw_begins(len(tokens), rooms[-1], args.repeats * args.depths, args.seed)  # says whether the text is long enough
     measure = partial(
         needle_in_a_haystack,
         open_reader(),

@@ -36,8 +36,8 @@ def test_the_hub_reads_what_we_wrote():
         ("PG 19: test", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
         ("random tokens", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
         ("text", "perplexity of 3 tokens"): ("perplexity", round(float(RESULTS[2].perplexity[-1]), 4)),
-        ("text", "needle in a haystack, found up to 100 tokens"): ("accuracy", 1.0),
-        ("generated records", "line retrieval, found up to 10 lines"): ("accuracy", 1.0),
+        ("text", "needle in a haystack, found: 100 tokens"): ("accuracy", 1.0),
+        ("generated records", "line retrieval, found: 10 lines"): ("accuracy", 1.0),
     }
     assert "![How far fox: a 'model' remembers](curve.png)" in card.text
     assert "RoPE bound: " in card.text and "at 512 tokens" in card.text

@@ -25,7 +25,7 @@ from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
 EXAMPLES = [
-    ForgettingCurve([CurvePoint(800, [400] * 6, [1, 0, 1] * 2, [3, 5, 4] * 2)], {"model": "someone/fox"}),
+    ForgettingCurve([CurvePoint(800, [400] * 6, [1, 0, 1] * 2, range(0, 6000, 1000))], {"model": "someone/fox"}),
     PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
     NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
     LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
@@ -59,8 +59,8 @@ HEADLINES = [
         for name in ("fine memory length of the typical text", "coarse memory length")
     ],
     [("perplexity", "perplexity of 2 tokens", 15.6426)],
-    [("accuracy", "needle in a haystack, found up to 100 tokens", 1.0)],
-    [("accuracy", "line retrieval, found up to 10 lines", 1.0)],
+    [("accuracy", "needle in a haystack, found: 100 tokens", 1.0)],
+    [("accuracy", "line retrieval, found: 10 lines", 1.0)],
 ]
 
 
@@ -81,8 +81,8 @@ OVERVIEWS = [
         ("texts of 800 tokens copied above 99 %", "6 of 6, the worst to 100.0%", ""),
     ],
     [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
-    [("up to 100 tokens, found", "100.0%", "1 questions")],
-    [("up to 10 lines, found", "100.0%", "1 questions")],
+    [("100 tokens, found", "100.0%", "1 question")],
+    [("10 lines, found", "100.0%", "1 question")],
 ]
 
 
@@ -97,7 +97,10 @@ def test_the_overview_of_a_report(result, rows):
 
 @pytest.mark.parametrize(
     "repeats, fine_length, coarse_length",
-    [(3, "unknown: about 9 repeats needed", "unknown: about 12 repeats needed"), (6, "below 54", "below 108")],
+    [
+        (3, "unknown; about 9 repeats needed", "unknown; about 12 repeats needed"),
+        (6, "below 54 (95 % sure)", "below 108 (95 % sure)"),
+    ],
 )
 def test_luck_is_no_memory_in_an_overview(repeats, fine_length, coarse_length):
     """Three repeats do not show by a sign test that the typical text is not copied; six do."""
@@ -105,8 +108,8 @@ def test_luck_is_no_memory_in_an_overview(repeats, fine_length, coarse_length):
     curve = ForgettingCurve([CurvePoint(54, lucky, none), CurvePoint(108, none, none)])
     fine, coarse, copied = curve.overview()
     sample = f"2 lengths, {repeats} repeats; the paper's, of means: "
-    assert (fine.value, fine.sample) == (f"{fine_length} (95 % sure)", sample + "0")
-    assert (coarse.value, coarse.sample) == (f"{coarse_length} (95 % sure)", sample + "54")
+    assert (fine.value, fine.sample) == (fine_length, sample + "0")
+    assert (coarse.value, coarse.sample) == (coarse_length, sample + "54")
     assert (copied.name, copied.value) == (
         "texts of 54 tokens copied above 99 %",
         f"0 of {repeats}, the worst to 0.0%",

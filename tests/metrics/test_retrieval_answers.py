@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import scipy.stats
 
@@ -56,6 +57,15 @@ def test_the_interval_of_a_rate_is_wilsons():
     answers = Answers([Answer(-1.0, 2, exact=i < 3, reply=None, matched=i < 3) for i in range(10)])
     expected = scipy.stats.binomtest(3, 10).proportion_ci(0.95, method="wilson")
     assert answers.interval("exact_rate") == pytest.approx((expected.low, expected.high), abs=1e-4)
+    assert np.isnan(Answers(answers.answers[:1]).interval("exact_rate")).all()
+
+
+def test_the_interval_of_a_probability_is_students():
+    """Wilson's, for right and wrong, would be far too wide."""
+    values = [0.5, 0.52, 0.49, 0.51]
+    low, high = Answers([Answer(math.log(p), 1, False, None, False) for p in values]).interval("probability")
+    expected = scipy.stats.t.interval(0.95, 3, np.mean(values), scipy.stats.sem(values))
+    assert (low, high) == pytest.approx(expected)
 
 
 def test_nothing_is_found_where_there_are_no_replies():

@@ -2,11 +2,13 @@
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.retrieval.answers import Answer
+from hf_longctx.metrics.report.scores import by_length
+from hf_longctx.metrics.retrieval.answers import Answer, rate_interval
 from hf_longctx.metrics.retrieval.haystack import (
     NeedleCell,
     NeedleGrid,
@@ -94,10 +96,17 @@ def test_ends_of_sentences(text, ends):
     assert ends_sentence(text) is ends
 
 
-def test_haystacks_start_anywhere_in_the_corpus():
-    begins = draw_begins(30, 10, 200, seed=3)
-    assert set(begins) == set(range(21))
-    assert begins == draw_begins(30, 10, 200, seed=3) != draw_begins(30, 10, 200, seed=4)
+@pytest.mark.parametrize("corpus, questions, haystacks", [(100, 4, 4), (109, 11, 10), (19, 11, 1), (10, 2, 1)])
+def test_haystacks_do_not_overlap(corpus, questions, haystacks):
+    """Each question has one of its own, or, where the text is too short, shares one with as few as can be."""
+    drawn = [draw_begins(corpus, 10, questions, seed) for seed in range(300)]
+    for begins in drawn:
+        places = sorted(set(begins))
+        assert len(places) == haystacks and all(b - a >= 10 for a, b in pairwise(places))
+        assert max(map(begins.count, places)) == -(-questions // haystacks)
+    assert {min(begins) for begins in drawn} >= {0, 1, 2, 3}.intersection(range(corpus - 9 - 10 * (haystacks - 1)))
+    assert drawn[3] == draw_begins(corpus, 10, questions, 3)
+    assert corpus == 10 or len(set(map(tuple, drawn))) > 5
     with pytest.raises(ValueError, match="9 tokens, and a haystack needs 10"):
         draw_begins(9, 10, 1, 0)
 
@@ -120,11 +129,44 @@ def test_grid():
     assert (GRID.lengths, GRID.depths) == ([100, 200], [0.0, 0.5])
     assert np.array_equal(GRID.grid(), [[0.5, 0.0], [1.0, np.nan]], equal_nan=True)
     assert np.allclose(GRID.grid("probability")[0], 0.5)
-    assert GRID.summary().startswith("exact rate 50.0%, probability")  # without replies nothing is found in them
+    assert GRID.summary() == (  # without replies nothing is found in them
+        "given token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
+    )
+    assert GRID.haystacks(100) == {i: [cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)}
     assert NeedleGrid(()).summary() == "no length measured"
+
+
+def apart(depths, repeats, right=True):
+    """Answers about haystacks of their own."""
+    answers = [Answer(-1.0, 12, right, None, right)] * repeats
+    cells = [NeedleCell(answers, 100, d / 10, [7] * repeats, range(d, 1000, 100)[:repeats]) for d in range(depths)]
+    return NeedleGrid(cells)
+
+
+def test_an_interval_is_one_over_haystacks():
+    """Eleven questions about one haystack are one observation; about eleven haystacks they are eleven."""
+    (row,) = apart(11, 1).overview()
+    assert (row.name, row.interval, row.sample) == ("100 tokens, token for token", "74.1% to 100.0%", "11 questions")
+    shared = NeedleGrid([cell(100, d / 10, True) for d in range(11)])
+    (row,) = shared.overview()
+    assert (row.interval, row.sample) == ("", "11 questions about 1 haystack")
+    assert [row.interval for row in GRID.overview()] == ["", ""]  # of two haystacks at each length
+    assert len({headline.name for headline in GRID.headlines()}) == 2
+    assert [len(score.shares) for score in by_length(shared) + by_length(apart(11, 1))] == [1, 11]
+
+
+@pytest.mark.parametrize("rho", [0, 0.3, 0.7])
+@pytest.mark.parametrize("haystacks, rate", [(5, 0.5), (11, 0.9)])
+def test_the_interval_holds_however_alike_the_depths_of_a_haystack_are(haystacks, rate, rho):
+    """A pooled interval of all questions held in 48 % to 68 % of such cases."""
+    rng, size = np.random.default_rng(0), (2000, haystacks)
+    p = rng.beta(rate * (1 / rho - 1), (1 - rate) * (1 / rho - 1), size) if rho else np.full(size, rate)
+    rates = rng.binomial(11, p).mean(-1) / 11
+    ends = np.array([rate_interval(r, haystacks) for r in rates])
+    assert ((ends[:, 0] <= rate) & (rate <= ends[:, 1])).mean() >= 0.945
 
 
 def test_json():
     text = GRID.to_json()
-    assert NeedleGrid.from_json(text) == GRID
+    assert NeedleGrid.from_json(text) == GRID and NeedleGrid.from_json(apart(2, 3).to_json()) == apart(2, 3)
     assert json.loads(text)["cells"][0]["exact_rate"] == 0.5 and "match_rate" not in text

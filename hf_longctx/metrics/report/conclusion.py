@@ -7,7 +7,7 @@ from typing import Any
 
 from ..curve.result import ForgettingCurve
 from ..loss.result import PositionLoss
-from ..result import Result
+from ..result import Result, plural
 from ..retrieval.answers import Retrieval
 from ..retrieval.haystack import NeedleGrid
 from .effective import RULES
@@ -65,10 +65,10 @@ def exact_copies(curve: ForgettingCurve) -> str:
 def found(result: Retrieval) -> str:
     """Say up to which length most questions are answered."""
     what = "a sentence hidden in a text" if isinstance(result, NeedleGrid) else "one of many lines"
-    rows = [(s.tokens, float(s.shares.mean()), s.questions * len(s.shares)) for s in by_length(result)]
-    good = [row for row in rows if row[1] >= RULES["ours"]]
-    tokens, share, questions = good[-1] if good else rows[0]
-    count = f"{round(share * questions)} of {questions} questions"
+    scores = by_length(result)
+    good = [score for score in scores if score.right >= RULES["ours"] * score.asked]
+    score = good[-1] if good else scores[0]
+    tokens, count = score.tokens, f"{score.right:.0f} of {plural(score.asked, 'question')}"
     if good:
         return f"Finds {what} of up to {tokens:,} tokens ({count})."
     return f"Does not find {what}, not even of {tokens:,} tokens ({count})."

@@ -24,7 +24,7 @@ from ..curve.lengths import METHODS
 from ..curve.result import ForgettingCurve
 from ..loss.result import PositionLoss
 from ..result import Result, rounded
-from ..retrieval.answers import wilson
+from ..retrieval.answers import rate_interval
 from .effective import effective_length
 from .paired import interval
 from .scores import by_length, unit
@@ -82,7 +82,8 @@ def scores(result: Result) -> list[Score]:
         n, rate = len(score.shares), float(score.shares.mean())
         low, high, method = *interval(score.shares, 1 / score.questions), "t and sign-flip test over texts"
         if score.questions == 1:
-            low, high, method = *wilson(rate, n), "Wilson"
+            low, high = rate_interval(rate, n) or (-np.inf, np.inf)
+            method = "Wilson"
         ends = (max(low, 0.0), min(high, 1.0)) if low > -np.inf else (None, None)
         error = float(score.shares.std(ddof=1) / n**0.5) if n > 1 else None
         words = f"accuracy at {score.length} {unit(result)}"

@@ -166,7 +166,7 @@ def texts(result: Result) -> dict[int, list]:
     if isinstance(result, LineRetrieval):
         return {p.lines: list(p.asked_lines) for p in result.points}
     assert isinstance(result, NeedleGrid)
-    return {n: [(c.depth, *c.positions) for c in result.cells if c.length == n] for n in result.lengths}
+    return {n: [(c.depth, *c.positions, c.begins) for c in result.cells if c.length == n] for n in result.lengths}
 
 
 def paired_differences(first: Result, second: Result) -> list[Difference]:

@@ -18,14 +18,17 @@ class Score(NamedTuple):
     Attributes:
         length: in tokens; of line retrieval, in lines.
         shares: of each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
-        questions: in a unit: scored tokens of a target, depths of a haystack, 1 of a record.
+        questions: in a unit, at most: scored tokens of a target, questions about a haystack, 1 of a record.
         tokens: the length in tokens, of line retrieval the mean over records.
+        asked, right: questions in all units, and how many of them are answered right.
     """
 
     length: int
     shares: np.ndarray
     questions: int
     tokens: int
+    asked: int
+    right: float
 
 
 def by_length(result: Result, replies: bool = True, overlapping: bool = False) -> list[Score]:
@@ -39,22 +42,26 @@ def by_length(result: Result, replies: bool = True, overlapping: bool = False) -
         ValueError: the result is of another metric.
     """
     if isinstance(result, ForgettingCurve):
-        return [
-            Score(p.length, np.array(p.copy_correct)[kept] / p.scored_tokens, p.scored_tokens, p.length)
-            for p in result.points
-            for kept in [[*range(p.repeats)] if overlapping else p.texts]
-        ]
+        scores = []
+        for p in result.points:
+            right = np.array(p.copy_correct)[[*range(p.repeats)] if overlapping else p.texts]
+            asked = len(right) * p.scored_tokens
+            scores.append(Score(p.length, right / p.scored_tokens, p.scored_tokens, p.length, asked, right.sum()))
+        return scores
     field = "matched" if replies else "exact"
     if isinstance(result, LineRetrieval):
-        shares = ((p.lines, np.array([getattr(a, field) for a in p.answers], float)) for p in result.points)
-        return [Score(*share, 1, round(p.mean_tokens)) for share, p in zip(shares, result.points)]
+        scores = []
+        for p in result.points:
+            right = np.array([getattr(a, field) for a in p.answers], float)
+            scores.append(Score(p.lines, right, 1, round(p.mean_tokens), len(right), right.sum()))
+        return scores
     if not isinstance(result, NeedleGrid):
         raise ValueError(f"a {type(result).__name__} has no scores by length; give curves, needle or line retrieval.")
     scores = []
     for length in result.lengths:
-        cells = [[getattr(answer, field) for answer in c.answers] for c in result.cells if c.length == length]
-        repeats = min(map(len, cells))  # all depths of a repeat are questions about one haystack
-        scores.append(Score(length, np.mean([cell[:repeats] for cell in cells], axis=0), len(cells), length))
+        units = [[getattr(answer, field) for answer in answers] for answers in result.haystacks(length).values()]
+        sizes, right = [len(unit) for unit in units], sum(map(sum, units))
+        scores.append(Score(length, np.array([*map(np.mean, units)]), max(sizes), length, sum(sizes), right))
     return scores
 
 

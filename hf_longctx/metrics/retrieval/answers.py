@@ -11,15 +11,20 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import stdev
 from typing import Any, ClassVar, Self
 
+from scipy.special import stdtrit
+
 from ..checks import entries, integers, positive_int
-from ..result import Headline, Overview, Result
+from ..result import Headline, Overview, Result, plural
 
 
 SCORES = ("match_rate", "exact_rate", "probability")
+FEWEST = 5  # haystacks or records below which a rate has no interval
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
+SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
 HEADLINE_SCORE = {
     "match_rate": "The score is the share of answers found in the model's replies.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
@@ -102,11 +107,17 @@ class Answers:
         return {score: getattr(self, score) for score in self.scores}
 
     def interval(self, score: str) -> tuple[float, float]:
-        """Return Wilson's interval, in which the rate lies with a confidence of 95 %.
+        """Return where the rate lies with a confidence of 95 %: Wilson's interval, or Student's of the probability.
 
-        The interval is too wide for the probability, whose answers differ less than right and wrong do.
+        The answers are taken as independent. The ends are NaN for a single one.
         """
-        return wilson(getattr(self, score), len(self.answers))
+        rate, n = getattr(self, score), len(self.answers)
+        if n < 2:
+            return math.nan, math.nan
+        if score != "probability":
+            return wilson(rate, n)
+        width = float(stdtrit(n - 1, 0.975)) * stdev(answer.probability for answer in self.answers) / math.sqrt(n)
+        return max(rate - width, 0.0), min(rate + width, 1.0)
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the answers as plain JSON types."""
@@ -116,6 +127,18 @@ class Answers:
     def from_list(cls, answers: Sequence[dict[str, Any]], *fields: Any) -> Self:
         """Return the answers that `to_list` wrote, with the fields of a subclass."""
         return cls([Answer(**answer) for answer in answers], *fields)
+
+
+def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
+    """Return Wilson's interval of 95 % of a rate over haystacks or records, which are drawn independently.
+
+    Of several questions about one haystack, the rate is that of the haystack: they are taken to be right or wrong
+    together, so that the interval holds whatever they share. Fewer than five haystacks have none.
+
+    >>> rate_interval(0.5, 4), [round(end, 2) for end in rate_interval(0.5, 10)]
+    (None, [0.24, 0.76])
+    """
+    return wilson(rate, units) if units >= FEWEST else None
 
 
 def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
@@ -158,20 +181,21 @@ def holds_number(reply: str, expected: int) -> bool:
 class Retrieval(Result):
     """The base class of results that keep `Answers` for each of several kinds of prompts.
 
-    A subclass also sets `task`, the question in words, and defines `parts` and `subject`. Numbers in a few words are
-    those of the first of the `scores` that were measured.
+    A subclass also sets `task`, the question in words, and defines `parts`. Numbers in a few words are those of the
+    first of the `scores` that were measured.
+
+    Attributes:
+        size_unit: of the `size` of a prompt.
+        drawn: what is drawn at random for a prompt.
     """
 
     task: ClassVar[str]
+    size_unit: ClassVar[str] = "tokens"
+    drawn: ClassVar[str] = "haystack"
 
     @property
     def parts(self) -> Sequence[Answers]:
         """The answers, by kind of prompt."""
-        raise NotImplementedError
-
-    @property
-    def subject(self) -> str:
-        """The largest prompt in words; asked for only if there are parts."""
         raise NotImplementedError
 
     @property
@@ -186,25 +210,42 @@ class Retrieval(Result):
     def explanation(self) -> str:
         return f"{self.task} {HEADLINE_SCORE[self.scores[0]]}"
 
+    def size(self, part: Any) -> int:
+        """Return the length of a part in tokens, or in what `size_unit` names."""
+        return part.length
+
+    def independent(self, size: int) -> int:
+        """Return how many prompts of this size were drawn independently."""
+        return self.questions(size)
+
+    def questions(self, size: int) -> int:
+        """Return how many questions there were about prompts of this size."""
+        return sum(len(part.answers) for part in self.parts if self.size(part) == size)
+
+    def rates(self) -> dict[int, float]:
+        """Return the first of the `scores` for each size, over all questions."""
+        right: dict[int, float] = {}
+        for part in self.parts:
+            size = self.size(part)
+            right[size] = right.get(size, 0) + getattr(part, self.scores[0]) * len(part.answers)
+        return {size: right[size] / self.questions(size) for size in sorted(right)}
+
     def headlines(self) -> list[Headline]:
-        """Return the mean over parts."""
-        if not self.parts:
-            return []
-        score = self.scores[0]
-        rate = sum(getattr(part, score) for part in self.parts) / len(self.parts)
-        name = f"{self.title.lower()}, {COLUMNS[score]} {self.subject}"
-        return [Headline("accuracy", name, round(rate, 4))]
+        """Return the rate of each size: sizes differ too much for a mean."""
+        names = {n: f"{self.title.lower()}, {COLUMNS[self.scores[0]]}: {n} {self.size_unit}" for n in self.rates()}
+        return [Headline("accuracy", names[n], round(rate, 4)) for n, rate in self.rates().items()]
 
     def overview(self) -> list[Overview]:
-        """Return the rate over all answers, with its Wilson interval, which holds for few answers too."""
-        if not self.parts:
-            return []
-        score = self.scores[0]
-        n = sum(len(part.answers) for part in self.parts)
-        rate = sum(getattr(part, score) * len(part.answers) for part in self.parts) / n
-        low, high = wilson(rate, n)
-        interval = f"{low:.1%} to {high:.1%}"
-        return [Overview(f"{self.subject}, {COLUMNS[score]}", f"{rate:.1%}", interval, f"{n} questions")]
+        """Return the rate of each size with its interval, by `rate_interval`."""
+        rows = []
+        for n, rate in self.rates().items():
+            units, interval = self.independent(n), rate_interval(rate, self.independent(n))
+            words = f"{interval[0]:.1%} to {interval[1]:.1%}" if interval else ""
+            asked = plural(self.questions(n), "question")
+            sample = asked if units == self.questions(n) else f"{asked} about {plural(units, self.drawn)}"
+            name = f"{n:,} {self.size_unit}, {COLUMNS[self.scores[0]]}"
+            rows.append(Overview(name, f"{rate:.1%}", words, sample))
+        return rows
 
     def score_columns(self) -> tuple[str, ...]:
         """Return headings for the `rates` of the parts."""

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checks import entries
-from ..result import Table
-from .answers import SCORES, Answers, Retrieval
+from ..result import Table, plural
+from .answers import SCORES, SUMMARY, Answer, Answers, Retrieval
 from .wording import Frame, Wording
 
 
@@ -98,11 +98,13 @@ def haystack_length(length: int, pieces: Pieces) -> int:
     return room
 
 
-def draw_begins(corpus_tokens: int, room: int, repeats: int, seed: int) -> list[int]:
-    """Draw where the haystacks of one length start in the corpus: the same for every depth.
+def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> list[int]:
+    """Draw where the haystacks of one length start in the corpus: one for each question, none overlapping another.
+
+    Where the corpus does not have room for all, questions share as many as fit, in turn.
 
     Raises:
-        ValueError: the corpus is too short.
+        ValueError: the corpus is too short for one.
     """
     if corpus_tokens < room:
         raise ValueError(
@@ -110,7 +112,11 @@ def draw_begins(corpus_tokens: int, room: int, repeats: int, seed: int) -> list[
             "lengths."
         )
     rng = random.Random(f"{seed} {room}")
-    return [rng.randint(0, corpus_tokens - room) for _ in range(repeats)]
+    haystacks = min(questions, corpus_tokens // room)
+    gaps = sorted(rng.randint(0, corpus_tokens - haystacks * room) for _ in range(haystacks))
+    begins = [gap + i * room for i, gap in enumerate(gaps)]
+    rng.shuffle(begins)
+    return [begins[question % haystacks] for question in range(questions)]
 
 
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
@@ -153,15 +159,20 @@ class NeedleCell(Answers):
         length: tokens of prompt and answer together.
         depth: intended place of the needle, 0 (begin) to 1 (end of the haystack).
         positions: tokens before the needle in each prompt, BOS included.
+        begins: where each haystack starts in the corpus; None in results of former versions, all of whose depths have
+            the same haystacks.
     """
 
     length: int
     depth: float
     positions: Sequence[int]
+    begins: Sequence[int] | None = None
 
     def __post_init__(self):
         super().__post_init__()
         self.check_one_each("positions", 0)
+        if self.begins is not None:
+            self.check_one_each("begins", 0)
 
 
 @dataclass(frozen=True)
@@ -187,9 +198,17 @@ class NeedleGrid(Retrieval):
     def parts(self) -> Sequence[NeedleCell]:
         return self.cells
 
-    @property
-    def subject(self) -> str:
-        return f"up to {self.lengths[-1]} tokens"
+    def haystacks(self, length: int) -> dict[int, list[Answer]]:
+        """Return the answers at a length by their haystacks, each named by where it starts, or by its repeat."""
+        answers: dict[int, list[Answer]] = {}
+        for cell in self.cells:
+            if cell.length == length:
+                for name, answer in zip(cell.begins or range(len(cell.answers)), cell.answers):
+                    answers.setdefault(name, []).append(answer)
+        return answers
+
+    def independent(self, size: int) -> int:
+        return len(self.haystacks(size))
 
     @property
     def lengths(self) -> list[int]:
@@ -221,10 +240,11 @@ class NeedleGrid(Retrieval):
     def summary(self) -> str:
         if not self.cells:
             return "no length measured"
-        means = ", ".join(f"{score.replace('_', ' ')} {np.nanmean(self.grid(score)):.1%}" for score in self.scores)
-        lengths = self.lengths
-        grid = f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}, {len(self.depths)} depths"
-        return f"{means}; {grid}{self.interruption}"
+        rates = ", ".join(f"{rate:.0%} of {length} tokens" for length, rate in self.rates().items())
+        units = sorted({self.independent(length) for length in self.lengths})
+        drawn = plural(units[0], self.drawn) if len(units) == 1 else f"{units[0]} to {units[-1]} {self.drawn}s"
+        depths = plural(len(self.depths), "depth")
+        return f"{SUMMARY[self.scores[0]]}: {rates}; {depths}, {drawn} for each length{self.interruption}"
 
     def table(self) -> Table:
         rows = [
@@ -236,6 +256,7 @@ class NeedleGrid(Retrieval):
     def document(self) -> dict[str, Any]:
         cells = [
             {"length": c.length, "depth": c.depth, **c.rates(), "positions": c.positions, "answers": c.to_list()}
+            | ({} if c.begins is None else {"begins": c.begins})
             for c in self.cells
         ]
         return {"settings": self.settings, "cells": cells}
@@ -243,7 +264,9 @@ class NeedleGrid(Retrieval):
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> NeedleGrid:
         names = ("answers", "length", "depth", "positions")
-        cells = [NeedleCell.from_list(*(cell[name] for name in names)) for cell in document["cells"]]
+        cells = [
+            NeedleCell.from_list(*(cell[name] for name in names), cell.get("begins")) for cell in document["cells"]
+        ]
         return cls(cells, document["settings"])
 
     def plot(

@@ -14,8 +14,8 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from ..checks import entries
-from ..result import Table
-from .answers import Answers, Retrieval
+from ..result import Table, plural
+from .answers import SUMMARY, Answers, Retrieval
 
 
 LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
@@ -113,6 +113,7 @@ class LineRetrieval(Retrieval):
     kind = "line_retrieval"
     title = "Line retrieval"
     task = "The model is asked for the number in one of many lines."
+    size_unit, drawn = "lines", "record"
 
     points: Sequence[LinesPoint]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -125,9 +126,8 @@ class LineRetrieval(Retrieval):
     def parts(self) -> Sequence[LinesPoint]:
         return self.points
 
-    @property
-    def subject(self) -> str:
-        return f"up to {self.points[-1].lines} lines"
+    def size(self, part: LinesPoint) -> int:
+        return part.lines
 
     def summary(self) -> str:
         if not self.points:
@@ -136,8 +136,8 @@ class LineRetrieval(Retrieval):
         rates = ", ".join(
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
-        how = "found" if score == "match_rate" else "given token for token"
-        return f"{how}: {rates}; {len(self.points[0].answers)} repeats{self.interruption}"
+        repeats = plural(len(self.points[0].answers), "repeat")
+        return f"{SUMMARY[score]}: {rates}; {repeats}{self.interruption}"
 
     def dataset(self) -> tuple[str, str]:
         return "generated records", "line-retrieval"

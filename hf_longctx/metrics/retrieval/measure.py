@@ -65,7 +65,7 @@ def needle_in_a_haystack(
         mode: "standard", or "easy" with the question in the needle.
         needle, question, answer: one's own, in any language; see `wording.wording`.
         chat_template: ask as the user of a chat, by the template of the tokenizer, which also has the BOS.
-        repeats: haystacks per length; all depths have the same ones.
+        repeats: haystacks per length and depth. None overlaps another of its length, as far as the text has room.
         seed: of Python's `random.Random`, which draws where the haystacks start in `tokens`.
         bos_token_id: defaults to that of the model's configuration, or its EOS.
         generate: let the model reply, by its `generate`, greedily. Where it gives the answer token for token anyway,
@@ -94,12 +94,20 @@ def needle_in_a_haystack(
     pieces = needle_pieces(encoder(tokenizer), bos, words, frame)
     for piece, ids in zip(pieces._fields, pieces):
         check_token_ids(ids, f"the {piece} as the tokenizer encodes it", reader.vocab_size)
-    begins = {n: draw_begins(len(corpus), haystack_length(n, pieces), repeats, seed) for n in lengths}
+    questions = [(depth, repeat) for repeat in range(repeats) for depth in depths]
+    begins = {
+        (n, *question): begin
+        for n in lengths
+        for question, begin in zip(
+            questions, draw_begins(len(corpus), haystack_length(n, pieces), len(questions), seed)
+        )
+    }
     check_positions(reader, lengths[-1], "the longest length", REPLY_MARGIN * generate)
     settings = reader.settings() | {
         "mode": mode,
         "seed": seed,
         "repeats": repeats,
+        "questions_per_length": len(questions),
         "generate": generate,
         "bos_token_id": bos,
         "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
@@ -114,20 +122,21 @@ def needle_in_a_haystack(
     def measure(cell: tuple[int, float]) -> dict[str, Any]:
         length, depth = cell
         positions, answers = [], []
-        for begin in begins[length]:
+        own = [begins[length, depth, repeat] for repeat in range(repeats)]
+        for begin in own:
             prompt, position = haystacks.prompt(length, depth, begin)
             place = f"length {length}, depth {depth}, haystack from {begin}"
             matches = partial(holds_text, expected=words.answer)
             answers.append(score_answer(reader, tokenizer, prompt, pieces.answer, matches, generate, place))
             positions.append(position)
-        return {"positions": positions, "answers": Answers(answers).to_list()}
+        return {"positions": positions, "begins": own, "answers": Answers(answers).to_list()}
 
     def name(cell: tuple[int, float]) -> str:
         return f"{cell[0]:,} tokens, depth {cell[1]:.0%}"
 
     def result(entries: dict[tuple[int, float], Any]) -> NeedleGrid:
         measured = [(cell, entries[cell]) for cell in grid if cell in entries]
-        cells = [NeedleCell.from_list(entry["answers"], *cell, entry["positions"]) for cell, entry in measured]
+        cells = [NeedleCell.from_list(e["answers"], *cell, e["positions"], e["begins"]) for cell, e in measured]
         grid_asked = {"lengths": lengths, "depths": depths}
         return NeedleGrid(cells, settings | grid_asked | labels(corpus_name, train_length))
 
@@ -138,7 +147,7 @@ def needle_in_a_haystack(
         lambda worker: worker.measure({cell: cell[0] for cell in grid}, measure, name),
         result,
         depends_on={"metric": NeedleGrid.kind, **settings},
-        trial=haystacks.prompt(lengths[0], 0, begins[lengths[0]][0])[0],
+        trial=haystacks.prompt(lengths[0], 0, begins[lengths[0], depths[0], 0])[0],
         run=run,
     )
     assert isinstance(grid_result, NeedleGrid)
