@@ -69,6 +69,7 @@ HOOKS = [
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
     ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),
+    ("_model_mapping", "transformers.models.auto.auto_factory", "in cls._model_mapping", "shapes of what is pushed"),
     ("AutoModel.register", "transformers.modeling_layers", "AutoModel.from_config(config)", "FoX under task heads"),
     ("_get_static_cache_init_shape", GENERATION, "self._get_static_cache_init_shape()", "a static cache with gates"),
     ("_prepare_cache_for_generation", GENERATION, "self._prepare_cache_for_generation(", "refused kinds of caches"),

@@ -28,7 +28,7 @@ def read_json(path: Path) -> dict:
     """Read a JSON object; raise ValueError for anything else."""
     try:
         content = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting without end
         raise ValueError(f"{path} is not JSON ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, not a JSON object.")

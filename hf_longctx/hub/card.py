@@ -26,6 +26,13 @@ UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, w
 HEAD = re.compile(r"---[\r\n]+(.*?)[\r\n]+---", re.DOTALL)
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|embed_in|embed_out|lm_head)\.weight$")
+OPENING = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -147,9 +154,14 @@ def read_card(text: str) -> ModelCard:
 
 
 def read_yaml(text: str) -> Any:
-    """Return what a YAML text holds; `yaml.YAMLError` for aliases too, of which a few can mean gigabytes."""
-    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-        raise yaml.YAMLError("aliases are not read; write the value where it is meant")
+    """Return what a YAML text holds; `yaml.YAMLError` for aliases and deep nesting, which can take gigabytes."""
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise yaml.YAMLError("aliases are not read; write the value where it is meant")
+        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
+        if depth > 30:
+            raise yaml.YAMLError("lists within lists are read to a depth of 30")
     return yaml.safe_load(text)
 
 

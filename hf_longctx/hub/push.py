@@ -31,7 +31,7 @@ REPLACED = {
 # A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
 KINDS = {"an adapter": "adapter_config.json", "a model": "config.json", "the memory of a text": STATE}
 # Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
-REFERENCE = re.compile(r"(?!refs/|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
+REFERENCE = re.compile(r"(?!refs/|HEAD$|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
 
 @contextmanager

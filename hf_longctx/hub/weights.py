@@ -1,12 +1,16 @@
 """Checks of weights: transformers loads what is incomplete or NaN all the same, and draws at random what is absent."""
 
 import math
+import re
 from pathlib import Path
 
 import torch
 import transformers
 
 from ..fox.checkpoint_files import Checkpoint, open_safetensors, read_json
+
+
+LAYERS = re.compile(r"n(um)?_(\w+_)?layers?")  # fields of configurations; each layer takes a module to compare
 
 
 def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class: str) -> None:
@@ -19,6 +23,10 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
     Raises:
         ValueError: a tensor is absent, has another shape, or holds NaN; transformers cannot read the configuration.
     """
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, number in part.items():
+            if LAYERS.fullmatch(name) and isinstance(number, int) and number > max(1024, len(checkpoint.shapes)):
+                raise ValueError(f"{folder / 'config.json'} has {name} {number}, and the files hold no such model.")
     shapes, tied = shapes_of_class(folder, config, auto_class)
     absent = shapes.keys() - checkpoint.shapes.keys()
     absent -= {name for pair in tied.items() if not absent.issuperset(pair) for name in pair}
@@ -44,14 +52,14 @@ def shapes_of_class(folder, config, auto_class):
     """Return {name: shape} of the tensors of a model, and the names of those that are tied; empty if not known."""
     if config.get("model_type") not in transformers.CONFIG_MAPPING or "quantization_config" in config:
         return {}, {}
-    known = None
+    auto = getattr(transformers, auto_class, None)
     try:
         known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, "auto_map": {}})
-        with torch.device("meta"):
-            model = getattr(transformers, auto_class).from_config(known)
-    except Exception as error:  # whatever a value of the configuration breaks
-        if known is not None and isinstance(error, AttributeError | ValueError):  # there is no such class
+        if auto is None or type(known) not in auto._model_mapping:
             return {}, {}
+        with torch.device("meta"):
+            model = auto.from_config(known)
+    except Exception as error:  # whatever a value of the configuration breaks
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"transformers cannot build the model of {folder / 'config.json'} ({reason}).") from error
     pointer = not config.get("backbone_in_checkpoint", True)

@@ -154,6 +154,7 @@ MISTAKES = [
     refused("a pickle that runs code", holding({"memory_cell.memory": Touch()}), "holds other things than tensors"),
     refused("an empty file", holding(b""), "is damaged"),
     refused("a text", holding(b"version https://git-lfs.github.com/spec/v1"), "is damaged"),
+    refused("a text that pickle takes for one", holding(b"hello"), "is damaged"),
     refused("a list", holding([torch.ones(1)]), "has no memory_cell.memory"),
     refused("a folder", lambda model, base, path: load_official(base, base, **SIZES), "is a folder; give its file"),
     refused("a file of ARMT", changing(**{ARMT: torch.ones(1)}), "a checkpoint of ARMT"),

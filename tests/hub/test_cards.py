@@ -171,6 +171,10 @@ def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
     (tmp_path / "modeling_fox.py").write_text("import os\n")  # is not what is pushed
     sentence = "They are those of the package hf-longctx"
     assert sentence in with_card(build_bundle(tmp_path)).text("README.md")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    lines = with_card(build_bundle(tmp_path), "alice/fox", "v1").text("README.md")
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):  # which would ask without it
+        assert f'{name}.from_pretrained("alice/fox", revision="v1", trust_remote_code=True)' in lines
     (tmp_path / "words.py").touch()
     tokenizer = {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
@@ -269,9 +273,14 @@ def test_files_that_would_take_hours_or_gigabytes_are_read_or_refused_at_once(fo
         bundle = build_bundle(folder)
         check(bundle)
         missing_fields(bundle)
-    os.mkfifo(folder / "pipe.json")
-    with pytest.raises(ValueError, match=r"pipe\.json is a pipe"):
-        build_bundle(folder)
+    write(folder / "deep.json", '{"a":' + "[" * 200_000)
+    CURVE.save(folder / "x](javascript:alert(1)).json")
+    assert {"deep.json", "x](javascript:alert(1)).json"} <= {*build_bundle(folder).left_out}
+    for name in ("pipe.json", "config.json", "model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(ValueError, match=rf"{name} is a pipe"):
+            build_bundle(folder)
 
 
 def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
@@ -378,6 +387,10 @@ MISTAKES = [
     ),
     refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml does not hold settings"),
     refused("aliases in settings", writing_the_card("a: &a [1]\nb: *a\n", "training.yaml"), "aliases are not read"),
+    refused("settings without end", writing_the_card("a: " + "[" * 20_000, "training.yaml"), "to a depth of 30"),
+    refused(
+        "code in settings", writing_the_card("a: !!python/name:os.system", "training.yaml"), "no constructor|could not"
+    ),
     refused("aliases in a head", replacing("license: apache-2.0", "license: &a [x]\na: *a"), "aliases are not read"),
     refused("a number in the log", writing_the_card("3\n", "training_log.jsonl"), "training_log.jsonl has '3'"),
     refused("an unknown licence", replacing("license: apache-2.0", "license: apache2"), "not know license 'apache2'"),

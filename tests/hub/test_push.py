@@ -222,21 +222,57 @@ def with_tokenizer_code(folder, adapter):
     build_bundle(folder)
 
 
+def header(**tensors):
+    text = json.dumps({name: {"dtype": "F32"} | values for name, values in tensors.items()}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(4)
+
+
+OVERLAPPING = (
+    header(a={"shape": [2**40], "data_offsets": [0, 4]}),
+    header(a={"shape": [1], "data_offsets": [0, 4]}, b={"shape": [1], "data_offsets": [0, 4]}),
+)
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
     refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training"),
     refused("pickled weights", adding("pytorch_model.bin"), "pytorch_model.bin is a pickle.*save_pretrained"),
     refused("a file of secrets", adding(".env"), r"\.env is a hidden file"),
-    refused("a link out", with_link("tokenizer.json", "/etc/hostname"), "tokenizer.json is a link to /etc/hostname"),
-    refused("a link to the folder above", with_link("up", ".."), "up is a link to"),
-    refused("weights cut off", with_weights(b"{}"), "not a sound"),
+    *(
+        refused(f"{name} is a link to {target}", with_link(name, target), f"{name} is a link to")
+        for name, target in [
+            *((name, "/etc/hostname") for name in ("tokenizer.json", "README.md", "LICENSE", "model.safetensors")),
+            *(("modeling_fox.py", "/etc/hostname"), (".eval_results", "/etc"), ("up", "..")),
+        ]
+    ),
+    *(
+        refused(f"weights that begin with {content[:9]}", with_weights(content), "not a sound")
+        for content in (
+            b"{}",
+            (2**62).to_bytes(8, "little"),
+            (200_000_000).to_bytes(8, "little") + b"{}",
+            *OVERLAPPING,
+        )
+    ),
     refused("a tensor is absent", with_tensors({NORM: None}), f"has {NORM}, which the model needs"),
     refused("a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* \(32,\)"),
     refused("a tensor of NaN", with_tensors({NORM: torch.full((32,), torch.nan)}), "NaN in model.norm.weight"),
     *(
         refused(f"a configuration with {name} {value!r}", with_config(**{name: value}), says)
         for says, rows in {
-            "transformers cannot build": [("hidden_size", [1]), ("dtype", [1]), ("rope_parameters", [1])],
+            "transformers cannot build": [
+                *(("hidden_size", [1]), ("dtype", [1]), ("dtype", "__class__"), ("rope_parameters", [1])),
+                *(("max_position_embeddings", bad) for bad in ([1], {}, "abc")),
+                *(("hidden_size", 2**40), ("vocab_size", 10**12), ("tie_word_embeddings", "yes")),
+                *(("model_type", "hmt"),),
+            ],
+            "and the files hold no such model": [
+                *(("num_hidden_layers", 10**7), ("n_layer", 10**9)),
+                ("backbone_config", {"model_type": "llama", "num_hidden_layers": 10**7}),
+            ],
+            "must name a class of a file in the same folder": [
+                *(("auto_map", "x"), ("auto_map", 3)),
+                *(("auto_map", {"AutoConfig": name}) for name in ("../../x.C", "mod", 3, "a\0b.C", "bob/code--mod.C")),
+            ],
+            "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
             "that are no names": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
         }.items()
         for name, value in rows
@@ -244,19 +280,26 @@ MISTAKES = [
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
     refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "has no.weight, which"),
-    refused("index that leads out", with_index({"x": "../../x.safetensors"}), "leads to '../../x.safetensors'"),
-    refused("code of another repository", with_config(auto_map={"AutoModel": "bob/code--mod.C"}), "bob/code--mod.C"),
-    refused("code on a path", with_config(auto_map={"AutoModel": "../../mod.C"}), "name a class of a file"),
+    *(
+        refused(f"index to {target}", with_index({"x": target}), f"leads to '{target}'")
+        for target in ("../../x.safetensors", "/x.safetensors")
+    ),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
     refused("other code of a backbone", with_other_code_of_a_backbone, "is not what save_pretrained writes there"),
     refused("tokenizer's code elsewhere", with_tokenizer_code, "auto_map of tokenizer_config.json"),
     refused("no configuration", without("config.json"), "lacks config.json or adapter_config.json"),
-    refused("configuration that is no JSON", adding("config.json", b"{"), "is not JSON"),
+    *(
+        refused(f"configuration that begins with {content[:9]}", adding("config.json", content), "is not JSON")
+        for content in (b"{", b"\xff", b'{"a":' + b"[" * 200_000, b'{"a":' + b"9" * 5000 + b"}")
+    ),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
     refused(
         "base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, which is not a name"
     ),
-    refused("base without a name", of_adapter(base_model_name_or_path=None), "needs None, which is not a name"),
+    *(
+        refused(f"the base {name!r}", of_adapter(base_model_name_or_path=name), "which is not a name on the Hub")
+        for name in (None, 3, "", "/m", "~/m", "a/b/c", "alice/..", "alice/fox@main", "https://example.org/alice/fox")
+    ),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
     *(
         refused(f"a pickle of protocol {i}", adding("words.model", pickle.dumps([i], i)), r"words\.model is a pickle")
@@ -303,10 +346,31 @@ def test_errors_of_the_hub_say_why_and_what_it_keeps(error, raised, words):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("alice/fox/v1",), "not the name of a repository"),
-        (("alice/fox", 40 * "a"), "looks like a commit"),
-        (("alice/fox", "refs/pr/1"), "not a name of a branch or tag"),
-        (("alice/fox", None, 40 * "0"), "looks like a commit"),
+        *(
+            ((name,), "not the name of a repository")
+            for name in (
+                *(
+                    "",
+                    "alice",
+                    "alice/",
+                    "/fox",
+                    "alice/fox/v1",
+                    "alice/..",
+                    "alice/fox.git",
+                    "alice/a b",
+                    " alice/fox",
+                ),
+                *("https://huggingface.co/alice/fox", "alice/fox@v1", "alice/a--b", "alice/-a", "alice/" + 97 * "a"),
+            )
+        ),
+        *(
+            (("alice/fox", *names), "not a name of a branch or tag")
+            for name in (
+                *("", 40 * "a", 40 * "0", "HEAD", "refs/pr/1", "refs/heads/x", "-x", "x/", "/x", "a b", "a..b", "a~1"),
+                *("a:b", "a@{0}", "v1.", "a\n"),
+            )
+            for names in ((name,), (None, name))
+        ),
         (("alice/fox", None, "main"), "the tag main would have the name of a branch"),
         (("alice/fox", "v1", "v1"), "the tag v1 would have the name of a branch"),
         (("alice/fox", None, "v1", True), "a pull request cannot be tagged"),
