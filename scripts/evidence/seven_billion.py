@@ -5,13 +5,14 @@
 The model has the configuration of Llama 2 7B (arXiv 2307.09288, table 1 of its card) and random weights, which are
 written shard by shard, so that no more than one is in memory. `hf-longctx finetune --load-in-4bit` trains it for two
 steps of 128 tokens, each recipe in a process of its own; the first one is killed after a step, and goes on. Measured
-are the peak of the resident memory, the seconds of the whole command, and those between its two checkpoints. On a CPU
+are the peak of the memory that the process holds, the seconds of the whole command, and those between its two
+checkpoints. (Pages of files that it reads are not counted: the system takes them back when it needs them.) On a CPU
 products are made in float32, as some processors multiply bfloat16 a hundred times more slowly. The folder of --work
 takes 30 GB: 14 for the model, 4 for each changed base.
 """
 
 import json
-import os
+import re
 import shutil
 import signal
 import subprocess
@@ -85,7 +86,7 @@ def write_model(folder, args):
 
 
 def finetune(settings, kill_after=None):
-    """Run `hf-longctx finetune`, and return its exit code, the peak of its memory in GB and its seconds.
+    """Run `hf-longctx finetune`, and return its exit code, the peak of its anonymous memory in GB and its seconds.
 
     `kill_after` is a folder: the process is killed as soon as it is there.
     """
@@ -95,16 +96,16 @@ def finetune(settings, kill_after=None):
         value = getattr(settings, name)
         if value is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
-    begin = time.monotonic()
+    begin, peak = time.monotonic(), 0
     process = subprocess.Popen(options, cwd=common.ROOT)
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode, usage.ru_maxrss * 1024 / 1e9, time.monotonic() - begin
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        anonymous = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())  # None once it has ended
+        peak = max(peak, int(anonymous[1]) if anonymous else 0)
         if kill_after is not None and kill_after.exists():
             process.send_signal(signal.SIGKILL)
         time.sleep(0.1)
+    return process.returncode, peak * 1024 / 1e9, time.monotonic() - begin
 
 
 def measure(args):
