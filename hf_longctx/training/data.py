@@ -6,7 +6,6 @@ made (`.npy`, one or two dimensions of integers). No label crosses a border, and
 
 import hashlib
 import os
-import time
 from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from ..corpus import open_conversations, open_source
 from .conversations import FIRST, SCORED, encode_conversations
-from .progress import SECONDS_BETWEEN_LINES, print_status
+from .progress import Passing, print_status
 from .synthetic_data import Construction
 
 
@@ -173,7 +172,7 @@ def pack(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(FLAGS).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    count, documents, printed = 0, 0, time.monotonic()
+    count, documents, passing = 0, 0, Passing()
     with GrowingArray(path, dtype) as tokens, GrowingArray(path.with_suffix(FLAGS), np.dtype(np.uint8)) as flags:
         for piece in pieces:
             ids, flag = piece if isinstance(piece, tuple) else (piece, None)
@@ -184,9 +183,7 @@ def pack(
             else:
                 flags.append(flag)
                 documents += 1
-            if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
-                printed = time.monotonic()
-                print_status(f"packing {source}: {documents} documents, {count} tokens")
+            passing.tell(f"packing {source}: {documents} documents, {count} tokens")
     if count == 0:
         raise ValueError(f"{source} holds no conversation in which an assistant answers.")
     print_status(f"packed {source}: {documents} documents, {count} tokens")

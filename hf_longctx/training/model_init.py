@@ -24,6 +24,7 @@ from ..metrics.rope.base import rope_base_bound
 from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
+from .borders import takes_borders
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining
 from .trainer import GATE
 
@@ -58,15 +59,18 @@ def check_attention(settings: ResolvedSettings, tokenizer) -> None:
     """Raise ValueError if the model cannot have the attention of the settings, before data and weights are read."""
     if settings.attention is None:
         return
-    is_flash = is_flash_attention_requested(requested_attention_implementation=settings.attention)
-    if is_flash and settings.packing and settings.per_device_batch_size > 1:
-        raise ValueError(
-            f"--attention {settings.attention} sees the borders of packed documents in passes of one row only; give "
-            "--per-device-batch-size 1, or --no-packing."
-        )
     config = planned_config(settings, tokenizer)
     with torch.device("meta"):
-        set_attention(AutoModelForCausalLM.from_config(getattr(config, "backbone_config", config)), settings)
+        model = AutoModelForCausalLM.from_config(getattr(config, "backbone_config", config))
+        set_attention(model, settings)
+    is_packed = settings.packing and settings.recipe != "hmt" and model.config.model_type != "fox"
+    if not (is_packed and is_flash_attention_requested(model.config) and settings.per_device_batch_size > 1):
+        return
+    if not takes_borders(model):
+        raise ValueError(
+            f"with --attention {settings.attention} this model sees the borders of packed documents in passes of one row "
+            "only; give --per-device-batch-size 1, or --no-packing."
+        )
 
 
 def planned_config(settings: ResolvedSettings, tokenizer) -> Any:

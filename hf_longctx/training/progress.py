@@ -1,9 +1,11 @@
 """Reports of a training on stderr: what it trains, a line every few seconds, and how it ended."""
 
+import math
 import os
 import re
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from .recipes import ResolvedSettings
 
 
 SECONDS_BETWEEN_LINES = 10
+CLEAR = "\r\x1b[K"  # goes to the beginning of a terminal's line, which `Passing` leaves open, and clears it
 MASK_TO_TELL = 2**28  # bytes
 
 
@@ -24,7 +27,7 @@ def is_first_process() -> bool:
 def print_status(text: str) -> None:
     """Print on stderr, in one process only where several run."""
     if is_first_process():
-        print(text, file=sys.stderr)
+        print(f"{CLEAR}{text}" if sys.stderr.isatty() else text, file=sys.stderr)
 
 
 def describe(settings: ResolvedSettings, trainer: Trainer, arguments: TrainingArguments, step: int) -> str:
@@ -72,39 +75,71 @@ def describe_trainable(model) -> str:
     return "\n".join([*lines, f"  {'in all':28} {trained:>13,}, {trained / total:.2%} of {total:,}"])
 
 
-class Progress(TrainerCallback):
-    """Prints a line every few seconds: step, loss, learning rate, speed since the line before, and time that is left.
+class Passing:
+    """Prints how far something is every few seconds: on a terminal over the text before, elsewhere in a line."""
 
-    An evaluation has a line of its own, and its time is no part of the speed.
+    def __init__(self):
+        self.printed = time.monotonic()
+
+    def tell(self, text: str) -> None:
+        on_terminal, now = sys.stderr.isatty(), time.monotonic()
+        if now >= self.printed + (1 if on_terminal else SECONDS_BETWEEN_LINES) and is_first_process():
+            self.printed = now
+            print(
+                f"{CLEAR}{text}" if on_terminal else text, end="" if on_terminal else "\n", file=sys.stderr, flush=True
+            )
+
+
+class Progress(TrainerCallback):
+    """Prints a line every few seconds: step, epoch, loss, learning rate, speed, and time that is left.
+
+    The speed is that of the last minute. Evaluations have lines of their own, and their time is no part of the speed.
+
+    Args:
+        batch_tokens: tokens of a step.
+        has_epochs: the data have an end, unlike a stream.
     """
 
-    def __init__(self, batch_tokens: int):
-        self.batch_tokens = batch_tokens
+    def __init__(self, batch_tokens: int, has_epochs: bool):
+        self.batch_tokens, self.has_epochs = batch_tokens, has_epochs
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.since, self.first, self.printed = time.monotonic(), state.global_step, 0.0
+        self.printed, self.passes, self.passing = -math.inf, 0, Passing()
+        self.steps = deque([(time.monotonic(), state.global_step)])  # when a step ended, for a minute
 
     def leave_out(self, seconds: float) -> None:
         """Take no account of the last seconds, in which nothing was trained."""
-        self.since += seconds
+        self.steps = deque((at + seconds, step) for at, step in self.steps)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        self.passes += 1
+        self.passing.tell(f"step {state.global_step}  evaluating: {self.passes} of {len(eval_dataloader)} passes")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        now, step = time.monotonic(), f"step {state.global_step}/{state.max_steps}"
-        if not state.is_world_process_zero or not logs:
+        now, step = time.monotonic(), state.global_step
+        text = f"step {step}/{state.max_steps}"
+        if not logs:
             return
         if "eval_loss" in logs:
-            print(f"{step}  eval_loss {logs['eval_loss']:.4f}", file=sys.stderr)
-            self.since, self.first = now, state.global_step
-        if "loss" not in logs or (state.global_step < state.max_steps and now < self.printed + SECONDS_BETWEEN_LINES):
+            self.passes = 0
+            self.leave_out(now - self.steps[-1][0])
+            print_status(f"{text}  eval_loss {logs['eval_loss']:.4f}")
+        if "loss" not in logs:
             return
-        seconds = (now - self.since) / (state.global_step - self.first)
-        self.since, self.first, self.printed = now, state.global_step, now
-        print(
-            f"{step}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
+        self.steps.append((now, step))
+        while len(self.steps) > 2 and self.steps[1][0] <= now - 60:
+            self.steps.popleft()
+        if step < state.max_steps and now < self.printed + SECONDS_BETWEEN_LINES:
+            return
+        self.printed = now
+        begin, first = self.steps[0]
+        seconds = (now - begin) / (step - first)
+        epoch = f"epoch {state.epoch:.2f}  " if self.has_epochs else ""
+        print_status(
+            f"{text}  {epoch}loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  "
             f"grad {logs['grad_norm']:.2f}  {self.batch_tokens / seconds:.0f} tokens/s  "
-            f"{(state.max_steps - state.global_step) * seconds / 60:.1f} min left",
-            file=sys.stderr,
+            f"{(state.max_steps - step) * seconds / 60:.1f} min left"
         )
 
 
-__all__ = ["Progress", "describe", "is_first_process", "print_status"]
+__all__ = ["Passing", "Progress", "describe", "is_first_process", "print_status"]

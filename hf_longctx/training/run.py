@@ -275,7 +275,7 @@ def make_trainer(
     if run.sequence_parallel > 1:
         check_model(model, run.sequence_parallel)
         shard = SequenceShard(run.sequence_parallel)
-    progress = Progress(run.batch_tokens)
+    progress = Progress(run.batch_tokens, has_epochs=hasattr(datasets.train, "__len__"))
     trainer = (StreamTrainer if run.carry_state else ResumableTrainer)(
         model=model,
         args=arguments,

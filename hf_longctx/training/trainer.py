@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from .borders import borders, takes_borders
 from .gate_statistics import ForgetGateStatistics
 from .loss_in_pieces import LossInPieces, fits
 from .muon import MuonAndAdamW, hidden_matrices
@@ -78,6 +79,7 @@ class ResumableTrainer(Trainer):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # a training needs no logits, only their loss; a FoX and a model with memory can leave out most of them
         self.loss_options: dict[str, Any] = {} if shard is None else {"shard": shard}
+        self.gives_borders = takes_borders(base)
         skips = "skip_logits" in inspect.signature(base.forward).parameters  # by a copy of the head in float32
         if skips and base.get_output_embeddings().weight.requires_grad:
             self.loss_options["skip_logits"] = True
@@ -126,6 +128,8 @@ class ResumableTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.gives_borders and "position_ids" in inputs:
+            inputs = {**inputs, **borders(inputs["position_ids"])}
         with self.loss_context:
             return super().compute_loss(model, {**inputs, **self.loss_options}, *args, **kwargs)
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from scripts.client_checks.checks import (
@@ -15,6 +16,7 @@ from scripts.client_checks.checks import (
     logits,
     texts,
     token_ids,
+    write_jsonl,
 )
 
 
@@ -59,6 +61,54 @@ def sft_packing(folder):
 @check("TRL, SFT padding-free", "trl", "difference of eval losses between joined and padded texts", 1e-5)
 def sft_padding_free(folder):
     return sft_difference(folder, dict(padding_free=True, max_length=None))
+
+
+CHATML = """{% for message in messages %}<|{{ message.role }}|>
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ message.content }}{{ eos_token }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+
+def conversations():
+    """Chats of one and two questions, and prompts with completions."""
+    turns = [
+        [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:]}] for text in texts(8)
+    ]
+    chats = [first + second if i % 2 else first for i, (first, second) in enumerate(zip(turns, turns[::-1]))]
+    return {
+        "messages": [{"messages": chat} for chat in chats],
+        "completions": [{"prompt": text[:40], "completion": text[40:]} for text in texts(8)],
+        "completions of chats": [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chats],
+    }
+
+
+@check(
+    "TRL, SFT of chats", "trl", "difference of losses between SFTTrainer and our packed rows of the same chats", 1e-5
+)
+def sft_chats(folder):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_longctx.training.data import TokenDataset, pack, stack
+
+    if folder.name == "hmt":
+        raise NotApplicable("reads on behind a document")
+    tokenizer, differences = load_tokenizer(folder), []
+    tokenizer.chat_template = CHATML
+    for kind, rows in conversations().items():
+        options = dict(per_device_eval_batch_size=8, max_length=None, assistant_only_loss=kind == "messages")
+        args = SFTConfig(folder / "sft", **OPTIONS, **options)
+        data = Dataset.from_list(rows)
+        worker = SFTTrainer(load(folder), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+        expected = worker.evaluate()["eval_loss"]
+        tokens = folder / "tokens.npy"
+        pack(write_jsonl(folder / "chats.jsonl", rows), tokenizer, tokens)
+        packed = TokenDataset(tokens, len(np.load(tokens)), tokenizer.eos_token_id, len(tokenizer))
+        with torch.no_grad():
+            loss = load(folder)(**stack([packed[0]]), use_cache=False).loss.item()
+        differences.append(abs(loss - expected))
+    return max(differences)
 
 
 def sft_trainer(folder, **layout):

@@ -331,11 +331,6 @@ FINETUNING = [
 RUNS = [
     refused("text of less than a row", run(sequence_length=4096, batch_tokens=4096), "tokens; one row needs 4096"),
     refused("unknown attention", run(data="/no/such/text", attention="sdpax"), "--attention sdpax cannot be had: "),
-    refused(
-        "rows whose borders FlashAttention does not see",
-        run(batch_tokens=128, per_device_batch_size=2, attention="flash_attention_2"),
-        "sees the borders of packed documents in passes of one row",
-    ),
     refused("empty text", after(write("empty.txt", " \n"), run(data="./empty.txt")), "holds no text"),
     refused(
         "tokens that are no integers",

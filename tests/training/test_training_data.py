@@ -65,7 +65,7 @@ def test_a_packed_document_has_the_logits_and_loss_that_it_has_alone(pro):
 def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(
     tokenizer, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("hf_longctx.training.data.SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr("hf_longctx.training.progress.SECONDS_BETWEEN_LINES", -1)
     pack(folder, tokenizer, tmp_path / "tokens.npy")
     size = np.load(tmp_path / "tokens.npy").size
     said = f"{folder}: 3 documents, {size} tokens\n"
