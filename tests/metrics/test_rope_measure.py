@@ -84,8 +84,9 @@ def test_frequencies_are_those_the_model_computes_with(name):
     model.rotary_emb(torch.zeros(1), torch.arange(512)[None])
     held = model.rotary_emb.inv_freq.double().numpy()
     padded = np.append(held, np.zeros(8 - len(held)))
-    for source in (config, model):
-        report = rope_report(source, minimum_base=False)
+    for source in (config, model):  # frequencies of dynamic scaling at first are those without it
+        length = 512 if name == "dynamic" else None
+        report = rope_report(source, context_length=length, minimum_base=False)
         group = only(report)
         assert group.rope_type == ("default" if name == "partial" else name)
         assert group.rotary_dim == 2 * np.count_nonzero(held)
@@ -326,7 +327,14 @@ def test_defaults_of_the_config_class_are_named(tmp_path):
         "max_position_embeddings = 2048",
         "base = 10000",
     ]
-    assert "note: base = 10000 is the default" in str(report)
+    assert "note: base = 10000 is the default of LlamaConfig; config.json names none" in str(report)
+    named = {"model_type": "llama", "max_position_embeddings": 2048, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    assert not rope_report(tf.AutoConfig.from_pretrained(tmp_path), minimum_base=False).notes
+    (note,) = rope_report(
+        tf.LlamaConfig(max_position_embeddings=512), minimum_base=False
+    ).notes  # no file to look into
+    assert note.endswith("and stands also where config.json names none")
     assert not rope_report(llama(), minimum_base=False).notes
     gptj = rope_report(tf.GPTJConfig(), minimum_base=False)
     assert gptj.notes[0].startswith("n_positions = 2048 is the default of GPTJConfig")
@@ -348,6 +356,55 @@ def test_yarn_is_judged_at_the_context_that_it_claims(longest, claimed):
         assert report.notes[0] == "max_position_embeddings is 160; yarn claims 4 times 128 tokens"
     at_given = rope_report(llama(rope("yarn")), context_length=100, minimum_base=False)
     assert (at_given.claimed_context, at_given.claimed_by) == (100, "given")
+
+
+@pytest.mark.parametrize(
+    "scaling, settings, claimed, by",
+    [
+        ({"rope_type": "linear", "factor": 4.0}, {}, 16384, "4 times max_position_embeddings, by linear scaling"),
+        ({"rope_type": "dynamic", "factor": 2.0}, {}, 8192, "2 times max_position_embeddings, by dynamic scaling"),
+        ({"rope_type": "linear", "factor": 8.0}, {"max_sequence_length": 30000}, 30000, "max_sequence_length"),
+        (
+            {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 4096},
+            *({}, 32768, "factor of linear"),
+        ),
+        (
+            {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 512},
+            *({}, 4096, "max_position_embeddings"),
+        ),
+        ({"rope_type": "dynamic", "factor": 1.0}, {}, 4096, "max_position_embeddings"),
+        ({"rope_type": "linear", "factor": 2.0}, {}, 4096, "max_position_embeddings"),
+    ],
+)
+def test_scaling_is_judged_at_the_scaled_length(scaling, settings, claimed, by):
+    """Vicuna 16k says 4096 tokens and a factor of 4: at 4096, linear scaling by 4 holds always."""
+    config = llama({"rope_theta": 10000.0, **scaling}, head_dim=128, max_position_embeddings=4096, **settings)
+    report = rope_report(config, minimum_base=False)
+    assert (report.claimed_context, report.claimed_by) == (claimed, by)
+    if claimed == 16384:
+        assert report.verdict == "violated"
+    ambiguous = scaling == {"rope_type": "linear", "factor": 2.0}
+    assert any("where it is that before scaling, check 8192 tokens" in note for note in report.notes) == ambiguous
+
+
+def test_linear_scaling_that_is_in_the_length_already():
+    """LLaMA-2-7B-32K has both in its config, and so has Gemma 3, for its global layers."""
+    config = llama({"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}, max_position_embeddings=32768)
+    assert rope_report(config, minimum_base=False).claimed_context == 32768
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    ropes = {"sliding_attention": rope("default", 1e4), "full_attention": full}
+    sizes = {**TINY, "max_position_embeddings": 131072, "layer_types": ["sliding_attention", "full_attention"]}
+    report = rope_report(tf.Gemma3TextConfig(**sizes, rope_parameters=ropes), minimum_base=False)
+    assert report.claimed_context == 131072 and not any("linear" in note for note in report.notes)
+
+
+def test_a_bound_within_windows_is_no_pass_over_the_context():
+    """Llama 4 and Command R7B rotate in windows only."""
+    sizes = {**TINY, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    report = rope_report(tf.Cohere2Config(**sizes, rope_parameters=rope("default", 1e4)), minimum_base=False)
+    assert [group.verdict for group in report.groups] == ["holds", "no RoPE"]
+    assert report.verdict == report.to_dict()["verdict"] == "holds within windows" and report.holds
+    assert report.summary().startswith("holds within windows at 512 tokens")
 
 
 def test_missing_entry_for_a_layer_type():

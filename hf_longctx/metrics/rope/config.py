@@ -21,7 +21,13 @@ ROPE_ON_SLIDING_LAYERS_ONLY = (
 )
 # What partial_rotary_factor is called in code on the Hub.
 PARTIAL_IN_REMOTE_CODE = ("rotary_pct", "rope_pct", "rotary_emb_fraction")
+SHORTEST_TRAINING = 2048  # tokens; see `claimed_context`
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
+# What config.json calls a setting beside its name in transformers.
+SPELLINGS = {
+    "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length"),
+}
 # Settings with which a model has no RoPE unless they have one of these values.
 ROPE_UNLESS = {"alibi": (False, None), "use_mem_rope": (True,), "position_embedding_type": ("rope", "rotary")}
 
@@ -81,34 +87,75 @@ def with_rope_parameters(config: Any) -> Any:
     return copied
 
 
-def claimed_context(config: Any, notes: list[str]) -> tuple[int, str]:
-    """Return the tokens of context that a config claims, and which setting claims them; adds to `notes`."""
+def claimed_context(config: Any, file: dict[str, Any] | None, notes: list[str]) -> tuple[int, str]:
+    """Return the tokens of context that a config claims, and which setting claims them; adds to `notes`.
+
+    Scaling claims its factor times the length before it. Configs name that length, or else max_position_embeddings is
+    either of the two: of dynamic scaling the one before it, as transformers computes; of linear scaling the one before
+    it where the other reading would be a training on fewer than 2048 tokens, which no model with RoPE has had.
+
+    Args:
+        file: the content of config.json; None if it is not known.
+    """
     claimed = required_int(config, "max_position_embeddings")
     name = getattr(config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     if claimed == getattr(type(config), name, None):
-        notes.append(default_note(config, f"{name} = {claimed}"))
+        notes += default_note(config, file, "max_position_embeddings", f"{name} = {claimed}")
     nested = [value for value in config.rope_parameters.values() if isinstance(value, dict)]
     for parameters in nested or [config.rope_parameters]:
-        factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
-        if parameters.get("rope_type") == "yarn" and factor and original and factor * original > claimed:
-            notes.append(f"max_position_embeddings is {claimed}; yarn claims {factor:g} times {original} tokens")
-            return int(factor * original), "factor of yarn"
+        scaling, factor = parameters.get("rope_type"), parameters.get("factor")
+        original = parameters.get("original_max_position_embeddings")
+        if scaling in ("yarn", "linear", "dynamic") and factor and original and factor * original > claimed:
+            notes.append(f"max_position_embeddings is {claimed}; {scaling} claims {factor:g} times {original} tokens")
+            return int(factor * original), f"factor of {scaling}"
+    scaling, factor = config.rope_parameters.get("rope_type"), config.rope_parameters.get("factor") or 1
+    if scaling in ("linear", "dynamic") and original is None and factor > 1:
+        longer = getattr(config, "max_sequence_length", None)  # in the files of Vicuna and LongChat
+        if longer is not None and longer > claimed:
+            return longer, "max_sequence_length"
+        if scaling == "dynamic" or claimed < SHORTEST_TRAINING * factor:
+            return int(factor * claimed), f"{factor:g} times max_position_embeddings, by {scaling} scaling"
+        notes.append(
+            f"max_position_embeddings = {claimed} is taken to be the length with linear scaling by {factor:g}; where it is "
+            f"that before scaling, check {int(factor * claimed)} tokens"
+        )
     return claimed, "max_position_embeddings"
 
 
-def assumptions(config: Any, kind: str, base: float) -> list[str]:
+def config_file(config: Any) -> dict[str, Any] | None:
+    """Return what config.json says, by the name of a config; None if it is not on this machine."""
+    if not config.name_or_path:
+        return None
+    try:
+        return type(config).get_config_dict(config.name_or_path, local_files_only=True)[0]
+    except (OSError, ValueError):
+        return None
+
+
+def assumptions(config: Any, file: dict[str, Any] | None, kind: str, base: float) -> list[str]:
     """Return notes on what the config does not say and is assumed of layers of this kind."""
     notes = []
     if base == getattr(config, "default_theta", None) and config.model_type not in BASE_IN_CODE:
-        notes.append(default_note(config, f"base = {base:g}"))
+        notes += default_note(config, file, "rope_theta", f"base = {base:g}")
     if "mrope_section" in parameters_of(config, kind):
         notes.append("multimodal RoPE (mrope) is judged on text, where all its sections count the same positions")
     return notes
 
 
-def default_note(config: Any, setting: str) -> str:
-    """Return a note on a setting that may stand in config.json or be the default of the class."""
-    return f"{setting} is the default of {type(config).__name__}, and stands also where config.json names none"
+def default_note(config: Any, file: dict[str, Any] | None, name: str, setting: str) -> list[str]:
+    """Return a note on a setting that is the default of the class; none if config.json names it too."""
+    default = f"{setting} is the default of {type(config).__name__}"
+    if file is None:
+        return [f"{default}, and stands also where config.json names none"]
+    return [] if names(file, name) else [f"{default}; config.json names none"]
+
+
+def names(file: dict[str, Any], name: str) -> bool:
+    """Return whether a setting of the text decoder stands in a file, where parts are nested."""
+    if not {name, *SPELLINGS.get(name, ())}.isdisjoint(file):
+        return True
+    parts = [part for key, part in file.items() if isinstance(part, dict) and not key.startswith(("vision", "audio"))]
+    return any(names(part, name) for part in parts)
 
 
 def parameters_of(config: Any, kind: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .config import (
     assumptions,
     attention_window,
     claimed_context,
+    config_file,
     layer_groups,
     rope_of_layers,
     with_model_frequencies,
@@ -42,7 +43,7 @@ def rope_report(model_or_config: Any, *, context_length: int | None = None, mini
     Args:
         model_or_config: a `PreTrainedModel` or a `PreTrainedConfig`.
         context_length: the claim to check, in tokens; default the config's max_position_embeddings, or what its
-            yarn scaling claims (factor times original_max_position_embeddings) if that is more. Dynamic and longrope
+            yarn, linear or dynamic scaling claims if that is more; see `config.claimed_context`. Dynamic and longrope
             frequencies depend on it.
         minimum_base: whether to compute eq. 18 too, which takes nearly all of the time (seconds for 128k tokens).
 
@@ -59,7 +60,8 @@ def rope_report(model_or_config: Any, *, context_length: int | None = None, mini
     original_config = model_or_config if model is None else model.config
     config = with_rope_parameters(original_config)
     notes: list[str] = []
-    claimed, claimed_by = claimed_context(config, notes) if context_length is None else (context_length, "given")
+    file = config_file(original_config)
+    claimed, claimed_by = claimed_context(config, file, notes) if context_length is None else (context_length, "given")
     claimed = positive_int(f"the context to check ({claimed_by})", claimed, 2)
     if claimed > LONGEST:
         raise ValueError(f"the context to check ({claimed_by}) is {claimed} tokens; more than {LONGEST} take minutes.")
@@ -72,7 +74,7 @@ def rope_report(model_or_config: Any, *, context_length: int | None = None, mini
             groups.append(RopeLayers(kind, len(layers), reach))
             continue
         rope = rope_of_layers(config, kind, base, layers, claimed)
-        notes += assumptions(config, kind, base)
+        notes += assumptions(config, file, kind, base)
         if rope.type in LENGTH_DEPENDENT:
             notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
         elif model is not None and not getattr(config, "layer_rope_theta", None):

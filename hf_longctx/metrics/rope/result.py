@@ -145,14 +145,19 @@ class RopeReport(Result):
 
     @property
     def verdict(self) -> str:
-        """The worst verdict of its groups: 'violated', 'inconclusive' or 'holds'."""
+        """The worst verdict of its groups: 'violated', 'inconclusive' or 'holds'.
+
+        It is 'holds within windows' where all layers with RoPE see a window only, and not the claimed context.
+        """
         verdicts = {group.verdict for group in self.groups}
-        return next(verdict for verdict in ("violated", "inconclusive", "holds", "no RoPE") if verdict in verdicts)
+        worst = next(verdict for verdict in ("violated", "inconclusive", "holds", "no RoPE") if verdict in verdicts)
+        reach = max((group.max_distance for group in self.groups if group.rope_type), default=0)
+        return worst + " within windows" * (worst == "holds" and reach < self.claimed_context - 1)
 
     @property
     def holds(self) -> bool | None:
-        """True if the bound holds in every group of layers with RoPE; None if it is inconclusive in one."""
-        return {"holds": True, "violated": False}.get(self.verdict)
+        """True if the bound holds in every group of layers with RoPE, if only within windows; None if inconclusive."""
+        return {"holds": True, "holds within windows": True, "violated": False}.get(self.verdict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -162,7 +167,7 @@ class RopeReport(Result):
         return "Whether the RoPE base keeps B_m at or above 0 over the distances that the claimed context needs."
 
     def summary(self) -> str:
-        decisive = [group for group in self.groups if group.verdict == self.verdict]
+        decisive = [group for group in self.groups if self.verdict.startswith(group.verdict)]
         several = len(self.groups) > 1
         details = "; ".join(f"{group.layer_type}: {group.detail}" if several else group.detail for group in decisive)
         return f"{self.verdict} at {self.claimed_context} tokens ({self.claimed_by}): {details}"

@@ -24,9 +24,9 @@ Or predictions and references:
     references (list of int): the contexts they should support, in tokens.
     head_dim (int): dimensions of a query or key head, all of them rotating.
 Returns:
-    for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds", "violated", "inconclusive" where half of
-    the head or more does not rotate, so that no base violates the bound, or "no RoPE"), holds (bool; None for the last
-    two), claimed_context, claimed_by, groups (list of dict: one per kind of layers, with its base, scaling, verdict,
+    for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds", "holds within windows" where no
+    layer with RoPE sees more, "violated", "inconclusive" where half of the head or more does not rotate, so that no base
+    violates the bound, or "no RoPE"), holds (bool; None for the last two), claimed_context, claimed_by, groups (list of dict: one per kind of layers, with its base, scaling, verdict,
     context_bound, negative_distances, minimum_base and settled_base), notes (what is assumed), caveat.
     For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases,
     settled_bases.
