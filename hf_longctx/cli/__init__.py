@@ -42,6 +42,7 @@ from . import (
     report,
     rope,
     serve,
+    several,
     shared,
     train,
 )
@@ -52,6 +53,7 @@ COMMANDS = {
     "loss": loss,
     "needle": needle,
     "lines": lines,
+    "several": several,
     "compare": compare,
     "rope": rope,
     "report": report,
@@ -101,9 +103,8 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    words = [
-        re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words
-    ]  # as transformers
+    if words[:1] != ["lm-eval"]:  # whose words are those of another program; the others are spelled as in transformers
+        words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
     args = parser(words).parse_args(words)
     try:
         args.run(args)

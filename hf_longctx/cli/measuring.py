@@ -22,8 +22,10 @@ T = TypeVar("T")
 PICTURES = (".png", ".svg", ".pdf")
 # the least that an option may be, by its name in the namespace
 LEAST = {
-    **dict.fromkeys(("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens"), 1),
-    **dict.fromkeys(("points", "depths"), 2),
+    **dict.fromkeys(
+        ("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens", "chains", "hops"), 1
+    ),
+    **dict.fromkeys(("points", "depths", "needles"), 2),
 }
 
 

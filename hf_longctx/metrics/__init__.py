@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from .run.reader import Reader as Reader
     from .run.reader import reader_for as reader_for
     from .run.served import ServedModel as ServedModel
+    from .several.measure import several_facts as several_facts
+    from .several.result import MultiNeedle as MultiNeedle
+    from .several.result import VariableTracking as VariableTracking
 
 # Public names by the module that defines them.
 _NAMES = {
@@ -75,6 +78,8 @@ _NAMES = {
     "retrieval.lines": "LineRetrieval",
     "loss.result": "PositionLoss",
     "retrieval.measure": "line_retrieval needle_in_a_haystack",
+    "several.measure": "several_facts",
+    "several.result": "MultiNeedle VariableTracking",
     "loss.measure": "position_loss",
     "run.distributed": "Run",
     "run.reader": "Reader LocalReader reader_for",
@@ -89,7 +94,14 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # Where the results of all metrics are defined, for `read_result`.
-RESULT_MODULES = ("curve.result", "loss.result", "retrieval.haystack", "retrieval.lines", "rope.result")
+RESULT_MODULES = (
+    "curve.result",
+    "loss.result",
+    "retrieval.haystack",
+    "retrieval.lines",
+    "several.result",
+    "rope.result",
+)
 
 __all__ = sorted(_HOME)
 

@@ -59,7 +59,7 @@ class Check:
     measure: Callable[[Path], float]
 
     def row(self):
-        path = [*sys.path, *map(str, ROOT.glob(".venv-vllm/lib/*/site-packages"))]
+        path = [*sys.path, *map(str, ROOT.glob(".venv-*/lib/*/site-packages"))]
         packages = importlib.metadata.distributions(name=self.package, path=path)
         row = asdict(self) | {"version": next((package.version for package in packages), None)}
         del row["measure"]

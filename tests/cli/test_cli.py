@@ -28,6 +28,15 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
     assert "wrote" in capsys.readouterr().err
 
 
+def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
+    seen = []
+    for command in (cli.lm_eval, cli.generate):
+        monkeypatch.setattr(command, "run", seen.append)
+    cli.main(["lm-eval", "run", "--model_args", "a_b=c"])
+    cli.main(["generate", "MODEL", "Once", "--max_new_tokens", "3"])
+    assert seen[0].words == ["run", "--model_args", "a_b=c"] and seen[1].max_new_tokens == 3
+
+
 def test_generate_continues_the_prompt(folder, capsys):
     assert cli.main(["generate", str(folder), "The import statement", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("The import statement")

@@ -13,6 +13,7 @@ QUICK = {
     "loss": "loss {folder} --text stdlib --context-length 20 --sequences 1 --output {tmp}/a",
     "needle": "needle {folder} --text stdlib --lengths 400 --no-replies --output {tmp}/a",
     "lines": "lines {folder} --lines 3 --repeats 1 --no-replies --output {tmp}/a",
+    "several": "several {folder} --text stdlib --lengths 900 --output {tmp}/a",
     "report": "report {folder} --text stdlib --output {tmp}/a",
     "compare": "compare --output {tmp}/a",
     "gates": "gates {folder} --text stdlib --output {tmp}/a",
@@ -38,6 +39,8 @@ def mistake(name, arguments, message):
 MISTAKES = [
     mistake("one point", "curve --lengths 8 --points 1", "--points is 1; it must be at least 2"),
     mistake("no repeats", "curve --repeats 0", "--repeats is 0; it must be at least 1"),
+    mistake("no hops", "several --hops 0", "--hops is 0; it must be at least 1"),
+    mistake("one needle", "several --needles 1", "--needles is 1; it must be at least 2"),
     mistake("negative training", "curve --train-length -5", "--train-length is -5"),
     mistake("falling lengths", "curve --lengths 16,8", "strictly ascending"),
     mistake("lengths in words", "curve --lengths 8,many", "invalid literal .*'many'; give whole numbers"),

@@ -1,4 +1,4 @@
-"""The commands curve, loss, needle and lines: options in, JSON and picture out."""
+"""The commands curve, loss, needle, lines and several: options in, JSON and picture out."""
 
 import json
 import re
@@ -9,7 +9,15 @@ from demo_model import VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
-from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, NeedleGrid, PositionLoss, read_result
+from hf_longctx.metrics import (
+    ForgettingCurve,
+    LineRetrieval,
+    LocalReader,
+    NeedleGrid,
+    PositionLoss,
+    VariableTracking,
+    read_result,
+)
 
 
 # how a tiny model is measured in a moment
@@ -18,6 +26,7 @@ QUICK = {
     "loss": "--context-length 40 --sequences 3 --text stdlib",
     "needle": "--lengths 400 450 --depths 3 --no-replies --text stdlib",
     "lines": "--lines 3 10 --repeats 2 --no-replies",
+    "several": "--lengths 800 900 --needles 2 --repeats 2 --text stdlib",
 }
 
 
@@ -39,6 +48,12 @@ def test_a_command_writes_and_tells_what_it_measured(folder, tmp_path, capsys, c
     assert (tmp_path / "journal").read_text().count("\n") > 1
     if command != "lines":
         assert "text: Python language reference" in err and result.settings["corpus"].startswith("Python")
+
+
+def test_variables_need_no_text(folder, tmp_path):
+    _, found = measure(folder, tmp_path / "v", "several", "--task variables --hops 1 --lengths 900 --repeats 1")
+    assert isinstance(found, VariableTracking) and found.points[0].facts == 2
+    assert found.settings["corpus"] == "five sentences over and over"
 
 
 def test_options_of_the_curve(folder, tmp_path):

@@ -26,6 +26,7 @@ def test_the_picture_says_what_was_measured(words):
         "fine (typical text): unknown; about 11 repeats needed",
         "coarse: unknown; about 600 repeats needed",
         "copy accuracy of the worst repeat",
+        "99 %: a text above it is copied",
         "training context: 64 tokens",
         "mean and standard deviation of 2 repeats, order data, float32, seed 7",
     ):

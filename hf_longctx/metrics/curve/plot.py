@@ -21,9 +21,9 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     Lines are means over repeats, ribbons one population standard deviation to each side, triangles the worst repeat.
     Green are the lengths whose typical text is copied above 99 %, blue those that pass as coarse, as far as memory
     reaches for sure; red are those that it does not reach for sure. What is hatched is not sure; hatched in green,
-    more than half of the repeats are copied above 99 %. A ring is the first length that fails
-    after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line marks
-    where they are as many as `train_length`. See `Result.plot`.
+    more than half of the repeats are copied above 99 %, which a dotted line marks. A ring is the first length that
+    fails after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line
+    marks where they are as many as `train_length`. See `Result.plot`.
     """
     if not curve.points:
         raise ValueError("the curve has no point to draw: no length was measured.")
@@ -38,6 +38,9 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     worst: Any = dict(linestyle="none", marker="v", markersize=3, color=style.COPY, alpha=0.6, zorder=4)
     axes.plot(lengths, [p.copy_worst for p in curve.points], **worst, label="copy accuracy of the worst repeat")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
+    axes.axhline(
+        0.99, color=style.INK, linewidth=0.8, linestyle=":", zorder=2, label="99 %: a text above it is copied"
+    )
     mark_failures(axes, curve)
     notes = [f"mean and standard deviation of {curve.repeats_in_words}"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]

@@ -9,9 +9,16 @@ from ..curve.result import ForgettingCurve
 from ..loss.result import PositionLoss
 from ..result import Result, plural
 from ..retrieval.answers import Retrieval
-from ..retrieval.haystack import NeedleGrid
 from .effective import RULES
 from .scores import by_length
+
+
+WHAT = {
+    "needle": "a sentence hidden in a text",
+    "line_retrieval": "one of many lines",
+    "multi_needle": "several numbers hidden in a text",
+    "variable_tracking": "variables that are assigned in a text",
+}
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
@@ -64,7 +71,7 @@ def exact_copies(curve: ForgettingCurve) -> str:
 
 def found(result: Retrieval) -> str:
     """Say up to which length most questions are answered."""
-    what = "a sentence hidden in a text" if isinstance(result, NeedleGrid) else "one of many lines"
+    what = WHAT[result.kind]
     scores = by_length(result)
     good = [score for score in scores if score.right >= RULES["ours"] * score.asked]
     score = good[-1] if good else scores[0]

@@ -10,6 +10,7 @@ from ..curve.result import ForgettingCurve
 from ..result import Result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
+from ..several.result import SeveralRetrieval
 
 
 class Score(NamedTuple):
@@ -18,7 +19,8 @@ class Score(NamedTuple):
     Attributes:
         length: in tokens; of line retrieval, in lines.
         shares: of each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
-        questions: in a unit, at most: scored tokens of a target, questions about a haystack, 1 of a record.
+        questions: in a unit, at most: scored tokens of a target, questions about a haystack, facts of a prompt, 1 of a
+            record.
         tokens: the length in tokens, of line retrieval the mean over records.
         asked, right: questions in all units, and how many of them are answered right.
     """
@@ -54,6 +56,12 @@ def by_length(result: Result, replies: bool = True, overlapping: bool = False) -
         for p in result.points:
             right = np.array([getattr(a, field) for a in p.answers], float)
             scores.append(Score(p.lines, right, 1, round(p.mean_tokens), len(right), right.sum()))
+        return scores
+    if isinstance(result, SeveralRetrieval):
+        scores = []
+        for p in result.points:
+            shares, asked = np.array([answer.share for answer in p.answers]), p.facts * len(p.answers)
+            scores.append(Score(p.length, shares, p.facts, p.length, asked, p.match_rate * asked))
         return scores
     if not isinstance(result, NeedleGrid):
         raise ValueError(f"a {type(result).__name__} has no scores by length; give curves, needle or line retrieval.")
