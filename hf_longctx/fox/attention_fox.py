@@ -18,7 +18,8 @@ would have nothing to cancel against, and it would pile up over the whole contex
 
 Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the decay is resolved to 0.008 in the exponent. And a
 kernel that returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f is then off by 1 % to
-4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4), a noise without bias.
+4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4), a noise without bias. A key that never fades
+(`keep_from_fading`) has the same resolution; beside closed gates, what is rounded there is more than their gradient.
 """
 
 from functools import lru_cache
@@ -35,7 +36,9 @@ GATE_QUERY = 64.0
 CLOSED_GATE = -120.0
 
 
-def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None) -> None:
+def check_inputs(
+    q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None, sink_bias=None
+) -> None:
     """Raise ValueError for arguments of `forgetting_attention` that do not fit; while compiling, check nothing.
 
     The values of the gates are read on a CPU only: a GPU would have to wait for the answer.
@@ -70,6 +73,11 @@ def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, l
         raise ValueError(f"window is {window}; it must be an integer of at least 1, the keys that a query sees.")
     if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
         raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
+    if sink_bias is not None and not (sink_bias.shape == q.shape[1:2] and sink_bias.is_floating_point()):
+        raise ValueError(
+            f"sink_bias is {tuple(sink_bias.shape)}, {sink_bias.dtype}; it must be (Hq,) = {tuple(q.shape[1:2])}, a floating "
+            "number for each query head."
+        )
     batch, _, q_length, kv_length = *q.shape[:3], k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(
@@ -128,6 +136,11 @@ def clear_padding(q, k, v, log_f, token_mask):
     return q, k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0), log_f.masked_fill(padding[..., 0], 0.0)
 
 
+def first_tokens(token_mask):
+    """Return the first real token of each row, (B, T) bool, of a mask that is True at real tokens."""
+    return token_mask & (token_mask.cumsum(-1) == 1)
+
+
 def forgetting_attention_ref(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -138,6 +151,8 @@ def forgetting_attention_ref(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     window: int | None = None,
+    keep_first: bool = False,
+    sink_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax attention with a forget gate, written as its definition. Every backend must agree with it.
 
@@ -146,28 +161,37 @@ def forgetting_attention_ref(
 
     Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
     """
-    check_inputs(q, k, v, log_f, scale=scale, attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
+    masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
+    check_inputs(q, k, v, log_f, scale=scale, **masks, sink_bias=sink_bias)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     position = torch.arange(kv_length, device=q.device)
     distance = position[-q_length:, None] - position  # (Tq, Tk), negative in the future
-    visible = distance >= 0
+    visible, first = distance >= 0, position == 0
     if window is not None:
         visible = visible & (distance < window)
     if attention_mask is not None:
         token_mask = attention_mask.bool()
         q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
         visible = visible & token_mask[:, None, None, :] & token_mask[:, None, -q_length:, None]  # (B, 1, Tq, Tk)
+        first = first_tokens(token_mask)[:, None, None, :]
     if cu_seqlens is not None:
         sequence_ids = torch.bucketize(position, cu_seqlens[1:], right=True)
         visible = visible & (sequence_ids == sequence_ids[:, None])
+        first = sequence_ids.diff(prepend=sequence_ids.new_full((1,), -1)) > 0
 
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     c = log_f.double().clamp(min=-1e4).cumsum(-1)  # (B, Hq, Tk); exp(-1e4) is 0
     decay = c[..., -q_length:, None] - c[..., None, :]
+    if keep_first:
+        decay = decay.masked_fill(first, 0.0)
     logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
-    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if sink_bias is not None:  # of a key without a value
+        sink = sink_bias.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(-1)[..., :kv_length]
     weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
     return (weights @ v).to(q.dtype)
 
@@ -253,11 +277,15 @@ def fold_queries(q, c, scale, gates_per_key):
 
 
 def gate_parts(x):
-    """Split x, fp32, into a sum of three numbers of eight bits each, which every dtype of keys holds."""
-    first = x.bfloat16().to(x.dtype)
-    rest = x - first
-    second = rest.bfloat16().to(x.dtype)
-    return first, second, rest - second
+    """Split x, fp32, into a sum of three numbers of eight bits each, which every dtype of keys holds.
+
+    The first has the derivative of x.
+    """
+    y = x.detach() if x.requires_grad or unpack_dual(x).tangent is not None else x
+    first = y.bfloat16().to(y.dtype)
+    rest = y - first
+    second = rest.bfloat16().to(y.dtype)
+    return first if y is x else x + (first - y), second, rest - second
 
 
 def fold_keys(k, c, scale):
@@ -275,13 +303,25 @@ def fold_keys(k, c, scale):
     group = c.shape[1] // kv_heads
     x = c / (-GATE_QUERY * scale)
     x = x.unsqueeze(-1) if group == 1 else x.view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
-    if x.requires_grad or unpack_dual(x).tangent is not None:
-        first, *others = gate_parts(x.detach())
-        parts = x + (first - x.detach()), *others  # the value of first, with the derivative of x
-    else:
-        parts = gate_parts(x)
     columns = columns_for(k, c.shape[1], group)[1].expand(batch, kv_heads, length, -1)
-    return torch.cat([k, join_parts(parts, k.dtype), columns], dim=-1)
+    return torch.cat([k, join_parts(gate_parts(x), k.dtype), columns], dim=-1)
+
+
+def keep_from_fading(q, k, c, kept, scale):
+    """Append three columns to queries and keys before the fold, so that kept keys do not fade.
+
+    Of such a key the fold shall add `-c_i` to the logit, which the query knows, where it adds `-c_j` of others.
+
+    Args:
+        q, k: (B, Hq, Tq, D), (B, Hkv, Tk, D).
+        c: running sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys it has to be 0 in `fold_keys`, or what
+            their logits shall have less.
+        kept: (1 or B, Tk) bool.
+        scale: as in `fold_keys`.
+    """
+    parts = torch.stack(gate_parts(c / (-GATE_QUERY * scale)), dim=-1)  # (B, Hq, Tq, 3)
+    marks = (GATE_QUERY * kept.to(k.dtype))[:, None, :, None].expand(*k.shape[:3], GATE_PARTS)
+    return torch.cat([q, parts.to(q.dtype)], dim=-1), torch.cat([k, marks], dim=-1)
 
 
 def join_parts(parts, dtype):
@@ -337,35 +377,51 @@ def unfold_decay(folded_keys, head_dim, group, scale):
     return (x * (-GATE_QUERY * scale)).transpose(2, 3).flatten(1, 2)
 
 
-def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
+def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_first=False, sink_bias=None):
     """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
 
     log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk where Tq = Tk without a window;
-    otherwise it includes a mask of Tq * Tk booleans.
+    otherwise it includes a mask of Tq * Tk booleans. A sink is one more key in front, and with it a query that is
+    left out of the result, as causality is counted from the front.
     """
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if token_mask is not None:
         q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
-    c = cumulative_sum(log_f)
-    keys = fold_keys(k, c, scale)
-    if token_mask is not None:
-        # The columns of the decay hide a padding key, so the kernel needs no (T, T) mask for it.
-        columns = torch.arange(keys.shape[-1], device=k.device) >= head_dim
-        keys = keys.masked_fill(~token_mask[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     mask, past = None, kv_length - q_length
     if past or window is not None:
         mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(past)
     if mask is not None and window is not None:
         mask = mask.triu(past - window + 1)
+    c, real = cumulative_sum(log_f), token_mask
+    c_of_queries = c[..., -q_length:]
+    if keep_first or sink_bias is not None:
+        kept = torch.zeros(1, kv_length, dtype=torch.bool, device=k.device)
+        if keep_first:
+            kept = torch.arange(kv_length, device=k.device)[None] == 0 if real is None else first_tokens(real)
+            c = c.masked_fill(kept[:, None], 0.0)
+        if sink_bias is not None:
+            c = torch.cat([-sink_bias.float()[:, None].expand(*c.shape[:2], 1), c], dim=-1)
+            k, v, kept = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), F.pad(kept, (1, 0), value=True)
+            real = None if real is None else F.pad(real, (1, 0), value=True)
+            if mask is None:
+                q, c_of_queries = F.pad(q, (0, 0, 1, 0)), F.pad(c_of_queries, (1, 0))
+            else:
+                mask = F.pad(mask, (1, 0), value=True)
+        q, k = keep_from_fading(q, k, c_of_queries, kept, scale)
+    keys = fold_keys(k, c, scale)
+    if real is not None:
+        # The columns of the decay hide a padding key, so the kernel needs no (T, T) mask for it.
+        columns = torch.arange(keys.shape[-1], device=k.device) >= k.shape[-1]
+        keys = keys.masked_fill(~real[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     out = F.scaled_dot_product_attention(
-        fold_queries(q, c[..., -q_length:], scale, group),
+        fold_queries(q, c_of_queries, scale, group),
         keys,
         F.pad(v, (0, keys.shape[-1] - head_dim)),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
         enable_gqa=group > 1,
-    )[..., :head_dim]
+    )[:, :, -q_length:, :head_dim]
     if token_mask is not None:
         out = out.masked_fill(~token_mask[:, None, -q_length:, None], 0.0)
     return out

@@ -30,6 +30,8 @@ def forgetting_attention(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     window: int | None = None,
+    keep_first: bool = False,
+    sink_bias: torch.Tensor | None = None,
     log_pruning_tolerance: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -48,9 +50,14 @@ def forgetting_attention(
         cu_seqlens: (N + 1,) integers from 0 to T, borders of N sequences packed into one row (B = 1, Tq = Tk): neither
             attention nor decay crosses a border.
         window: number of most recent positions that a query sees, its own included; i - j < window.
+        keep_first: the first key of a sequence, padding aside, never fades: c_i - c_j is 0 there. An attention sink
+            (arXiv 2309.17453), which costs the folded form three columns, mostly of those that fill up the width.
+        sink_bias: (Hq,), the logit of a key without value and decay for each query head, which a row's weights are
+            shared with, as `sink_bias` of flash-linear-attention and `sinks` of GPT-OSS. It has a gradient.
         log_pruning_tolerance: permission to leave out keys whose decay bounds their weight in a row below e^tolerance,
             all together (arXiv 2504.06949; -10 there). At most 0.
-        backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
+        backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere and with
+            `keep_first` or `sink_bias`, which the kernels lack.
             "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
             exact at any length; the only one that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
@@ -72,20 +79,24 @@ def forgetting_attention(
     q, k, v = autocast_inputs(q, k, v)
     attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
     masks: dict[str, Any] = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
-    check_inputs(q, k, v, log_f, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
-    backend = choose_backend(backend, q, log_pruning_tolerance)
+    sinks: dict[str, Any] = dict(keep_first=keep_first, sink_bias=sink_bias)
+    check_inputs(
+        q, k, v, log_f, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance, sink_bias=sink_bias
+    )
+    backend = choose_backend(backend, q, log_pruning_tolerance, keep_first or sink_bias is not None)
     if backend == "reference":
-        return forgetting_attention_ref(q, k, v, log_f, scale=scale, **masks)
+        return forgetting_attention_ref(q, k, v, log_f, scale=scale, **masks, **sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     token_mask = None if attention_mask is None else attention_mask.bool()
     if backend == "triton":
         return _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance)
     log_f = log_f.clamp(min=CLOSED_GATE)
     if cu_seqlens is None:
-        return folded_attention(q, k, v, log_f, scale, token_mask, window)
+        return folded_attention(q, k, v, log_f, scale, token_mask, window, **sinks)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
-    return torch.cat([folded_attention(*sequence, scale=scale, window=window) for sequence in sequences], dim=2)
+    options: dict[str, Any] = dict(scale=scale, window=window, **sinks)
+    return torch.cat([folded_attention(*sequence, **options) for sequence in sequences], dim=2)
 
 
 def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance):
@@ -105,12 +116,18 @@ def triton_runs_well(q: torch.Tensor) -> bool:
     return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
 
 
-def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
+def choose_backend(
+    backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None, sinks: bool = False
+) -> str:
     """Return the backend that computes a call, `backend` or the default; raise an error if that cannot compute it."""
     if backend is None:  # the default is free to prune nothing
-        return "triton" if triton_runs_well(q) else "folded"
+        return "triton" if triton_runs_well(q) and not sinks else "folded"
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}, or None.")
+    if backend == "triton" and sinks:
+        raise NotImplementedError(
+            "the Triton kernels have no keep_first and no sink_bias. Use backend='folded', or leave them out."
+        )
     if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
         raise reason
     if backend != "triton" and log_pruning_tolerance is not None:

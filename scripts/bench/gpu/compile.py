@@ -285,7 +285,12 @@ def measure(args):
 
 def table(result):
     def order(row):
-        return row["capability"], row["dtype"], KERNELS.index(row["kernel"]), *(row[name] for name in FIELDS[3:])
+        return (
+            row["capability"],
+            row["dtype"],
+            KERNELS.index(row["kernel"]),
+            *(row.get(name, 0) for name in FIELDS[3:]),
+        )
 
     rows = sorted(result["rows"], key=order)
     tables = []
