@@ -209,6 +209,8 @@ def _unpacked(path):
 def _open_table(path) -> tuple[Any, list[str]]:
     """Return the rows of a file, and the names of its columns."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its line in the log would say the same again
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         columns = list(next(iter(rows), {}))
@@ -216,6 +218,8 @@ def _open_table(path) -> tuple[Any, list[str]]:
         if StopIteration in (type(error), type(error.__cause__)):  # how a stream without rows ends
             return (), ["text"]
         raise ValueError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
     return rows, columns
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PICTURES = (".png", ".svg", ".pdf")
+OTHER_PICTURES = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
 # the least that an option may be, by its name in the namespace
 LEAST = {
     **dict.fromkeys(
@@ -140,6 +141,8 @@ def check(args: argparse.Namespace, folder: bool = False) -> None:
 def check_writable(option: str, name: str, folder: bool = False) -> None:
     """Raise ValueError if no file, or folder, of that name can be written."""
     path = Path(name).absolute()
+    if not folder and path.suffix.lower() in OTHER_PICTURES:
+        raise ValueError(f"{option} {name} ends with {path.suffix}; a picture may end with {', '.join(PICTURES)}.")
     if not folder and (path.is_dir() or name.endswith("/")):
         raise ValueError(f"{option} {name} is a folder; name a file in it.")
     if not folder and path.exists() and not os.access(path, os.W_OK):

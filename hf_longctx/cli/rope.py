@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.output is not None:
         measuring.check_writable("--output", args.output)
-    config = AutoConfig.from_pretrained(args.model, **shared.source(args, file=True))
+    with shared.loading(args.model):
+        config = AutoConfig.from_pretrained(args.model, **shared.source(args, file=True))
     report = rope_report(config, context_length=args.context_length)
     print(report.to_json(indent=1) if args.json else report)
     if args.output is not None:

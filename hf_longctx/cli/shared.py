@@ -1,6 +1,8 @@
 """What several commands have in common: naming a model and loading it, and exit codes."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +119,23 @@ def load_weights(args: Namespace) -> Any:
     from ..metrics.run.model import load_language_model
 
     options, device = source(args), choose_device(args.device)
-    try:
+    with loading(args.model):
         model = load_language_model(args.model, dtype=args.dtype, **options)
+    return model.to(device).eval()
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Turn what transformers raises for files that it cannot use into one ValueError that names the model."""
+    try:
+        yield
     except EXPECTED:
         raise
     except Exception as error:  # SafetensorError, or whatever a value in config.json breaks
         raise ValueError(
-            f"{args.model} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
+            f"{name} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
             "has a value that transformers does not know."
         ) from error
-    return model.to(device).eval()
 
 
 def load_tokenizer(args: Namespace) -> Any:

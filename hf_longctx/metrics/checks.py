@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -18,13 +19,57 @@ def positive_int(name: str, value, least: float = 1) -> int:
     Raises:
         ValueError: it is not a whole number, or below `least`.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+    number = whole_number(name, value)
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}.")
     return number
+
+
+def whole_number(name: str, value) -> int:
+    """Return a whole number as a plain integer; raise ValueError if it is none, such as True."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+
+
+def numbers(name: str, values) -> list:
+    """Return the values as a list; raise ValueError if this is not a list of numbers."""
+    listed = [*values] if isinstance(values, Iterable) and not isinstance(values, str) else None
+    if listed is None or not all(hasattr(value, "__float__") for value in listed):
+        raise ValueError(f"{name} must be a list of numbers, got {values!r}.")
+    return listed
+
+
+def check_flags(**flags) -> None:
+    """Raise ValueError if a value is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_name(name: str, value) -> None:
+    """Raise ValueError if a value is neither a text nor None."""
+    if not isinstance(value, str | None):
+        raise ValueError(f"{name} must be a text, or None, got {value!r}.")
+
+
+def check_tokenizer(tokenizer, only_named: bool = False) -> None:
+    """Raise ValueError if this is not a tokenizer; with `only_named`, also its name or None will do."""
+    if not (callable(tokenizer) or hasattr(tokenizer, "decode") or (only_named and isinstance(tokenizer, str | None))):
+        raise ValueError(
+            f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
+        )
+
+
+def file_path(name: str, value) -> str:
+    """Return the path of a file as a text; raise ValueError if it is none."""
+    try:
+        return os.fspath(value)
+    except TypeError:
+        raise ValueError(f"{name} must be the path of a file, got {value!r}.") from None
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
@@ -54,8 +99,8 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
         ValueError: there is none, one is not an integer or below 1, or they do not strictly ascend.
     """
     try:
-        lengths = [operator.index(length) for length in lengths]
-    except TypeError:
+        lengths = [whole_number("a length", length) for length in lengths]
+    except (TypeError, ValueError):
         raise ValueError(f"lengths must be a list of integers (tokens), got {lengths!r}.") from None
     if not lengths or lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
         raise ValueError(

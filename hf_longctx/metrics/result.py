@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+from .checks import file_path
+
 
 WRITTEN = ("scripts/results", "model_cards")  # by measurements
 
@@ -248,23 +250,24 @@ class Result:
         The file also says when it was saved (UTC), and by which commit of this package. The text does not, so that the
         same measurement gives the same text.
         """
-        path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
+        path, now = Path(file_path("path", path)), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         with writing(partial):
             partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+            partial.replace(path)
 
 
 def read_result(path) -> Result:
     """Read the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
 
     Raises:
-        ValueError: the file is no JSON, or no result of any metric; it is named.
+        ValueError: this is no path, the file is no JSON, or no result of any metric; it is named.
         FileNotFoundError: there is no such file.
     """
     from . import RESULT_MODULES
 
+    path = file_path("path", path)
     for module in RESULT_MODULES:
         importlib.import_module(f".{module}", __package__)
     try:

@@ -9,6 +9,8 @@ import textwrap
 from numbers import Real
 from typing import Any
 
+from .checks import file_path
+
 
 try:
     from matplotlib.figure import Figure
@@ -35,6 +37,11 @@ WIDTH = 6.6  # inches: a telephone shows this in 390 pixels, with letters of 10 
 def figure(width: float, height: float) -> Figure:
     """An empty white figure; sizes in inches."""
     return Figure(figsize=(width, height), dpi=220, layout="constrained", facecolor="white")
+
+
+def save(figure: Figure, path) -> None:
+    """Write a figure into a file, in the format that its name ends with; raise ValueError if this is no path."""
+    figure.savefig(file_path("path", path))
 
 
 def area(colours: dict[str, str], name: str | None) -> dict:

@@ -16,6 +16,7 @@ QUICK = {
     "several": "several {folder} --text stdlib --lengths 900 --output {tmp}/a",
     "report": "report {folder} --text stdlib --output {tmp}/a",
     "compare": "compare --output {tmp}/a",
+    "rope": "rope {tmp}/refused",
     "gates": "gates {folder} --text stdlib --output {tmp}/a",
 }
 
@@ -58,6 +59,14 @@ MISTAKES = [
         "--output .* cannot be written: .*short.txt is not a folder",
     ),
     mistake("output into a folder", "curve --output {tmp}", "--output .* is a folder; name a file in it"),
+    mistake(
+        "a picture in another format",
+        "curve --output {tmp}/a.gif",
+        "a.gif ends with .gif; a picture may end with .png",
+    ),
+    mistake(
+        "a config that its class refuses", "rope", "refused cannot be loaded .*TypeError: .*; its files are damaged"
+    ),
     mistake("missing device", "curve --device tpu", "--device tpu cannot be had"),
     mistake("no sequence", "loss --sequences 0", "--sequences is 0"),
     mistake("output below a file", "loss --output {tmp}/short.txt/a", "--output .* cannot be written"),
@@ -94,6 +103,9 @@ def files(tmp_path_factory):
         "smoothed_error": None,
     }
     (path / "loss.json").write_text(json.dumps(loss))
+    (path / "refused").mkdir()
+    exaone = {"model_type": "exaone4", "sliding_window_pattern": "LLLG", "sliding_window": 8}
+    (path / "refused" / "config.json").write_text(json.dumps(exaone))  # its layer types are missing
     return path
 
 

@@ -1,9 +1,11 @@
 """What users of the metrics get wrong: each row is refused with one clear error, or changes no number."""
 
 import gzip
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from mistakes import harmless, refused
 from tiny_models import CORPUS, TINY, tiny_llama
@@ -11,13 +13,21 @@ from torch import nn
 
 from hf_longctx.corpus import load_text
 from hf_longctx.metrics import (
+    CurvePoint,
+    ForgettingCurve,
     LocalReader,
     Run,
+    ServedModel,
+    comparison_table,
     forgetting_curve,
+    line_retrieval,
     linear_lengths,
     log_lengths,
+    measure_all,
     module_path,
+    needle_in_a_haystack,
     position_loss,
+    read_result,
 )
 
 
@@ -45,6 +55,91 @@ def loss(tokens=CORPUS, **options):
 
 def counts(**options):
     return [[*p.copy_correct, *p.lm_correct] for p in curve(model=tiny_llama(), **options).points]
+
+
+class ATokenizer:
+    """Is asked for nothing but its name."""
+
+    name_or_path = "a tokenizer"
+
+    def decode(self, ids):
+        raise AssertionError
+
+
+NAMED = ATokenizer()
+
+
+def asked(tokenizer=NAMED, **options):
+    return line_retrieval(NeverRun(), tokenizer, **{"lines": [2], "generate": False, **options})
+
+
+def needle(tokenizer=NAMED, **options):
+    return needle_in_a_haystack(NeverRun(), tokenizer, CORPUS, **{"lengths": [400], "generate": False, **options})
+
+
+def measured():
+    return ForgettingCurve([CurvePoint(8, [4], [0])])
+
+
+WRONG_KIND = [
+    refused("lengths: True", lambda: curve(lengths=[True]), r"list of integers .*\[True\]"),
+    refused("repeats: True", lambda: curve(repeats=True), "repeats must be a whole number, got True"),
+    refused("seed: a letter", lambda: curve(seed="a"), "seed must be a whole number, got 'a'"),
+    refused("samples: a word", lambda: curve(samples="no"), "samples must be True or False, got 'no'"),
+    refused("tokenizer: a number", lambda: curve(tokenizer=5), "tokenizer must be the tokenizer .*got 5"),
+    refused("corpus_name: a number", lambda: curve(corpus_name=7), "corpus_name must be a text, or None, got 7"),
+    refused("irrelevant_name: a number", lambda: curve(irrelevant_name=3), "irrelevant_name must be a text"),
+    refused("train_length: negative", lambda: curve(train_length=-4), "train_length must be at least 1, got -4"),
+    refused("train_length: a word", lambda: loss(train_length="many"), "train_length must be a whole number"),
+    refused("starts: a word", lambda: loss(starts="abc"), "starts must be a list of numbers, got 'abc'"),
+    refused("journal: a number", lambda: Run(journal=3), "journal must be the path of a file, got 3"),
+    refused("progress: a word", lambda: Run(progress="yes"), "progress must be True or False"),
+    refused("depths: None", lambda: needle(depths=None), "depths must be a list of numbers, got None"),
+    refused("depths: a word", lambda: needle(depths="abc"), "depths must be a list of numbers, got 'abc'"),
+    refused("depths: NaN", lambda: needle(depths=[float("nan")]), "numbers from 0 to 1"),
+    refused("generate: a word", lambda: needle(generate="no"), "generate must be True or False, got 'no'"),
+    refused("chat_template: a word", lambda: asked(chat_template="x"), "chat_template must be True or False"),
+    *(
+        refused(f"tokenizer of {name}: {tokenizer!r}", partial(call, tokenizer), "tokenizer must be the tokenizer")
+        for name, call in (("needle", needle), ("lines", asked))
+        for tokenizer in (None, "x", 5)
+    ),
+    *(
+        refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ")
+        for lines in (None, 5, ["a"], [2.5], "12")
+    ),
+    refused("weights on the meta device", lambda: curve(model=tiny_llama().to("meta")), "on the meta device"),
+    refused("endpoint: None", lambda: ServedModel(None), "base_url is None; give one like http"),
+    refused("result: None", lambda: read_result(None), "path must be the path of a file, got None"),
+    refused("picture: None", lambda: measured().plot(None), "path must be the path of a file, got None"),
+    refused("table of a list", lambda: comparison_table([measured()]), "dictionary of names of models .*got a list"),
+    refused(
+        "report: train_length", lambda: measure_all(tiny_llama(), None, [1], "", train_length="x"), "train_length"
+    ),
+]
+
+
+@pytest.mark.parametrize("mistake", WRONG_KIND, ids=str)
+def test_a_value_of_the_wrong_kind_is_named(mistake):
+    assert mistake.check() == "refused"
+
+
+def test_activations_quantized_for_all_tokens_are_named():
+    """As torch's dynamic int8 does: the scale of a row depends on later tokens."""
+
+    class Scaled(nn.Module):
+        config = transformers.LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=2)
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(32))
+
+        def forward(self, input_ids):
+            hidden = self.weight[input_ids] * input_ids[..., None]
+            return (hidden / hidden.sum((1, 2), keepdim=True),)
+
+    with pytest.raises(ValueError, match="quantized with one scale for all tokens"):
+        curve(model=Scaled())
 
 
 CURVE = [

@@ -131,7 +131,7 @@ def test_without_replies_nothing_is_found_in_them(tmp_path):
     write_report([NeedleGrid([NeedleCell(silent, 100, 0.5, [40])]), lines], tmp_path / "report.html")
     text = Page(tmp_path / "report.html").text
     assert "repl" not in text and "found" not in text and text.count("the model's first choice") == 2
-    assert lines.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeats"
+    assert lines.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeat"
 
 
 def test_several_models_share_a_picture(tmp_path):

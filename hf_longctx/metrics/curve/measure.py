@@ -6,7 +6,6 @@ protocol.py says what a model reads, run/reader.py how it predicts; this file co
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,15 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..checks import check_lengths, check_token_ids, positive_int
+from ..checks import (
+    check_flags,
+    check_lengths,
+    check_name,
+    check_token_ids,
+    check_tokenizer,
+    positive_int,
+    whole_number,
+)
 from ..run.distributed import Run, Worker, exchange, labels, run_distributed
 from ..run.engine import Unreadable
 from ..run.journal import content_hash
@@ -114,7 +121,10 @@ def forgetting_curve(
             measured.
     """
     reader = reader_for(model)
-    lengths, repeats, seed = check_lengths(lengths), positive_int("repeats", repeats), operator.index(seed)
+    lengths, repeats, seed = check_lengths(lengths), positive_int("repeats", repeats), whole_number("seed", seed)
+    check_flags(samples=samples)
+    check_name("irrelevant_name", irrelevant_name)
+    check_tokenizer(tokenizer, only_named=True)
     check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
     settings = reader.settings() | {
@@ -329,7 +339,7 @@ def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
         raise ValueError(f"the size of the vocabulary of {reader!r} is unknown: give it vocab_size, or give id_range.")
     try:
         default: Any = (10, reader.vocab_size - 1)
-        low, high = map(operator.index, id_range or default)
+        low, high = (whole_number("id_range", i) for i in id_range or default)
     except (TypeError, ValueError):
         raise ValueError(f"id_range must be two ids, the lowest and the highest, got {id_range!r}.") from None
     if not 0 <= low <= high < reader.vocab_size:

@@ -67,7 +67,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     style.titled_legend(figure, [*lines, *keys], title or style.heading(curve))
     style.small_print(figure, *notes)
-    figure.savefig(path)
+    style.save(figure, path)
 
 
 def logarithmic(lengths) -> bool:
@@ -183,4 +183,4 @@ def plot_errors(curve, path) -> None:
     bar.outline.set_visible(False)
     style.draw_title(figure, style.heading(curve, "Copying errors"))
     style.small_print(figure, f"per cent of the tokens of {curve.repeats_in_words}; the first half is not scored")
-    figure.savefig(path)
+    style.save(figure, path)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..checks import check_token_ids, positive_int
+from ..checks import check_token_ids, check_tokenizer, numbers, positive_int, whole_number
 from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
 from ..run.reader import Reader, check_positions, reader_for, special_ids
@@ -58,6 +58,8 @@ def position_loss(
     sequences = sequences if sequences is None else positive_int("sequences", sequences)
     starts = check_starts(starts, sequences, len(corpus), context_length)
     check_positions(reader, context_length, "context_length")
+    check_tokenizer(tokenizer, only_named=True)
+    names = labels(corpus_name, train_length)
     settings = reader.settings() | {
         "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
         "bos_token_id": bos,
@@ -82,7 +84,7 @@ def position_loss(
             return None
         read = [start for start in starts if start in entries]
         losses = [entries[start] for start in read]
-        return PositionLoss.of_sequences(losses, settings | labels(corpus_name, train_length), read)
+        return PositionLoss.of_sequences(losses, settings | names, read)
 
     measured = run_distributed(
         reader,
@@ -109,7 +111,7 @@ def check_starts(
         return sorted(set(window_starts(corpus_tokens, context_length, sequences)))
     if sequences is not None:
         raise ValueError("give sequences or starts, not both: starts says how many there are.")
-    starts = sorted({int(start) for start in starts})
+    starts = sorted({whole_number("a start", start) for start in numbers("starts", starts)})
     if not starts or starts[0] < 0 or starts[-1] + context_length > corpus_tokens or context_length < 1:
         raise ValueError(
             f"starts must lie between 0 and {corpus_tokens - context_length}, so that {context_length} tokens follow each "

@@ -61,7 +61,7 @@ def plot_losses(
     notes = [f"loss: moving average of {windows} tokens"]
     notes += ["ribbon: standard error over sequences"] if any(result.error is not None for result in results) else []
     style.small_print(figure, *notes)
-    figure.savefig(path)
+    style.save(figure, path)
 
 
 def label(result: Any) -> str:

@@ -184,6 +184,8 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     Raises:
         ValueError: curves are missing, or one is without a point.
     """
+    if not isinstance(curves, Mapping):
+        raise ValueError(f"curves must be a dictionary of names of models and curves, got a {type(curves).__name__}.")
     check_measured(curves)
     rows = []
     for name, curve in curves.items():
@@ -280,7 +282,7 @@ def plot_shares(
     axes.minorticks_off()
     style.name_differences(axes, unlike)
     style.titled_legend(figure, axes.get_legend_handles_labels()[0], title)
-    figure.savefig(path)
+    style.save(figure, path)
 
 
 def plot_comparison(
@@ -330,7 +332,7 @@ def plot_comparison(
     style.titled_legend(figure, above.get_legend_handles_labels()[0], title or "Forgetting curves")
     mark = ["black mark: where both readings fill the training context"] if train_lengths else []
     style.small_print(figure, *notes(curves), *mark)
-    figure.savefig(path)
+    style.save(figure, path)
 
 
 def draw_curves(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:

@@ -29,7 +29,7 @@ from ..retrieval.measure import line_retrieval, needle_in_a_haystack
 from ..retrieval.wording import wording
 from ..rope.measure import rope_report
 from ..rope.result import RopeReport
-from ..run.distributed import Run, process_rank, wait
+from ..run.distributed import Run, labels, process_rank, wait
 from ..run.journal import content_hash
 from ..run.reader import Reader, reader_for
 from .arguments import check_unchanged, resolved, write_arguments
@@ -199,6 +199,7 @@ def measure_all(
     """
     folder, log = Path(folder), partial(log_line, progress and process_rank() == 0)
     reader = reader_for(model)
+    labels(corpus_name, train_length)
     if config is None:
         config = getattr(getattr(reader, "model", None), "config", None)
     subject = Subject(reader, tokenizer, tokens, config, context_length, train_length, repeats, seed, corpus_name)

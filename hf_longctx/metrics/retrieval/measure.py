@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..checks import check_lengths, check_token_ids, positive_int
+from ..checks import (
+    check_flags,
+    check_lengths,
+    check_token_ids,
+    check_tokenizer,
+    numbers,
+    positive_int,
+    whole_number,
+)
 from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
 from ..run.reader import Reader, check_positions, reader_for, special_ids
@@ -83,11 +90,14 @@ def needle_in_a_haystack(
     """
     reader = reader_for(model)
     lengths = check_lengths(lengths)
-    depths = sorted({float(depth) for depth in depths})
-    if not depths or depths[0] < 0 or depths[-1] > 1:
+    depths = sorted({float(depth) for depth in numbers("depths", depths)})
+    if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
-    repeats = positive_int("repeats", repeats)
+    repeats, seed = positive_int("repeats", repeats), whole_number("seed", seed)
+    check_tokenizer(tokenizer)
+    check_flags(chat_template=chat_template, generate=generate)
     check_replies(reader, generate)
+    names = labels(corpus_name, train_length)
     corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
     words, frame = wording(mode, needle, question, answer), chat_frame(tokenizer) if chat_template else None
@@ -138,7 +148,7 @@ def needle_in_a_haystack(
         measured = [(cell, entries[cell]) for cell in grid if cell in entries]
         cells = [NeedleCell.from_list(e["answers"], *cell, e["positions"], e["begins"]) for cell, e in measured]
         grid_asked = {"lengths": lengths, "depths": depths}
-        return NeedleGrid(cells, settings | grid_asked | labels(corpus_name, train_length))
+        return NeedleGrid(cells, settings | grid_asked | names)
 
     grid = [(length, depth) for length in lengths for depth in depths]
     grid_result = run_distributed(
@@ -202,11 +212,14 @@ def line_retrieval(
         `LineRetrieval` with one point per number of lines.
     """
     reader = reader_for(model)
-    lines = sorted({operator.index(n) for n in lines})
+    lines = sorted({whole_number("lines", n) for n in numbers("lines", lines)})
     if not lines:
         raise ValueError("lines is empty; give one or more numbers of lines.")
-    repeats = positive_int("repeats", repeats)
+    repeats, seed = positive_int("repeats", repeats), whole_number("seed", seed)
+    check_tokenizer(tokenizer)
+    check_flags(chat_template=chat_template, generate=generate)
     check_replies(reader, generate)
+    names = labels(None, train_length)
     bos, _ = special_ids(reader, bos_token_id, None)
     encode, frame = encoder(tokenizer), chat_frame(tokenizer) if chat_template else None
 
@@ -253,7 +266,7 @@ def line_retrieval(
     def result(entries: dict[int, Any]) -> LineRetrieval:
         measured = [(n, entries[n]) for n in lines if n in entries]  # the journal may have others too
         points = [LinesPoint.from_list(e["answers"], n, e["tokens"], e["asked_lines"]) for n, e in measured]
-        return LineRetrieval(points, settings | {"lines": lines} | labels(None, train_length))
+        return LineRetrieval(points, settings | {"lines": lines} | names)
 
     measured_lines = run_distributed(
         reader,

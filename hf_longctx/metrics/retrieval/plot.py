@@ -73,7 +73,7 @@ def plot_needle(
     if train_length is not None:
         notes.append(f"training context: {train_length:,} tokens")
     style.small_print(figure, *notes)
-    figure.savefig(path)
+    style.save(figure, path)
 
 
 def plot_lines(result: Any, path: str | PathLike, *, title: str | None = None) -> None:
@@ -110,4 +110,4 @@ def plot_lines(result: Any, path: str | PathLike, *, title: str | None = None) -
     style.small_print(
         figure, f"{' or '.join(map(str, repeats))} records of each number of lines, bars: 95 % intervals"
     )
-    figure.savefig(path)
+    style.save(figure, path)

@@ -41,7 +41,7 @@ def plot_bound(
     axes.set_xlabel("distance m (tokens)")
     style.draw_title(figure, title or style.heading(report))
     style.small_print(figure, f"claimed context: {report.claimed_context:,} tokens ({report.claimed_by})")
-    figure.savefig(path)
+    style.save(figure, path)
 
 
 def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:

@@ -21,7 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..checks import positive_int
+from ..checks import check_flags, check_name, file_path, positive_int
 from ..result import Result
 from .engine import TOKENS_PER_PASS
 from .journal import Journal
@@ -51,7 +51,7 @@ class Run:
         progress: show a progress bar, in work to do: long inputs count for more than their tokens.
 
     Raises:
-        ValueError: tokens_per_pass is below 1.
+        ValueError: tokens_per_pass is below 1, the journal is no path, or progress is neither True nor False.
     """
 
     journal: str | os.PathLike | None = None
@@ -61,6 +61,9 @@ class Run:
     def __post_init__(self):
         if self.tokens_per_pass is not None:
             positive_int("tokens_per_pass", self.tokens_per_pass)
+        if self.journal is not None:
+            file_path("journal", self.journal)
+        check_flags(progress=self.progress)
 
 
 class Worker(NamedTuple):
@@ -210,6 +213,12 @@ def exchange(entries: dict, failure: BaseException | None, processes: int) -> tu
 
 
 def labels(corpus_name: str | None, train_length: int | None) -> dict[str, Any]:
-    """Return the settings that change no number: name of the text and context of training in tokens, where known."""
+    """Return the settings that change no number: name of the text and context of training in tokens, where known.
+
+    Raises:
+        ValueError: one is not what it should be.
+    """
+    check_name("corpus_name", corpus_name)
+    train_length = None if train_length is None else positive_int("train_length", train_length)
     named = {"corpus": corpus_name, "train_length": train_length}
     return {name: value for name, value in named.items() if value is not None}

@@ -297,7 +297,8 @@ def check_causal(
         raise ValueError(
             f"{type(model).__name__} is not causal: its logits change with tokens that come later, so it reads what it is "
             "to predict. Load a language model that sees the past only (BERT and its relatives: config.is_decoder=True, "
-            'if they were trained so; XLNet: attn_type="uni").'
+            'if they were trained so; XLNet: attn_type="uni"). Or its activations are quantized with one scale for all tokens, '
+            "as torch's dynamic int8 does: measure it in the dtype of its weights, or quantize the weights only."
         )
 
 

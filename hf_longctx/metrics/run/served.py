@@ -79,7 +79,7 @@ class ServedModel(PromptReader):
         retries: int = 4,
         backoff: float = 1.0,
     ):
-        if not base_url.startswith(("http://", "https://")):
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}; give one like http://localhost:8000/v1.")
         if concurrency < 1 or retries < 0 or not timeout > 0:
             raise ValueError(
