@@ -402,7 +402,9 @@ def triton_attention(
             does not hold makes the result wrong.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens.
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. Gradients
+        of q and k feel the rounding of the output, as in every flash attention: in 16 bits, the more the faster gates
+        forget.
     """
     _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
