@@ -5,7 +5,7 @@
 One server after another takes --seconds of requests: with few blocks and chunks of 64 tokens, so it preempts; with
 drafts by n-grams; and over two processes. The last --checked replies are compared with the model here, token by token:
 a greedy token has to be the likeliest one, and log-probabilities have to agree within 2e-4. Afterwards nothing may be
-left: no running or waiting request, no block in use. LoRA and beams are in `scripts/serve_vllm --tests`.
+left: no running or waiting request, no block in use. LoRA and beams are not among the requests.
 """
 
 import asyncio

@@ -34,11 +34,12 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
     if (
         is_torchdynamo_exporting()
         and past_key_values is not None
-        and hasattr(past_key_values.layers[0], "max_cache_len")
+        and any(hasattr(layer, "max_cache_len") for layer in past_key_values.layers)
     ):
         raise NotImplementedError(
             "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave the "
-            "token shift out. Export without a cache: use_cache=False."
+            "token shift out. Export with a DynamicCache, as export_for_generation of transformers.exporters does, or without a "
+            "cache: use_cache=False."
         )
     if torch.compiler.is_compiling():
         return

@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 from transformers.cache_utils import (
     Cache,
@@ -22,6 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
 )
+from transformers.utils import is_torchdynamo_exporting
 
 from .attention_fox import fold_token, unfold_decay
 from .call_fox import Call
@@ -62,7 +64,11 @@ class GrowingShiftLayer(ShiftLayer):
             self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
         if self.has_previous_state[0]:  # numbers of a token stay together in memory
             conv_states = torch.cat([self.conv_states[0].mT, conv_states.mT], dim=1).mT
-        self.conv_states[0] = conv_states if self.record_past else conv_states[..., -KEPT:]
+        if not self.record_past:
+            if is_torchdynamo_exporting():  # one shape for all lengths; what precedes a text is 0
+                conv_states = F.pad(conv_states, (KEPT, 0))
+            conv_states = conv_states[..., -KEPT:]
+        self.conv_states[0] = conv_states
         self.has_previous_state[0] = True
         return self.conv_states[0]
 
@@ -157,7 +163,7 @@ class CachedLayer:
         if in_place and layer.has_previous_state[0] and (state := layer.conv_states[0]).dtype == k.dtype:
             layer.conv_states[0] = self.grow("state", state, *(x.flatten(2).mT for x in (k, v)), dim=-1, most=most)
             return
-        if most is not None:
+        if most is not None and not is_torchdynamo_exporting():
             k, v = k[:, -most:], v[:, -most:]
         states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)

@@ -1,6 +1,7 @@
 """Clients that turn a model into a graph."""
 
 import torch
+from transformers import DynamicCache
 
 from scripts.client_checks.checks import check, difference, load, logits, token_ids
 
@@ -37,6 +38,38 @@ def torch_export_decoder(folder):
     program = exportable.export(input_ids=ids[:, :1], cache_position=torch.tensor([0]), strict=False).module()
     steps = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(ids.shape[1])]
     return difference(torch.cat(steps, dim=1), logits(load(folder), ids))
+
+
+@torch.no_grad()
+def difference_of_generation(model, name, **options):
+    """Compare the logits of a prompt and of the tokens after it by two graphs, which share a cache, with a model's."""
+    from transformers import exporters
+
+    exporter, config = getattr(exporters, f"{name}Exporter"), getattr(exporters, f"{name}Config")
+    lengths = (40, 1, 1)  # of the prompt and of each step; exported with other ones
+    inputs = {"input_ids": torch.randint(3, model.config.vocab_size, (2, sum(lengths)))}
+    sample = {"input_ids": inputs["input_ids"][:, :9]}
+    exported = exporter().export_for_generation(model, sample, config(dynamic=True, **options))
+    inputs["position_ids"] = torch.arange(sum(lengths)).expand(2, -1)
+    cache, steps = DynamicCache(config=model.config), []
+    for parts in zip(*(x.split(lengths, dim=1) for x in inputs.values())):
+        runner = exported.runners["decode" if steps else "prefill"]
+        output = runner(**dict(zip(inputs, parts)), past_key_values=cache)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    return difference(torch.cat(steps, dim=1), model(inputs["input_ids"]).logits)
+
+
+GENERATION = "difference of logits, of a prompt and of tokens after it, from those of the model"
+EXPORTERS = {  # of transformers: the package of each, and options
+    "Dynamo": ("torch", {}),
+    "Onnx": ("onnxruntime", {}),
+    "OpenVINO": ("openvino", dict(stateful=False)),  # or the program keeps the cache to itself
+}
+for name, (package, options) in EXPORTERS.items():
+    check(f"transformers.exporters, {name}", package, GENERATION, 1e-4, 20)(
+        lambda folder, name=name, options=options: difference_of_generation(load(folder), name, **options)
+    )
 
 
 def onnx_difference(folder, lengths, **options):

@@ -8,9 +8,12 @@ import warnings
 import pytest
 import torch
 import transformers
-from tiny_fox import VARIANTS, both_blocks, check_logits, logits, make, tokens
+from tiny_fox import TINY, VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from hf_longctx.fox import FoxConfig
+from scripts.client_checks.exporting import difference_of_generation
 
 
 asks_for_an_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft does
@@ -152,15 +155,23 @@ def test_torch_export():
     assert not in_place
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.treespec:FutureWarning")  # transformers reads one as torch no longer likes
+def test_an_export_decodes_what_it_has_read():
+    """The graphs of transformers.exporters for a prompt and for a token after it pass the sum and the shift on."""
+    model = make_from(FoxConfig.pro(**TINY | dict(num_hidden_layers=1), num_key_value_heads=2))
+    assert difference_of_generation(model, "Dynamo") < 2e-5
+
+
 @both_blocks
 def test_torch_export_refuses_a_static_cache(variant):
-    """transformers' exporter for ExecuTorch gives the keys no room for the decay, and forgets the token shift."""
+    """transformers.integrations.executorch gives its keys no room for the decay, and forgets the token shift."""
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
     model = make(variant)
     model.generation_config.cache_implementation = "static"
     exportable = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=32)
-    with pytest.raises(Exception, match="FoX cannot be exported with a static cache"):
+    with pytest.raises(Exception, match=r"FoX cannot be exported with a static cache.*DynamicCache"):
         exportable.export(input_ids=tokens(1, 1), cache_position=torch.tensor([0]), strict=False)
 
 
