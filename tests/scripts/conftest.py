@@ -37,7 +37,7 @@ def smollm2(load, monkeypatch, tmp_path):
         (tmp_path / "text" / "train" / f"{book}.txt").write_text(stdlib_text("held_out")[:6000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
     monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
-    for name in ("rope_smollm2", "llama_to_fox"):
+    for name in ("rope_smollm2", "rope_moments", "llama_to_fox"):
         monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
     for name in ("rope_smollm2", "llama_to_fox", "hmt_facts", "hmt_perplexity", "hmt_recall_tokens", "hmt_wrapping"):
         monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 TINY = {  # rows of the result, and options
     "extrapolation": (4, "--train-length 16 --read-length 32 --steps 2 --seeds 0 1"),
     "rope_base": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0"),
+    "rope_moments": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 --tokens 64"),
     "rope_smollm2": (7, "--lines 2 --needles 256 --repeats 1 --haystacks 1"),
     "llama_to_fox": (13, "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2"),
     "hmt_facts": (
