@@ -48,7 +48,11 @@ def test_a_curve_says_how_much_to_use(shares, use, exact):
 def test_what_is_not_known_is_said():
     unsure = ForgettingCurve([CurvePoint(400, [200, 20], [40, 100])])
     first, second = conclusion([unsure])
-    assert first.startswith("How many tokens can be used is not known") and "is not known" in second
+    assert (
+        first.startswith("How many tokens can be used is not known: the repeats differ") and "is not known: " in second
+    )
+    one_text = ForgettingCurve([CurvePoint(400, [200] * 10, [40] * 10, [0] * 10)])
+    assert [words.partition(": ")[2] for words in conclusion([one_text])] == ["a longer text is needed."] * 2
 
 
 @pytest.mark.parametrize(

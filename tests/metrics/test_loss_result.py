@@ -60,10 +60,10 @@ def test_sequences_that_overlap_are_one_text():
     close = PositionLoss.of_sequences(losses, {}, range(32))
     assert close.texts == 2 and close.sequences == 32  # from 0 and from 20
     assert close.error == pytest.approx(PositionLoss.of_sequences(losses[[0, 20]], {}).error)
-    assert "its 32 sequences overlap, and count as 2 texts" in close.summary() and close.remarks()
+    assert "its 32 sequences overlap, and count as 2 texts" in close.summary()
     assert PositionLoss.of_sequences(losses, {}, [0] * 32).error is None
     assert PositionLoss.from_json(close.to_json()) == close
-    assert not PositionLoss.of_sequences(losses, {}, range(0, 640, 20)).remarks()
+    assert not PositionLoss.of_sequences(losses, {}, range(0, 640, 20)).shortage
 
 
 def test_perplexity_of_equal_losses():

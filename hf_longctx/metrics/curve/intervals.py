@@ -208,7 +208,7 @@ class LengthInterval(NamedTuple):
             return f"[{self.low}, {self.high})" if self.low else f"<{self.high}"
         if self.longest:
             return f">={self.low} (the longest tested)"
-        return f">={self.low} ({self._needed} to say more)" if self.low else f"unknown ({self._needed})"
+        return f">={self.low} ({self.needed} to say more)" if self.low else f"unknown ({self.needed})"
 
     @property
     def sure(self) -> bool:
@@ -226,11 +226,12 @@ class LengthInterval(NamedTuple):
         if self.high is not None:
             return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
         if not self.low:
-            return f"unknown; {self._needed}"
+            return f"unknown; {self.needed}"
         return f"at least {self.low:,}"
 
     @property
-    def _needed(self) -> str:
+    def needed(self) -> str:
+        """Return what would show more, or why nothing does."""
         if self.text_too_short:
             return "a longer text is needed"
         if self.repeats_needed is None:
@@ -319,6 +320,10 @@ def repeats_needed(
     That it passes is shown by its own targets, that it fails by those of a window that ends there. Margins are taken
     to be a standard error smaller than they are at hand, as the best of several windows flatters, and at least 1 %, as
     that of guessing is; shares of texts half a standard error smaller.
+
+    The number closes about 80 % of simulated curves, but 54 % to 63 % where the truth is within one error of the
+    threshold: the margin at hand then errs by its own size, and curves whose margin is too large by luck are told too
+    few repeats. A margin that is smaller still would close these, and name many times too many for all others.
 
     Args:
         margins, scored: as for `p_values`.

@@ -249,7 +249,7 @@ class ForgettingCurve(Result):
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
-        advice += "".join(f"; {remark}" for remark in self.remarks())
+        advice += self.shortage
 
         def read_off(method):
             length = self.memory_lengths[f"{method}_max"]
@@ -262,14 +262,16 @@ class ForgettingCurve(Result):
             f"{self.repeats_in_words}{missing}{self.interruption}"
         )
 
-    def remarks(self) -> list[str]:
+    @property
+    def shortage(self) -> str:
+        """Return the part of the summary that says where the text is too short for its passages not to overlap."""
         if not self.overlapping:
-            return []
+            return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
-        return [
-            f"the text is too short: its passages overlap from {p.length:,} tokens on, where {p.repeats} of them count as "
+        return (
+            f"; the text is too short: its passages overlap from {p.length:,} tokens on, where {p.repeats} of them count as "
             f"{plural(len(p.texts), 'text')}"
-        ]
+        )
 
     def explanation(self) -> str:
         return (

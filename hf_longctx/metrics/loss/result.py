@@ -134,15 +134,15 @@ class PositionLoss(Result):
         return (
             f"loss {self.smoothed_at(end // 2 + 1)} in the middle and {self.smoothed_at(end)} at the end of {end} tokens "
             f"({how}), perplexity {self.perplexity[-1]:.2f}; {plural(self.sequences, 'sequence')}"
-            f"{''.join(f'; {remark}' for remark in self.remarks())}{self.interruption}"
+            f"{self.shortage}{self.interruption}"
         )
 
-    def remarks(self) -> list[str]:
+    @property
+    def shortage(self) -> str:
+        """Return the part of the summary that says that the text is too short for its sequences not to overlap."""
         if self.texts == self.sequences:
-            return []
-        return [
-            f"the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
-        ]
+            return ""
+        return f"; the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
 
     def explanation(self) -> str:
         return (

@@ -55,7 +55,7 @@ def use_up_to(curve: ForgettingCurve) -> str:
         return (
             f"Do not count on what stands {interval.high:,} tokens back or more: it is copied no better than guessed."
         )
-    return "How many tokens can be used is not known: the repeats differ too much, or are too few."
+    return f"How many tokens can be used is not known: {interval.needed}."
 
 
 def exact_copies(curve: ForgettingCurve) -> str:
@@ -66,7 +66,7 @@ def exact_copies(curve: ForgettingCurve) -> str:
         return f"Exact copies: of most texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
     if interval.high is not None:
         return f"No exact copies of most texts of {interval.high:,} tokens or more: 99 % of their tokens or fewer are right."
-    return "How long a text it copies exactly is not known: more repeats are needed."
+    return f"How long a text it copies exactly is not known: {interval.needed}."
 
 
 def found(result: Retrieval) -> str:
