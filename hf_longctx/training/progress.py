@@ -111,7 +111,7 @@ class Progress(TrainerCallback):
         """Take no account of the last seconds, in which nothing was trained."""
         self.steps = deque((at + seconds, step) for at, step in self.steps)
 
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+    def on_prediction_step(self, args, state, control, eval_dataloader: Any = None, **kwargs):
         self.passes += 1
         self.passing.tell(f"step {state.global_step}  evaluating: {self.passes} of {len(eval_dataloader)} passes")
 
