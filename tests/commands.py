@@ -11,6 +11,7 @@ its own. HF_MODULES_CACHE is heeded.
 """
 
 import atexit
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -27,6 +28,7 @@ PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.nn.modules.linear_cross_entropy",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "datasets",
@@ -50,6 +52,7 @@ def context():
 
 def _main(command, folder, streams, environment, package):
     """Become the process of `command`."""
+    gc.freeze()  # what the server has imported is searched by no collection
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -22,7 +22,6 @@ import transformers
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils import WeakFileLock
 from torch.autograd import forward_ad
-from torch.utils.benchmark import Timer
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils import (
@@ -387,5 +386,7 @@ def compare(name: str, case: Case, config, layer_class, checks) -> dict[str, tup
 
 def seconds(function) -> float:
     """Return the median time of a call that is waited for."""
+    from torch.utils.benchmark import Timer  # whose import takes a second
+
     function()  # compiles
     return Timer("function()", globals={"function": function}).blocked_autorange(min_run_time=0.1).median

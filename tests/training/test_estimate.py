@@ -1,5 +1,6 @@
 """The estimate of a step counts what a step with data counts; scripts.bench.estimate compares it with peaks."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from peft import LoraConfig, get_peft_model
 
 from hf_longctx.cli import main
 from hf_longctx.training.estimate import LiveMemory, estimate, savings
@@ -73,3 +76,16 @@ def test_a_new_model_has_an_estimate(capsys):
     main(["train", "--tokenizer", str(DEMO), "--data", "-", "--output", "-", "--sequence-length", "64",
           "--batch-tokens", "512", "--estimate"])  # fmt: skip
     assert "optimizer" in capsys.readouterr().out
+
+
+def test_muon_has_one_moment_of_a_matrix_and_an_adapter_that_is_trained_on_its_own_rank(config, tmp_path):
+    adamw, muon = (estimate(settings(config, full=True, optimizer=name)) for name in ("adamw", "muon"))
+    layers = 2 * (4 * 32 * 32 + 3 * 32 * 64)  # numbers in their matrices
+    assert adamw.optimizer - muon.optimizer == pytest.approx(4 * layers, rel=0.01)
+    targets = ["q_proj", "v_proj"]
+    base = LlamaForCausalLM(LlamaConfig.from_pretrained(config))
+    get_peft_model(base, LoraConfig(r=3, target_modules=targets, task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(config)}))
+    new = settings(config, lora_rank=3, lora_targets=",".join(targets))
+    assert estimate(replace(new, model=str(tmp_path), lora_rank=8, lora_targets=None)) == estimate(new)

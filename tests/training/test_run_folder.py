@@ -25,7 +25,10 @@ from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.usefixtures("small_model"),
+]
 TEXT = "The fox forgets what it no longer needs. " * 40
 SIZES = dict(sequence_length=64, batch_tokens=64, per_device_batch_size=1, save_steps=1)
 

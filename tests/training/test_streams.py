@@ -11,7 +11,8 @@ from demo_model import VOCABULARY
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
-from test_training_run import FAULTS, STEPS, TOKENIZER, apart, metrics  # noqa: F401 (a fixture)
+from faults import FAULTS
+from test_training_run import STEPS, TOKENIZER, metrics
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_longctx.corpus import stdlib_text
@@ -188,7 +189,7 @@ def settings(folder, output, **changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault, processes", [("killed after a checkpoint", 1), ("killed inside a save", 2)])
-def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_path):  # noqa: F811
+def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_path):
     whole, part = settings(stage_1, tmp_path / "whole"), settings(stage_1, tmp_path / "part")
     assert apart(whole, processes=processes) == 0
     assert apart(part, *FAULTS[fault], processes=processes) in (143, -signal.SIGKILL)
@@ -199,7 +200,7 @@ def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path):  # noqa: F811
+def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path):
     # small steps: AdamW makes what sums of another order round to as large as any gradient
     changes = {"lora_dropout": 0.0, "learning_rate": 1e-4}
     one, other = (settings(stage_1, tmp_path / name, **changes) for name in ("one", "other"))
@@ -213,7 +214,7 @@ def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path
 
 
 @pytest.mark.slow
-def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):  # noqa: F811
+def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):
     """The second one reads in each process what the first one writes in one of them."""
     llama = tiny_llama(VOCABULARY)
     llama.save_pretrained(tmp_path / "llama")

@@ -36,7 +36,10 @@ from hf_longctx.training.settings import option, read_settings
 from hf_longctx.training.trainer import ResumableTrainer
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.usefixtures("small_model"),
+]
 NEEDED = dict(data="text.txt", tokenizer="gpt2", output="run")
 
 

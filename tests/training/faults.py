@@ -1,0 +1,117 @@
+"""Trainings in processes of their own, of a small model, and what ends them."""
+
+import gc
+import os
+import signal
+import socket
+import sys
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+
+from hf_longctx.training.recipes import PRESETS
+from hf_longctx.training.run import train
+from hf_longctx.training.trainer import ResumableTrainer
+
+
+SMALL = PRESETS["tiny"]._replace(layers=1, width=32, heads=2, pro_mlp=64)  # for which preset tiny stands here
+
+
+def die_at(step, inside_save=False):
+    """Make this process kill itself after a step, or while it saves the optimizer of one."""
+    name = "_save_optimizer_and_scheduler" if inside_save else "log"
+    method = getattr(ResumableTrainer, name)
+
+    def dying(self, *args, **kwargs):
+        if self.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **kwargs)
+
+    setattr(ResumableTrainer, name, dying)
+
+
+def terminate_at(step):
+    """Make this process receive SIGTERM in the middle of a step, from a scheduler and from torchrun."""
+    method = ResumableTrainer.training_step
+    sent = []
+
+    def terminated(self, *args, **kwargs):
+        if self.state.global_step == step and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(self, *args, **kwargs)
+
+    ResumableTrainer.training_step = terminated
+
+
+def shard():
+    """Make Trainer divide the model by FSDP2, as scripts/accelerate/fsdp2.yaml does on accelerators."""
+    initialise = Accelerator.__init__
+
+    def initialise_and_shard(self, *args, **kwargs):
+        initialise(self, *args, **kwargs)
+        self.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT"
+        )
+
+    Accelerator.__init__ = initialise_and_shard
+
+
+def train_in_process(run, fault, arguments, environment, sharded):
+    gc.freeze()  # what is imported is searched by no collection
+    PRESETS["tiny"] = SMALL
+    os.environ |= environment
+    torch.set_num_threads(1)
+    if sharded:
+        shard()
+    if fault is not None:
+        fault(*arguments)
+    if number := train(run):
+        raise SystemExit(128 + number)
+
+
+def make_apart():
+    """Return a function that trains in processes of their own, and returns their exit code."""
+    from commands import context
+
+    forks = context()
+
+    def run(settings, fault=None, *arguments, processes=1, sharded=False):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        members = []
+        for rank in range(processes):
+            environment = {}
+            if processes > 1:
+                environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            what = (settings, fault, arguments, environment, sharded)
+            members.append(forks.Process(target=train_in_process, args=what))
+        for member in members:
+            member.start()
+        for member in members:
+            member.join(240)
+        codes = {member.exitcode for member in members}
+        assert len(codes) == 1, codes
+        return codes.pop()
+
+    return run
+
+
+FAULTS = {
+    "killed before the first checkpoint": (die_at, 1),
+    "killed after a checkpoint": (die_at, 3),
+    "killed inside a save": (die_at, 4, True),
+    "stopped by SIGTERM": (terminate_at, 3),
+}
+
+
+if __name__ == "__main__":  # a process of `accelerate launch`
+    from hf_longctx.cli import main
+
+    PRESETS["tiny"] = SMALL
+    raise SystemExit(main(sys.argv[1:]))
