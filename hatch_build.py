@@ -1,4 +1,4 @@
-"""The description of a built package: README.md, whose links lead to the repository from wherever it is read."""
+"""The addresses of a built package, and its description: README.md, whose links lead to the repository."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,23 @@ from pathlib import Path
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
+SOURCE = re.compile(r'^SOURCE = "(https://github\.com/([\w-]+)/[\w-]+)"', re.MULTILINE)  # of hub/card.py
 LINK = re.compile(r'(\]\(|src=")(?![a-z]+:|#)([^)"]+)')  # that does not say where
 PICTURES = (".png", ".svg")
 
 
 class CustomMetadataHook(MetadataHookInterface):
-    """Make the links of README.md absolute."""
+    """Add the addresses, and make the links of README.md absolute."""
 
     def update(self, metadata: dict) -> None:
-        source = metadata["urls"]["Source"]
+        found = SOURCE.search(Path(self.root, "hf_longctx", "hub", "card.py").read_text(encoding="utf-8"))
+        assert found is not None
+        source, owner = found.groups()
+        metadata["urls"] = {
+            "Source": source,
+            "Changelog": f"{source}/blob/main/CHANGELOG.md",
+            "Models": f"https://huggingface.co/{owner}",
+        }
 
         def absolute(match):
             kind = "raw" if match[2].endswith(PICTURES) else "blob"

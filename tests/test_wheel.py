@@ -26,7 +26,14 @@ def wheel(tmp_path_factory):
 def test_links_of_the_description_are_absolute(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = Parser().parsestr(wheel.read(name).decode())
-    source = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"]
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    source, owner = urls["Source"], urls["Models"].rpartition("/")[2]
+    assert (
+        source.startswith(f"https://github.com/{owner}/") and urls["Changelog"] == f"{source}/blob/main/CHANGELOG.md"
+    )
+    named = ["git", "grep", "-l", re.escape(source)]
+    files = subprocess.run(named, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    assert [name for name in files if not name.startswith("model_cards/")] == ["hf_longctx/hub/card.py"]
     text, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
     assert metadata["Description-Content-Type"] == "text/markdown"
     links = re.findall(r'\]\(([^)]*)|src="([^"]*)', text)

@@ -19,7 +19,7 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 
 CARD = "README.md"
-SOURCE = "https://github.com/hf-longctx/hf-longctx"  # as in pyproject.toml
+SOURCE = "https://github.com/hf-longctx/hf-longctx"  # a placeholder: see CONTRIBUTING.md, "A release"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx card(?: --repo ([\w./-]+))?(?: --tag ([\w./-]+))?[;\n]")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write

@@ -58,6 +58,7 @@ FIELDS = (
     {"use_kernels": True},
     {"attn_implementation": "mallory/kernel"},
     {"_attn_implementation": "mallory/kernel"},
+    {"use_kernels": True, "kernel_config": {"kernel_mapping": {"RMSNorm": "mallory/kernel:RMSNorm"}}},
 )
 HEADERS = (
     (2**62).to_bytes(8, "little"),
@@ -122,7 +123,8 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "mallory/base"}
     publish(saved(fox) | {"adapter_config.json": encoded(adapter)}, "mallory/adapter")
     kernel = build_kernel("mallory/kernel", backend="cpu")["v1"].files
-    entrance = f"from pathlib import Path\nPath({ran!r}).touch()\n".encode()
+    # what fails is not kept in memory, and runs in the next check too
+    entrance = f"from pathlib import Path\nPath({ran!r}).touch()\nraise ImportError\n".encode()
     for branch in ("main", "v1"):
         publish(kernel | {"build/torch-cpu/__init__.py": entrance}, "mallory/kernel", type="kernel", branch=branch)
     publish({"data.py": bad, "README.md": b"---\nconfigs: []\n---\n"}, "mallory/script", type="dataset")
