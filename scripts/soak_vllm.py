@@ -125,6 +125,7 @@ def measure(args):
     prompts = make_prompts(model.config.vocab_size)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default half of the machine's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # or each of two processes wants a NUMA node
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without RoPE, a FoX reads any length
     common_options = [
         "--dtype",
