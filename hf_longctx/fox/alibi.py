@@ -62,7 +62,7 @@ class GatedBloomAttention(AlibiAttention, BloomAttention):
         attention_mask: torch.Tensor,
         layer_past: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = self._reshape(self.query_key_value(hidden_states))  # (B, H, T, D)
         bias = alibi.unflatten(0, (-1, self.num_heads)).squeeze(2).float()  # (B, H, keys): -c, 0 at padding
         log_f = -bias.diff(dim=-1, prepend=bias[..., :1])[..., -q.shape[2] :]
@@ -78,7 +78,7 @@ class GatedMptAttention(AlibiAttention, MptAttention):
         past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)

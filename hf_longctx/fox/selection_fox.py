@@ -7,7 +7,6 @@ While torch compiles or a CUDA graph is captured nothing can be measured: what a
 taken, "sdpa" if there was none.
 """
 
-import copy
 import functools
 import hashlib
 import json
@@ -35,7 +34,7 @@ from .attention_fox import autocast_dtype, fold_keys, forgetting_attention_ref, 
 from .backend_fox import GATED, NAME, SDPA, attend
 from .budget_fox import EPS, FOLDED_DLOG_F, draw, find_errors, run, run_exact, run_plain
 from .call_fox import Call
-from .inputs_fox import read_call
+from .inputs_fox import read_call, with_implementation
 from .kernels_fox import triton
 from .state_fox import AttendingCache
 from .tiles_fox import DECODE_ROWS
@@ -115,10 +114,8 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
         x: the embedded tokens, (B, T, hidden).
         attention_mask, past_key_values: those of the call, or None.
     """
-    chosen = copy.copy(config)
-    chosen._attn_implementation_internal = "sdpa"
     if x.device.type not in MEASURED or config.forget_gate == "none" or is_transformed():
-        return chosen
+        return with_implementation(config, "sdpa")
     training, dtype = torch.is_grad_enabled(), autocast_dtype(x.device) or x.dtype
     work = "training" if training else "prefill" if x.shape[1] > DECODE_ROWS else "decoding"
     case = make_case(config, dtype, work)
@@ -133,8 +130,7 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
         barred += GATED  # they cannot leave out padding between real tokens
     if past_key_values is not None and type(past_key_values) is not DynamicCache:
         barred += FLASH  # they would take free slots for tokens
-    chosen._attn_implementation_internal = next((name for name in names if name not in barred), "sdpa")
-    return chosen
+    return with_implementation(config, next((name for name in names if name not in barred), "sdpa"))
 
 
 def is_transformed() -> bool:
@@ -343,8 +339,7 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
     Prefill fills a cache, whose keys are folded for all implementations.
     """
     q, k, v, log_f, _ = inputs
-    config = copy.copy(config)
-    config._attn_implementation_internal = name
+    config = with_implementation(config, name)
     config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 1, q.shape[1], k.shape[1]
     layer = layer_class(config, 0).to(q.device, q.dtype).eval()
     call = Call(implementation=name)

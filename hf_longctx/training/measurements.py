@@ -61,7 +61,7 @@ class Measurements(TrainerCallback):
         with torch.random.fork_rng(devices=[]), torch.no_grad(), in_bfloat16, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of few repeats, which are known
             special = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-            corpus = torch.cat(list(self.rows))
+            corpus = torch.cat(list(self.rows)).numpy()
             curve = forgetting_curve(model.eval(), corpus, lengths=self.lengths, repeats=REPEATS, **special)
             samples = [self.continue_text(model, row[:PROMPT]) for row in self.rows[:SAMPLES]]
         model.train(was_training)
