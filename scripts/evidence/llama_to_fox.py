@@ -108,7 +108,7 @@ def loss(name, args):
 @torch.no_grad()
 def gates(name, args):
     """Tokens in which each head forgets by a factor e, by the mean of log f over a text; ascending."""
-    model = load(name, args)
+    model = load(name, args).train()  # as the statistics leave evaluations out; nothing is dropped
     meter = ForgetGateStatistics(model)
     model(held_out(args)[None, : args.length], logits_to_keep=1)
     return {"decay_times": meter.decay_times().tolist()}
