@@ -245,9 +245,11 @@ def test_an_adapter_is_trained_on(dropout, llama, tmp_path):
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch, capsys):
     losses, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
-    monkeypatch.setattr(
-        Trainer, "evaluate", lambda self: evaluate(self) | {"eval_loss": losses[self.state.global_step]}
-    )
+
+    def scripted(self, **kwargs):
+        return evaluate(self, **kwargs) | {"eval_loss": losses[self.state.global_step]}
+
+    monkeypatch.setattr(Trainer, "evaluate", scripted)
     options = dict(steps=4, eval_steps=1, eval_data=str(llama / "text.txt"), schedule="constant")
     run = settings(llama, tmp_path, full=full, keep_best=True, save_steps=100, keep_checkpoints=1, **options)
     checkpoints, model = tmp_path / "checkpoints", tmp_path / "model"
