@@ -23,8 +23,8 @@ def test_curves(files, capsys):
     assert cli.main(["compare", str(files / "fox.json"), str(files / "llama.json"), "--output", str(picture)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[2:4] == [
-        "| fox | - | unknown: about 43 repeats needed | at least 8 | >9, >9 | 9; unknown: more answers are needed | 8 to 9 | 32 |",
-        "| llama | - | unknown: about 43 repeats needed | unknown: the repeats differ too much | 8, 8 | 8; unknown: more answers are needed | 8 to 9 | 32 |",
+        "| fox | - | unknown; about 43 repeats needed | at least 8 | >9, >9 | 9; unknown: more answers are needed | 8 to 9 | 32 |",
+        "| llama | - | unknown; about 43 repeats needed | unknown; the repeats differ too much | 8, 8 | 8; unknown: more answers are needed | 8 to 9 | 32 |",
     ]
     assert picture.read_text().startswith("<?xml")
 

@@ -539,8 +539,8 @@ def test_a_full_disk_is_named_and_leaves_the_older_checkpoints(error, kit, monke
         save(self, folder)
 
     monkeypatch.setattr(ResumableTrainer, "_save_optimizer_and_scheduler", fill)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5e6))
-    with pytest.raises(OSError, match=r"too full to save in .* takes about 40 MB, and 5 MB are free") as raised:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
+    with pytest.raises(OSError, match=r"too full to save in .* takes about 3 MB, and 1 MB are free") as raised:
         run()(kit)
     assert cli.shared.exit_code(raised.value) == 1
     monkeypatch.undo()
