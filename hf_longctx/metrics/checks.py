@@ -58,8 +58,8 @@ def check_name(name: str, value) -> None:
 
 def check_tokenizer(tokenizer, only_named: bool = False) -> None:
     """Raise ValueError if this is not a tokenizer; with `only_named`, also its name or None will do."""
-    if isinstance(tokenizer, int | float | str | list | tuple | dict) and not (
-        only_named and isinstance(tokenizer, str)
+    if isinstance(tokenizer, int | float | str | list | tuple | dict | None) and not (
+        only_named and isinstance(tokenizer, str | None)
     ):
         raise ValueError(
             f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
