@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -52,6 +53,7 @@ def context():
 
 def _main(command, folder, streams, environment, package):
     """Become the process of `command`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores Ctrl-C
     gc.freeze()  # what the server has imported is searched by no collection
     os.environ.clear()
     os.environ.update(environment)
