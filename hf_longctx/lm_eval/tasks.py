@@ -18,7 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask
 
-from ..metrics.checks import check_lengths, positive_int
+from ..metrics.checks import check_lengths, whole_number
 from ..metrics.curve.lengths import METHODS
 from ..metrics.curve.measure import check_choices
 from ..metrics.curve.protocol import log_lengths, longest_length, scored_tokens
@@ -56,7 +56,7 @@ class LongContextTask(ConfigurableTask):
         self.settings = self.check(
             self.defaults | {name: given[name] for name in self.defaults if name in given}, given
         )
-        positive_int(self.documents, self.settings[self.documents])
+        whole_number(self.documents, self.settings[self.documents], 1)
         names = {"task": config.get("task"), "num_fewshot": 0, "metadata": {"version": 1, **self.settings}}
         super().__init__(config=names | deepcopy(self.options))
         self.OUTPUT_TYPE = self.request  # of which lm-eval evens out the numbers that processes get
@@ -159,8 +159,8 @@ class PositionLossTask(LongContextTask):
     def check(self, settings, given):
         if settings["context_length"] is None:
             settings["context_length"] = int(given.get("max_length", CONTEXT)) - 2
-        positive_int("blocks", settings["blocks"])
-        positive_int("context_length, in blocks,", settings["context_length"] // settings["blocks"])
+        whole_number("blocks", settings["blocks"], 1)
+        whole_number("context_length, in blocks,", settings["context_length"] // settings["blocks"], 1)
         return settings
 
     def samples(self, repeat):

@@ -13,26 +13,24 @@ from typing import Any
 import numpy as np
 
 
-def positive_int(name: str, value, least: float = 1) -> int:
+KINDS = {bool: "True or False", str | None: "a text, or None"}
+
+
+def whole_number(name: str, value, least: float = -math.inf) -> int:
     """Return a whole number as a plain integer.
 
     Raises:
-        ValueError: it is not a whole number, or below `least`.
+        ValueError: it is not a whole number, such as True, or below `least`.
     """
-    number = whole_number(name, value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}.")
-    return number
-
-
-def whole_number(name: str, value) -> int:
-    """Return a whole number as a plain integer; raise ValueError if it is none, such as True."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be a whole number, got {value!r}.") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}.")
+    return number
 
 
 def numbers(name: str, values) -> list:
@@ -43,27 +41,26 @@ def numbers(name: str, values) -> list:
     return listed
 
 
-def check_flags(**flags) -> None:
-    """Raise ValueError if a value is neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}.")
+def check_kind(kind: Any, **values) -> None:
+    """Raise ValueError if a value is not of this kind, which is one of `KINDS`."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be {KINDS[kind]}, got {value!r}.")
 
 
-def check_name(name: str, value) -> None:
-    """Raise ValueError if a value is neither a text nor None."""
-    if not isinstance(value, str | None):
-        raise ValueError(f"{name} must be a text, or None, got {value!r}.")
+def tokenizer_name(tokenizer, or_name: bool = False) -> str:
+    """Return the name of a tokenizer, as settings have it; with `or_name`, a text is taken for the name itself.
 
-
-def check_tokenizer(tokenizer, only_named: bool = False) -> None:
-    """Raise ValueError if this is not a tokenizer; with `only_named`, also its name or None will do."""
-    if isinstance(tokenizer, int | float | str | list | tuple | dict | None) and not (
-        only_named and isinstance(tokenizer, str | None)
-    ):
+    Raises:
+        ValueError: this is not a tokenizer: it neither encodes, nor decodes, nor has a vocabulary.
+    """
+    if or_name and isinstance(tokenizer, str):
+        return tokenizer
+    if not (callable(tokenizer) or hasattr(tokenizer, "decode") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(
             f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
         )
+    return getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
 
 
 def file_path(name: str, value) -> str:

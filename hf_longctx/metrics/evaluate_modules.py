@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import positive_int
+from .checks import whole_number
 from .curve.lengths import METHODS
 from .curve.protocol import default_lengths, scored_tokens
 from .curve.result import CurvePoint, ForgettingCurve
@@ -375,7 +375,7 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
         raise ValueError(
             f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
         )
-    context_lengths = [positive_int("a context", n, 2) for n in context_lengths]
+    context_lengths = [whole_number("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
     base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]

@@ -86,7 +86,15 @@ WRONG_KIND = [
     refused("repeats: True", lambda: curve(repeats=True), "repeats must be a whole number, got True"),
     refused("seed: a letter", lambda: curve(seed="a"), "seed must be a whole number, got 'a'"),
     refused("samples: a word", lambda: curve(samples="no"), "samples must be True or False, got 'no'"),
-    refused("tokenizer: a number", lambda: curve(tokenizer=5), "tokenizer must be the tokenizer .*got 5"),
+    *(
+        refused(
+            f"tokenizer of {name}: {type(tokenizer).__name__}",
+            partial(call, tokenizer=tokenizer),
+            "tokenizer must be the .*got",
+        )
+        for name, call in (("curve", curve), ("random curve", random_curve), ("loss", loss))
+        for tokenizer in (5, object(), [])
+    ),
     refused("corpus_name: a number", lambda: curve(corpus_name=7), "corpus_name must be a text, or None, got 7"),
     refused("irrelevant_name: a number", lambda: curve(irrelevant_name=3), "irrelevant_name must be a text"),
     refused("train_length: negative", lambda: curve(train_length=-4), "train_length must be at least 1, got -4"),
@@ -100,9 +108,13 @@ WRONG_KIND = [
     refused("generate: a word", lambda: needle(generate="no"), "generate must be True or False, got 'no'"),
     refused("chat_template: a word", lambda: asked(chat_template="x"), "chat_template must be True or False"),
     *(
-        refused(f"tokenizer of {name}: {tokenizer!r}", partial(call, tokenizer), "tokenizer must be the tokenizer")
+        refused(
+            f"tokenizer of {name}: {type(tokenizer).__name__}",
+            partial(call, tokenizer),
+            "tokenizer must be the tokenizer",
+        )
         for name, call in (("needle", needle), ("lines", asked))
-        for tokenizer in (None, "x", 5)
+        for tokenizer in (None, "x", 5, object())
     ),
     *(
         refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ")

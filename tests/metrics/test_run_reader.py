@@ -49,7 +49,7 @@ def test_any_reader_is_measured():
         -np.log(0.9)
     )
     with pytest.raises(ValueError, match="rule has no generate"):
-        line_retrieval(RuleReader(), object(), lines=[2])
+        line_retrieval(RuleReader(), None, lines=[2])
 
 
 def test_a_reader_stays_and_a_module_gets_one():

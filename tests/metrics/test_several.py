@@ -167,6 +167,12 @@ def test_in_a_chat_the_reply_begins_like_the_answer():
         (dict(lengths=[900], chains=0), "chains must be at least 1, got 0"),
         (dict(lengths=[900], hops=1.5), "hops must be a whole number, got 1.5"),
         (dict(lengths=[900], needles=4, chat_template=True), "has no chat template"),
+        (dict(lengths=[900], needles=4, chat_template="no"), "chat_template must be True or False, got 'no'"),
+        (dict(lengths=[900], needles=4, seed=None), "seed must be a whole number, got None"),
+        (dict(lengths=[900], needles=4, train_length=0), "train_length must be at least 1, got 0"),
+        (dict(lengths=[900], needles=4, corpus_name=3), "corpus_name must be a text, or None, got 3"),
+        (dict(lengths=[900], hops=17_576), "chains=1 and hops=17576 need more names"),
+        (dict(lengths=[900], chains=90_001, hops=1), "chains=90001 and hops=1 need more .* numbers"),
     ],
 )
 def test_bad_input_is_named_before_the_model_runs(options, words):
@@ -174,10 +180,16 @@ def test_bad_input_is_named_before_the_model_runs(options, words):
         several_facts(Replier(None), TOKENIZER, PROSE, **options)
 
 
+@pytest.mark.parametrize("tokenizer", [None, "x", 5, object()])
+def test_what_is_no_tokenizer_is_named(tokenizer):
+    with pytest.raises(ValueError, match="tokenizer must be the tokenizer of the model"):
+        several_facts(Replier(None), tokenizer, PROSE, lengths=[900], needles=4)
+
+
 def test_a_model_that_cannot_reply_is_refused():
     silent = nn.Identity()
     silent.config = Replier.config
-    with pytest.raises(ValueError, match="no generate method"):
+    with pytest.raises(ValueError, match="no generate method; give a model that has one"):
         several_facts(silent, TOKENIZER, PROSE, lengths=[900], needles=4)
 
 
@@ -198,6 +210,10 @@ def test_a_file_gives_the_result_back(results, tmp_path):
         again == results["half"] and again.summary() == "found: 2 of 4 at 900 tokens, 2 of 4 at 1500 tokens; 6 repeats"
     )
     assert again.table().rows[0][:3] == (900, "2 of 4", "50.0%")
+    once = MultiNeedle([SeveralPoint(900, results["oracle"].points[0].answers[:1])])
+    assert once.summary() == "found: 4 of 4 at 900 tokens; 1 repeat"
+    with pytest.raises(ValueError, match="path must be the path of a file, got None"):
+        once.plot(None)
     with pytest.raises(ValueError, match="about the same number of facts"):
         SeveralPoint(9, [SeveralAnswer("", [True], [1]), SeveralAnswer("", [True, False], [1])])
 

@@ -15,12 +15,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..checks import (
-    check_flags,
+    check_kind,
     check_lengths,
-    check_name,
     check_token_ids,
-    check_tokenizer,
-    positive_int,
+    tokenizer_name,
     whole_number,
 )
 from ..run.distributed import Run, Worker, exchange, labels, run_distributed
@@ -121,14 +119,13 @@ def forgetting_curve(
             measured.
     """
     reader = reader_for(model)
-    lengths, repeats, seed = check_lengths(lengths), positive_int("repeats", repeats), whole_number("seed", seed)
-    check_flags(samples=samples)
-    check_name("irrelevant_name", irrelevant_name)
-    check_tokenizer(tokenizer, only_named=True)
+    lengths, repeats, seed = check_lengths(lengths), whole_number("repeats", repeats, 1), whole_number("seed", seed)
+    check_kind(bool, samples=samples)
+    check_kind(str | None, irrelevant_name=irrelevant_name)
     check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
     settings = reader.settings() | {
-        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
+        "tokenizer": None if tokenizer is None else tokenizer_name(tokenizer, or_name=True),
         "protocol": protocol,
         "data_type": data_type,
         "seed": seed,
@@ -145,7 +142,7 @@ def forgetting_curve(
     if data_type == "order":
         corpus, irrelevant, data = check_corpus(reader, tokens, irrelevant_tokens, id_range)
         targets = order_samples(corpus, lengths, repeats, seed, irrelevant)
-        names |= token_size(tokenizer, corpus)
+        names |= token_size(tokenizer, corpus) if hasattr(tokenizer, "decode") else {}
     else:
         id_range, skip, data = check_id_range(reader, id_range, irrelevant_tokens, tokenizer)
         targets = random_samples(id_range, lengths, repeats, seed, skip=skip | {bos, eos})
@@ -323,9 +320,7 @@ def check_corpus(reader: Reader, tokens, irrelevant_tokens, id_range):
 
 
 def token_size(tokenizer, corpus) -> dict[str, float]:
-    """Return the mean bytes of a token of the corpus in UTF-8, as settings; none if the tokenizer is unknown."""
-    if not hasattr(tokenizer, "decode"):
-        return {}
+    """Return the mean bytes of a token of the corpus in UTF-8, as settings."""
     sample = corpus[:10_000].tolist()
     text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
     return {"bytes_per_token": round(len(text.encode()) / len(sample), 2)}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from ..checks import entries, integers, positive_int
+from ..checks import entries, integers, whole_number
 from ..overlap import separate
 from ..result import Headline, Overview, Result, Table, plural
 from .errors import unpack
@@ -38,7 +38,7 @@ class CurvePoint:
     begin_locs: Sequence[int] | None = None
 
     def __post_init__(self):
-        length = positive_int("length", self.length)
+        length = whole_number("length", self.length, 1)
         scored = scored_tokens(length)
         object.__setattr__(self, "length", length)
         for name, most in (("copy_correct", scored), ("lm_correct", scored), ("begin_locs", math.inf)):
@@ -53,7 +53,7 @@ class CurvePoint:
 
     def first(self, repeats: int) -> CurvePoint:
         """The point with its first repeats only, one or more."""
-        positive_int("repeats", repeats)
+        whole_number("repeats", repeats, 1)
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 

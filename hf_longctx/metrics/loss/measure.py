@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..checks import check_token_ids, check_tokenizer, numbers, positive_int, whole_number
+from ..checks import check_token_ids, numbers, tokenizer_name, whole_number
 from ..run.distributed import Run, labels, run_distributed
 from ..run.journal import content_hash
 from ..run.reader import Reader, check_positions, reader_for, special_ids
@@ -54,14 +54,13 @@ def position_loss(
     reader = reader_for(model)
     corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
-    context_length = positive_int("context_length", context_length)
-    sequences = sequences if sequences is None else positive_int("sequences", sequences)
+    context_length = whole_number("context_length", context_length, 1)
+    sequences = sequences if sequences is None else whole_number("sequences", sequences, 1)
     starts = check_starts(starts, sequences, len(corpus), context_length)
     check_positions(reader, context_length, "context_length")
-    check_tokenizer(tokenizer, only_named=True)
     names = labels(corpus_name, train_length)
     settings = reader.settings() | {
-        "tokenizer": getattr(tokenizer, "name_or_path", tokenizer),
+        "tokenizer": None if tokenizer is None else tokenizer_name(tokenizer, or_name=True),
         "bos_token_id": bos,
         "context_length": context_length,
         "starts": starts,

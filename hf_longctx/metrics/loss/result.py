@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from ..checks import positive_int
+from ..checks import whole_number
 from ..overlap import separate
 from ..result import Headline, Overview, Result, Table, plural
 from .averages import moving_average, perplexity, smoothing_window, standard_error
@@ -33,8 +33,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
-    positive_int("context_length", context_length)
-    positive_int("sequences", 1 if sequences is None else sequences)
+    whole_number("context_length", context_length, 1)
+    whole_number("sequences", 1 if sequences is None else sequences, 1)
     if corpus_tokens < context_length:
         raise ValueError(
             f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "
@@ -75,11 +75,11 @@ class PositionLoss(Result):
 
     def __post_init__(self):
         object.__setattr__(self, "loss", numbers_by_position(self.loss, "loss"))
-        object.__setattr__(self, "sequences", positive_int("sequences", self.sequences))
-        object.__setattr__(self, "texts", positive_int("texts", self.texts or self.sequences))
+        object.__setattr__(self, "sequences", whole_number("sequences", self.sequences, 1))
+        object.__setattr__(self, "texts", whole_number("texts", self.texts or self.sequences, 1))
         if self.error is None:
             return
-        positive_int("sequences of a loss with an error", self.texts, 2)
+        whole_number("sequences of a loss with an error", self.texts, 2)
         object.__setattr__(self, "error", numbers_by_position(self.error, "error"))
         if len(self.error) != len(self.loss) or min(self.error) < 0:
             raise ValueError(f"error must be {len(self.loss)} numbers, one for each position, and none below 0.")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 from scipy.special import stdtrit
 
-from ..checks import entries, integers, positive_int
+from ..checks import entries, integers, whole_number
 from ..result import Headline, Overview, Result, plural
 
 
@@ -50,7 +50,7 @@ class Answer:
     matched: bool
 
     def __post_init__(self):
-        positive_int("tokens of an answer", self.tokens)
+        whole_number("tokens of an answer", self.tokens, 1)
         if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
 

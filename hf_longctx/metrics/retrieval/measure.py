@@ -10,12 +10,11 @@ import numpy as np
 from torch import nn
 
 from ..checks import (
-    check_flags,
+    check_kind,
     check_lengths,
     check_token_ids,
-    check_tokenizer,
     numbers,
-    positive_int,
+    tokenizer_name,
     whole_number,
 )
 from ..run.distributed import Run, labels, run_distributed
@@ -93,10 +92,11 @@ def needle_in_a_haystack(
     depths = sorted({float(depth) for depth in numbers("depths", depths)})
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"depths must be one or more numbers from 0 to 1, got {depths}.")
-    repeats, seed = positive_int("repeats", repeats), whole_number("seed", seed)
-    check_tokenizer(tokenizer)
-    check_flags(chat_template=chat_template, generate=generate)
-    check_replies(reader, generate)
+    repeats, seed = whole_number("repeats", repeats, 1), whole_number("seed", seed)
+    check_kind(bool, chat_template=chat_template, generate=generate)
+    if generate:
+        check_replies(reader, "measure without replies: generate=False, or --no-replies")
+    name_of_tokenizer = tokenizer_name(tokenizer)
     names = labels(corpus_name, train_length)
     corpus = check_token_ids(tokens, "tokens", reader.vocab_size)
     bos, _ = special_ids(reader, bos_token_id, None)
@@ -120,7 +120,7 @@ def needle_in_a_haystack(
         "questions_per_length": len(questions),
         "generate": generate,
         "bos_token_id": bos,
-        "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
+        "tokenizer": name_of_tokenizer,
         "pieces_sha256": content_hash(np.concatenate(pieces)),
         "corpus_tokens": len(corpus),
         "corpus_sha256": content_hash(corpus),
@@ -215,10 +215,11 @@ def line_retrieval(
     lines = sorted({whole_number("lines", n) for n in numbers("lines", lines)})
     if not lines:
         raise ValueError("lines is empty; give one or more numbers of lines.")
-    repeats, seed = positive_int("repeats", repeats), whole_number("seed", seed)
-    check_tokenizer(tokenizer)
-    check_flags(chat_template=chat_template, generate=generate)
-    check_replies(reader, generate)
+    repeats, seed = whole_number("repeats", repeats, 1), whole_number("seed", seed)
+    check_kind(bool, chat_template=chat_template, generate=generate)
+    if generate:
+        check_replies(reader, "measure without replies: generate=False, or --no-replies")
+    name_of_tokenizer = tokenizer_name(tokenizer)
     names = labels(None, train_length)
     bos, _ = special_ids(reader, bos_token_id, None)
     encode, frame = encoder(tokenizer), chat_frame(tokenizer) if chat_template else None
@@ -246,7 +247,7 @@ def line_retrieval(
             "repeats": repeats,
             "generate": generate,
             "bos_token_id": bos,
-            "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
+            "tokenizer": name_of_tokenizer,
             "record_sha256": content_hash(trial),
         }
         | ({"chat_template": True} if chat_template else {})
@@ -294,8 +295,7 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def check_replies(reader: Reader, generate: bool) -> None:
-    """Raise ValueError if the model is to reply and cannot."""
-    if generate and not reader.can_reply:
-        name = reader.settings()["model"]
-        raise ValueError(f"{name} has no generate method; measure without replies: generate=False, or --no-replies.")
+def check_replies(reader: Reader, remedy: str) -> None:
+    """Raise ValueError if the model cannot reply; `remedy` says how to mend it."""
+    if not reader.can_reply:
+        raise ValueError(f"{reader.settings()['model']} has no generate method; {remedy}.")

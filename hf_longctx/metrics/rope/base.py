@@ -21,7 +21,7 @@ from itertools import count
 
 import numpy as np
 
-from ..checks import positive_int
+from ..checks import whole_number
 from .bounds import (
     EPS,
     complex_exponential,
@@ -116,7 +116,7 @@ def rope_base_bound(
     family = _DecayFamily(head_dim, non_rotary_dims)
     if not (math.isfinite(search_ratio) and search_ratio > 1):
         raise ValueError(f"search_ratio is {search_ratio!r}; it multiplies the smallest base and must be above 1.")
-    length = positive_int("context_length", context_length)
+    length = whole_number("context_length", context_length, 1)
     if length > LONGEST:
         raise ValueError(f"context_length is {length:,}; more than {LONGEST:,} take minutes.")
     # In u = ln base: the infimum, the first violation above it, and the last one below the end of the search.
@@ -157,7 +157,7 @@ def rope_base_scan(
     Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
-    return _scan(family, _lengths(context_lengths), positive_int("digits", digits), 1.0)
+    return _scan(family, _lengths(context_lengths), whole_number("digits", digits, 1), 1.0)
 
 
 class _DecayFamily:
@@ -355,4 +355,4 @@ def _bases_of(digits: int, start: float) -> Iterator[float]:
 
 def _lengths(context_lengths: Iterable[int]) -> list[int]:
     """Return the lengths sorted, each once."""
-    return sorted({positive_int("context_lengths", length) for length in context_lengths})
+    return sorted({whole_number("context_lengths", length, 1) for length in context_lengths})

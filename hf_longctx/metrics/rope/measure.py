@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import positive_int
+from ..checks import whole_number
 from .base import LONGEST, rope_base_bound
 from .bounds import rope_context_bound, rope_decay
 from .config import (
@@ -62,7 +62,7 @@ def rope_report(model_or_config: Any, *, context_length: int | None = None, mini
     notes: list[str] = []
     file = config_file(original_config)
     claimed, claimed_by = claimed_context(config, file, notes) if context_length is None else (context_length, "given")
-    claimed = positive_int(f"the context to check ({claimed_by})", claimed, 2)
+    claimed = whole_number(f"the context to check ({claimed_by})", claimed, 2)
     if claimed > LONGEST:
         raise ValueError(f"the context to check ({claimed_by}) is {claimed} tokens; more than {LONGEST} take minutes.")
     if config.model_type in BASE_IN_CODE:

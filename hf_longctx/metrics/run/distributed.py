@@ -21,7 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..checks import check_flags, check_name, file_path, positive_int
+from ..checks import check_kind, file_path, whole_number
 from ..result import Result
 from .engine import TOKENS_PER_PASS
 from .journal import Journal
@@ -60,10 +60,10 @@ class Run:
 
     def __post_init__(self):
         if self.tokens_per_pass is not None:
-            positive_int("tokens_per_pass", self.tokens_per_pass)
+            whole_number("tokens_per_pass", self.tokens_per_pass, 1)
         if self.journal is not None:
             file_path("journal", self.journal)
-        check_flags(progress=self.progress)
+        check_kind(bool, progress=self.progress)
 
 
 class Worker(NamedTuple):
@@ -218,7 +218,7 @@ def labels(corpus_name: str | None, train_length: int | None) -> dict[str, Any]:
     Raises:
         ValueError: one is not what it should be.
     """
-    check_name("corpus_name", corpus_name)
-    train_length = None if train_length is None else positive_int("train_length", train_length)
+    check_kind(str | None, corpus_name=corpus_name)
+    train_length = None if train_length is None else whole_number("train_length", train_length, 1)
     named = {"corpus": corpus_name, "train_length": train_length}
     return {name: value for name, value in named.items() if value is not None}

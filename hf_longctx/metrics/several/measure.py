@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..checks import check_lengths, check_token_ids, positive_int
+from ..checks import check_kind, check_lengths, check_token_ids, tokenizer_name, whole_number
 from ..retrieval.haystack import ends_sentence
 from ..retrieval.measure import check_replies, encoder
 from ..retrieval.wording import chat_frame
@@ -63,12 +63,16 @@ def several_facts(
     Returns:
         `MultiNeedle` or `VariableTracking`, with one point per length.
     """
-    reader, lengths, repeats = reader_for(model), check_lengths(lengths), positive_int("repeats", repeats)
-    task: dict[str, Any] = {"chains": positive_int("chains", chains), "hops": positive_int("hops", hops)}
+    reader, lengths = reader_for(model), check_lengths(lengths)
+    repeats, seed = whole_number("repeats", repeats, 1), whole_number("seed", seed)
+    task: dict[str, Any] = {"chains": whole_number("chains", chains, 1), "hops": whole_number("hops", hops, 1)}
     result_class, draw = VariableTracking, draw_variables
     if needles is not None:
-        task, result_class, draw = {"needles": positive_int("needles", needles, 2)}, MultiNeedle, draw_needles
-    check_replies(reader, True)
+        task, result_class, draw = {"needles": whole_number("needles", needles, 2)}, MultiNeedle, draw_needles
+    check_kind(bool, chat_template=chat_template)
+    check_replies(reader, "give a model that has one, as only replies are counted")
+    name_of_tokenizer = tokenizer_name(tokenizer)
+    names = labels("five sentences over and over" if tokens is None else corpus_name, train_length)
     bos, _ = special_ids(reader, bos_token_id, None)
     encode, frame = encoder(tokenizer), chat_frame(tokenizer) if chat_template else None
     source = check_token_ids(encode(NOISE) if tokens is None else tokens, "tokens", reader.vocab_size)
@@ -111,7 +115,7 @@ def several_facts(
             "seed": seed,
             "repeats": repeats,
             "bos_token_id": bos,
-            "tokenizer": getattr(tokenizer, "name_or_path", type(tokenizer).__name__),
+            "tokenizer": name_of_tokenizer,
             "corpus_tokens": len(source),
             "corpus_sha256": content_hash(source),
         }
@@ -130,8 +134,7 @@ def several_facts(
     def result(entries: dict[int, Any]) -> SeveralRetrieval:
         measured = [(n, entries[n]) for n in lengths if n in entries]
         points = [SeveralPoint(n, [SeveralAnswer(**answer) for answer in answers]) for n, answers in measured]
-        name = corpus_name if tokens is not None else "five sentences over and over"
-        return result_class(points, settings | {"lengths": lengths} | labels(name, train_length))
+        return result_class(points, settings | {"lengths": lengths} | names)
 
     found = run_distributed(
         reader,

@@ -41,4 +41,4 @@ def plot_several(
     style.titled_legend(figure, axes.get_legend_handles_labels()[0], title or style.heading(result))
     repeats = sorted({len(p.answers) for p in result.points})
     style.small_print(figure, f"{' or '.join(map(str, repeats))} prompts of each length, bars: 95 % intervals")
-    figure.savefig(path)
+    style.save(figure, path)

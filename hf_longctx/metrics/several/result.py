@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..checks import entries, integers
-from ..result import Table
+from ..result import Table, plural
 from ..retrieval.answers import Retrieval, rate_interval
 from ..retrieval.haystack import insertion_point
 from ..retrieval.lines import NAMES
@@ -65,6 +65,10 @@ def draw_variables(rng: random.Random, chains: int, hops: int) -> Asked:
 
 def assign(rng: random.Random, chains: int, hops: int, letters: int) -> Asked:
     """Draw the statements of chains, each in its order and mixed with the others, and the question for the first."""
+    if chains * (hops + 1) > 26**letters or chains > 90_000:
+        raise ValueError(
+            f"chains={chains} and hops={hops} need more names or numbers than there are. Give less of them."
+        )
     names: dict[str, None] = {}
     while len(names) < chains * (hops + 1):
         names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
@@ -184,7 +188,7 @@ class SeveralRetrieval(Retrieval):
         if not self.points:
             return "no length measured"
         found = ", ".join(f"{p.match_rate * p.facts:.3g} of {p.facts} at {p.length} tokens" for p in self.points)
-        return f"found: {found}; {len(self.points[0].answers)} repeats{self.interruption}"
+        return f"found: {found}; {plural(len(self.points[0].answers), 'repeat')}{self.interruption}"
 
     def table(self) -> Table:
         rows = []
