@@ -672,9 +672,11 @@ def decode_kernel(
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh,
     Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
-    ENDS: tl.constexpr, W: tl.constexpr,
+    ENDS: tl.constexpr, W: tl.constexpr, ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
     """Attention of all G * Tq query rows of a kv head over one of n_split equal parts of the keys that they see.
+
+    With ONE_DECAY, of one token whose heads share their gates, all rows see a key through the same decay.
 
     The range of visible keys is known on the device only: pruning determines the first key, and p_end the last one in
     a cache with free slots. So one launch serves every step, and its work is split evenly.
@@ -697,8 +699,10 @@ def decode_kernel(
     p_v += i_b * s_vb + i_hk * s_vh
     p_q_rows = p_q + i_b * s_qb + o_h * s_qh + (o_r % Tq) * s_qt
     b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)  # [BM, BD]
-    p_x_rows = p_x + i_b * s_xb + i_hk * s_xh + (o_r // Tq).to(tl.int64) * s_xg  # [BM]
+    p_x += i_b * s_xb + i_hk * s_xh
+    p_x_rows = p_x + (o_r // Tq).to(tl.int64) * s_xg  # [BM]
     p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
+    p_last = p_x + tl.cast(Tk - 1, tl.int64) * s_xt
     gate_scale = gate_scale * LOG2E
     if BOUNDED:
         b_start = tl.load(p_start + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
@@ -720,9 +724,13 @@ def decode_kernel(
         b_v = load_rows(p_v, i_k, begin, stop, s_vt, D, BN, BD, True)  # [BN, BD]
         m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_start[:, None])
         m_s = m_s & (o_j[None, :] <= o_i[:, None])
-        p_xj = p_x_rows[:, None] + o_j.to(tl.int64)[None, :] * s_xt
+        o_x = o_j.to(tl.int64) * s_xt
         b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)  # [BM, BN]
-        b_s += decay_parts(p_xi[:, None], p_xj, s_xp, gate_scale, m_see[:, None], m_s, P)
+        if ONE_DECAY:
+            b_s += decay_parts(p_last, p_x + o_x, s_xp, gate_scale, Tk > 0, o_j < stop, P)[None, :]
+        else:
+            p_xj = p_x_rows[:, None] + o_x[None, :]
+            b_s += decay_parts(p_xi[:, None], p_xj, s_xp, gate_scale, m_see[:, None], m_s, P)
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)

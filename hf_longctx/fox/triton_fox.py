@@ -238,7 +238,7 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
             q, k, v, gates, key_start, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_start,
             Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, P=parts, ENDS=ends,
-            W=_unit(k, v),
+            W=_unit(k, v), ONE_DECAY=Tq == 1 and (G == 1 or gates.stride(2) == 0),
         )  # fmt: skip
         launch(
             merge_kernel, B * Hq * Tq, tile._replace(warps=1),
