@@ -86,7 +86,8 @@ def convert_hmt(args: Namespace) -> None:
         sizes["memory_size"] = args.memory_size
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.base)
-        if not tokenizer("word", add_special_tokens=False)["input_ids"]:  # an empty one, made of config.json
+        words = tokenizer("word", add_special_tokens=False)  # ty: ignore[not-callable] - never None
+        if not words["input_ids"]:  # an empty one, made of config.json
             tokenizer = None
     except (OSError, ValueError):
         tokenizer = None

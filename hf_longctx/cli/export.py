@@ -9,6 +9,7 @@ Examples:
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from . import measuring
 
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace) -> None:
     measured = datetime.fromisoformat(max(saved)) if all(saved) else None
     contents = {}
     if args.organization is not None:
-        options = dict(organization=args.organization, relationship=args.relationship, measured=measured)
+        options: dict[str, Any] = dict(
+            organization=args.organization, relationship=args.relationship, measured=measured
+        )
         path, record = every_eval_ever(
             results, model_id=args.model_id or models[0], retrieved=datetime.now(UTC), **options
         )

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -160,7 +160,7 @@ class FoxConfig(PreTrainedConfig):
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
-        self.base_model_tp_plan = self._tp_plan()  # pyright: ignore[reportAttributeAccessIssue] transformers reads it so
+        self.base_model_tp_plan = self._tp_plan()  # ty: ignore[invalid-attribute-access] transformers reads it so
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
         if without_rope:
@@ -347,8 +347,10 @@ class FoxConfig(PreTrainedConfig):
     @classmethod
     def pro(cls, **kwargs):
         """Return FoX (Pro): output gate and norm, QK-norm, token shifts (sec. 3, Figure 1). `kwargs` override."""
-        switches = {"qk_norm": True, "output_gate": "sigmoid", "output_norm": True, "k_shift": True, "v_shift": True}
-        return cls(**{**switches, **kwargs})
+        switches: dict[str, Any] = dict(
+            qk_norm=True, output_gate="sigmoid", output_norm=True, k_shift=True, v_shift=True
+        )
+        return cls(**switches | kwargs)
 
 
 __all__ = ["FoxConfig"]

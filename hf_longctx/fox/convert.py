@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,7 +88,7 @@ class Layout:
     title: str
     model_type: str
     modules: dict[str, str]
-    defaults: dict[str, object]
+    defaults: dict[str, Any]
     activations: tuple[str, ...] = ("swish",)
     constants: dict[str, object] = field(default_factory=dict)  # our fields that are fixed in that implementation
     refused: dict[str, str] = field(default_factory=dict)  # their fields that must be None, and why

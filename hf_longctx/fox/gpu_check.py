@@ -21,7 +21,7 @@ from .selection_fox import TIMED, Case, describe, draw_timed, examine, make_case
 
 
 # All that differs on a CPU, where Triton's interpreter shows that the command works, and nothing about speed.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "cuda": dict(
         width=2048, head_dims=(64, 128), prefill=16384, training=16384, decoding=65536, matmul=8192, copy=2**30
     ),

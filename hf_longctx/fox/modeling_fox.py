@@ -459,7 +459,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # pyright: ignore[reportAssignmentType] as in LlamaForCausalLM
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # ty: ignore[invalid-assignment] as in LlamaForCausalLM
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FoxConfig):
@@ -470,7 +470,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
     def _get_static_cache_init_shape(self):
         """Return key heads and width, with the decay, of a static cache, made by `generate` before the first token."""
-        shape = super()._get_static_cache_init_shape()  # pyright: ignore[reportAttributeAccessIssue] of a protocol
+        shape = super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type] of a protocol
         if shape is None or self.config.forget_gate == "none":
             return shape
         return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
@@ -485,7 +485,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
         if generation_config.cache_implementation == "quantized" and self.config.forget_gate != "none":
             raise NotImplementedError(NO_QUANTIZED_CACHE)
-        prepare = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue] of a protocol
+        prepare: Any = super()._prepare_cache_for_generation  # a method of a protocol
         return prepare(generation_config, *args, **kwargs)
 
     @can_return_tuple

@@ -119,7 +119,7 @@ class ContinuousBatching(GenerationMixin):
                 f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write "
                 "the pages themselves: model.set_attn_implementation('sdpa')."
             )
-        update = PagedAttentionCache.update  # pyright: ignore[reportAttributeAccessIssue] of a decorated class
+        update = PagedAttentionCache.update
         if "kwargs" not in inspect.signature(update).parameters:
             raise NotImplementedError(
                 "continuous batching of FoX needs transformers>=5.23: pip install -U transformers"

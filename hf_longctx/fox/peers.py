@@ -77,7 +77,8 @@ FLEX_BLOCK = 128
 def flex_functions():
     from torch.nn.attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = 64  # one for each size; beyond it, flex_attention would run uncompiled
+    # one for each size; beyond it, flex_attention would run uncompiled
+    torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
     run = flex_attention.flex_attention
     return torch.compile(run, dynamic=False) if torch.cuda.is_available() else run, flex_attention.BlockMask
 

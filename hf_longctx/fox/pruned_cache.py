@@ -376,7 +376,7 @@ class PrunedCache(AttendingCache):
     def __init__(self, model, tolerance: float | None = None, logit_bound: str = "weights", prune_every: int = 256):
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
         decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
-        attentions = [layer.self_attn for layer in decoder_layers]
+        attentions: list = [layer.self_attn for layer in decoder_layers]
         attentions += [module for module in modules if isinstance(module, AlibiAttention)]
         if not attentions:
             raise ValueError(

@@ -343,7 +343,7 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
     config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 1, q.shape[1], k.shape[1]
     layer = layer_class(config, 0).to(q.device, q.dtype).eval()
     call = Call(implementation=name)
-    past: Any = None
+    past = None
     if case.work == "decoding":
         c = running_sum(log_f)
         keys = fold_keys(k, c, layer.scaling)
@@ -355,7 +355,8 @@ def attention_of(name: str, case: Case, config, layer_class, inputs):
 
     def attention(q, k, v, log_f):
         k, v, log_f = (x[:, :, -q.shape[2] :] for x in (k, v, log_f))
-        return attend(layer, q, k, v, log_f, call, past)[0][..., : case.head_dim].transpose(1, 2)
+        o, _ = attend(layer, q, k, v, log_f, call, past)  # ty: ignore[invalid-argument-type] - what it reads of a cache
+        return o[..., : case.head_dim].transpose(1, 2)
 
     return attention
 

@@ -1,5 +1,3 @@
-# The operators of PyTorch have the arguments of the functions below, which a type checker does not see.
-# pyright: reportCallIssue=false
 """Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
 
 The launchers are custom operators: torch.compile and autograd see each as one node of the graph. Three functions call

@@ -63,7 +63,7 @@ class HMTConfig(PreTrainedConfig):
     """
 
     model_type = "hmt"
-    sub_configs = {"backbone_config": AutoConfig}  # pyright: ignore[reportAssignmentType] (as transformers' own do)
+    sub_configs = {"backbone_config": AutoConfig}
     keys_to_ignore_at_inference = [
         "state",
         "recall_scores",
@@ -279,7 +279,7 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
-def custom_classes(config: object) -> dict[str, type]:
+def custom_classes(config: object) -> dict[str, Any]:
     """Find the classes of a backbone whose code is to be saved, by their names in `custom_backbone_hmt.py`."""
     config_class: Any = type(config)
     model_class: Any = None

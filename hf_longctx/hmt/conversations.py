@@ -47,7 +47,7 @@ class Conversations:
             options: those of `model.generate`.
         """
         if model.config.recall_mode == "paper":  # which goes on at borders of segments only
-            return model.generate(input_ids, **options)  # pyright: ignore[reportReturnType]
+            return model.generate(input_ids, **options)  # ty: ignore[invalid-explicit-return] - no dict is asked for
         ids = input_ids[0].tolist()
         state = self._find(model, name, ids)
         begun = 0 if state is None else state.position

@@ -200,7 +200,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
-                module._is_hf_initialized = True  # pyright: ignore[reportArgumentType] (transformers' flag)
+                module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
 
     def initialize_weights(self) -> None:
@@ -520,7 +520,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
         loader = custom_model_class(hmt_config.backbone_config) or AutoModelForCausalLM
         try:
-            backbone = loader.from_pretrained(hmt_config.backbone_name_or_path, **backbone_kwargs)
+            backbone = loader.from_pretrained(str(hmt_config.backbone_name_or_path), **backbone_kwargs)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
@@ -538,7 +538,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         with suppress(OSError):  # without a saved generation config the backbone's stays
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
         if loading_info:  # asked for by output_loading_info
-            return model.eval(), *loading_info  # pyright: ignore[reportReturnType]
+            return model.eval(), *loading_info  # ty: ignore[invalid-explicit-return] - as transformers does
         return model.eval()
 
 

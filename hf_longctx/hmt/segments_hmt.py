@@ -7,10 +7,10 @@ logits, loss and the report of recalls together from these.
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ class Segments:
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
         self.output_recall, self.embed = output_recall, self.lm.model.get_input_embeddings()
         self.j, self.k = self.config.summary_length, self.config.sensory_tokens
-        self.run = self.run_once
+        self.run: Callable[..., Any] = self.run_once
         if model.gradient_checkpointing and model.training and torch.is_grad_enabled():
             self.run = partial(model._gradient_checkpointing_func, self.run_once)
 

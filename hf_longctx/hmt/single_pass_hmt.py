@@ -25,7 +25,7 @@ caches that stand side by side.
 
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,7 +190,6 @@ class SinglePassSegments(Segments):
 
     def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
         """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
-        front: Any
         positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
         # a copy: CTRL writes into its embeddings
         _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), positions)

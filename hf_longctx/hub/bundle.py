@@ -299,8 +299,8 @@ def auto_map_and_code(folder, config):
     while modules:
         name = f"{modules.pop()}.py"
         if name not in files:
-            files[name] = code_file(folder, name)
-            modules |= set(get_relative_imports(files[name]))
+            files[name] = code = code_file(folder, name)
+            modules |= set(get_relative_imports(code))
     return files
 
 

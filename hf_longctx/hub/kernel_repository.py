@@ -75,7 +75,7 @@ def build_kernel(repo: str, backend: str = "cuda") -> dict[str, Bundle]:
     """
     files, folder = kernel_files(), f"build/torch-{backend}"
     card = CARD.read_text().replace("REPO", repo).replace("VERSION", str(FOX_INTERFACE)).encode()
-    source = {"README.md": card, "CARD.md": card, "flake.nix": FLAKE.encode()}
+    source: dict[str, Path | bytes] = {"README.md": card, "CARD.md": card, "flake.nix": FLAKE.encode()}
     source["build.toml"] = BUILD_TOML.replace("REPO", repo).encode()
     source |= {f"torch-ext/{MODULE}/{name}": path for name, path in files.items()}
     build = files | {f"{MODULE}/__init__.py": OLDER_LOADERS.encode()}

@@ -170,7 +170,7 @@ def push(
             api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
         head = api.repo_info(repo, repo_type=repo_type, revision=revision)
         old = removed_files(bundle, repo, repo_type=repo_type, revision=head.sha)
-        operations = [CommitOperationDelete(path) for path in old]
+        operations: list[CommitOperationDelete | CommitOperationAdd] = [CommitOperationDelete(path) for path in old]
         operations += [CommitOperationAdd(path, content) for path, content in bundle.files.items()]
         commit = api.create_commit(
             repo,

@@ -100,7 +100,7 @@ class LongContextTask(ConfigurableTask):
     def construct_requests(self, doc, ctx, *, metadata=None, **kwargs) -> list[Instance]:
         settings = json.dumps(self.settings, sort_keys=True)
         return [
-            Instance(self.request, doc, (settings, *sample), i, metadata)  # pyright: ignore[reportArgumentType]
+            Instance(self.request, doc, (settings, *sample), i, metadata)
             for i, sample in enumerate(self.samples(doc["repeat"]))
         ]
 

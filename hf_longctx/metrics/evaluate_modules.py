@@ -197,7 +197,8 @@ def prepare(
         if tokenizer is None and not model_name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
         tokenizer = AutoTokenizer.from_pretrained(model_name, **source) if tokenizer is None else tokenizer
-        corpus = tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
+        encoding = tokenizer(corpus, add_special_tokens=False, verbose=False)  # ty: ignore[not-callable] - never None
+        corpus = encoding["input_ids"]
     if run.get("journal") is not None:
         run["journal"] = f"{os.fspath(run['journal'])}.{name}"
     for token in ("bos_token_id", "eos_token_id"):

@@ -204,7 +204,7 @@ class Result:
     def with_settings(self, **settings: Any) -> Self:
         """Return a copy with more settings."""
         # every subclass is a dataclass
-        return replace(self, settings={**self.settings, **settings})  # pyright: ignore[reportArgumentType]
+        return replace(self, settings={**self.settings, **settings})  # ty: ignore[invalid-argument-type]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:
@@ -313,7 +313,8 @@ def commit(folder: Path) -> str | None:
     """
     if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
         return None
-    git, options = ["git", "-C", str(folder)], {"capture_output": True, "text": True, "timeout": 10}
+    git = ["git", "-C", str(folder)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, **options).stdout.strip()
         code = [".", *(f":!{written}" for written in WRITTEN)]

@@ -125,7 +125,7 @@ def draw_title(figure: Figure, text: str) -> None:
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
     """Draw a legend under its title, above the axes, where no curve can run into it."""
-    title = dict(title=textwrap.fill(text, 52), title_fontproperties={"size": 13, "weight": "bold"})
+    title: dict[str, Any] = dict(title=textwrap.fill(text, 52), title_fontproperties={"size": 13, "weight": "bold"})
     place: dict[str, Any] = dict(loc="outside upper left", alignment="left", ncols=columns, columnspacing=1.6)
     figure.legend(handles=handles, **title, **place, frameon=False, fontsize=fontsize)
 

@@ -42,7 +42,7 @@ def merge(run: str | Path, base: str | None = None, output: str | Path | None = 
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     unfinished = target.with_name(f".{target.name}")
     save_merged(dataclasses.replace(settings, **whole).resolve(), tokenizer, adapter, unfinished)
-    tokenizer.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)  # ty: ignore[missing-union-attribute] - never None
     unfinished.rename(target)
     return target
 

@@ -237,7 +237,7 @@ def check_reports(names: str | None) -> list[str]:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer, or raise ValueError."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)  # ty: ignore[invalid-explicit-return] - never None
     except (ValueError, OSError) as error:
         raise ValueError(
             f"--tokenizer {name} cannot be loaded ({str(error).splitlines()[0]}). Name the folder of a tokenizer, or one "

@@ -49,7 +49,7 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_settings(parser: Any, settings: type) -> None:
+def add_settings(parser: Any, settings: Any) -> None:
     """Add an option for every setting to a parser or a group of one.
 
     An option that is not used leaves no trace in the namespace, so that the value of a file can stand.
@@ -73,7 +73,7 @@ def read_settings(settings: type[SettingsType], file: str | Path | None, options
         ValueError: the file is not a mapping in YAML, or has an unknown name, or a value of another type.
         OSError: the file cannot be read.
     """
-    entries = {entry.name: entry for entry in dataclasses.fields(settings)}  # pyright: ignore[reportArgumentType] - a dataclass
+    entries = {entry.name: entry for entry in dataclasses.fields(settings)}  # ty: ignore[invalid-argument-type] - a dataclass
     values = {} if file is None else _read_yaml(file)
     for name, value in values.items():
         if name not in entries:

@@ -120,7 +120,7 @@ class ResumableTrainer(Trainer):
     def create_scheduler(self, num_training_steps, optimizer: Any = None):
         if self.lr_scheduler is None and self.decays_in_steps:
             optimizer = optimizer or self.optimizer
-            self.lr_scheduler = StepLR(optimizer, step_size=100, gamma=0.7)
+            self.lr_scheduler = StepLR(optimizer, step_size=100, gamma=0.7)  # ty: ignore[invalid-argument-type] - made
         elif self.lr_scheduler is None:
             schedule = super().create_scheduler(num_training_steps, optimizer)
             assert isinstance(schedule, LambdaLR)

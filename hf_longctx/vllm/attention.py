@@ -131,7 +131,7 @@ class FoxAttention(nn.Module):
         o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         o = self.o_norm(o.view(n, -1, self.width)[..., : self.head_dim]).flatten(1)
         if self.g_proj is not None:
-            o = o * self.g_act(self.g_proj(x)[0])  # pyright: ignore[reportOptionalCall] (both are there or neither)
+            o = o * self.g_act(self.g_proj(x)[0])  # ty: ignore[not-callable] (both are there or neither)
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):

@@ -340,7 +340,7 @@ def check_id_range(reader: Reader, id_range, irrelevant_tokens, tokenizer):
     if not 0 <= low <= high < reader.vocab_size:
         raise ValueError(f"id_range=({low}, {high}) must lie within the model's ids, 0 .. {reader.vocab_size - 1}.")
     skip = undrawn_ids(tokenizer, low, high) if hasattr(tokenizer, "get_vocab") else frozenset()
-    data = {"id_range": [low, high]}
+    data: dict[str, Any] = {"id_range": [low, high]}
     if skip:
         data |= {"skipped_ids": len(skip), "skipped_sha256": content_hash(sorted(skip))}
     return (low, high), skip, data

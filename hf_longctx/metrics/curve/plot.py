@@ -47,7 +47,7 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     if train_length is not None and not mark_input(axes, train_length, right):
         notes.append(f"training context of {train_length:,} tokens not reached")
 
-    scale = {"value": "log", "base": 2} if log else {"value": "linear"}
+    scale: dict[str, Any] = {"value": "log", "base": 2} if log else {"value": "linear"}
     axes.set_xscale(**scale)
     axes.set_xlim(left, right)
     axes.xaxis.set_major_formatter(style.TOKENS)

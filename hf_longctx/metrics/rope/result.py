@@ -224,8 +224,9 @@ class RopeReport(Result):
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
         groups = [RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"]]
-        named = {f.name: document[f.name] for f in fields(cls)}
-        return cls(**named | {"groups": tuple(groups), "notes": tuple(document["notes"])})
+        named: dict[str, Any] = {f.name: document[f.name] for f in fields(cls)}
+        named |= {"groups": tuple(groups), "notes": tuple(document["notes"])}
+        return cls(**named)
 
     def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_bound

@@ -166,7 +166,7 @@ def run_distributed(
     if failure is None:
         assert outcome is not None
         return outcome
-    failure.result = outcome  # pyright: ignore[reportAttributeAccessIssue] - for the caller, on any exception
+    failure.result = outcome  # ty: ignore[missing-attribute] - for the caller, on any exception
     measured = "nothing had been measured" if outcome is None else outcome.summary()
     failure.add_note(f"What had been measured is in this error's .result: {measured}")
     raise failure

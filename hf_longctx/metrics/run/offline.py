@@ -45,7 +45,7 @@ class OfflineModel(PromptReader):
         return tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
 
     def _generate(self, prompts, **options):
-        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue] - exported lazily
+        from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, detokenize=False, **options)
         return self.llm.generate([{"prompt_token_ids": row.tolist()} for row in prompts], params, use_tqdm=False)

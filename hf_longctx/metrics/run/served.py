@@ -174,7 +174,7 @@ class ServedModel(PromptReader):
 
     def _choose_form(self, tokenizer):
         """Return the first form in which the server gives log-probabilities of the right tokens."""
-        size = 10 if self.vocab_size == math.inf else self.vocab_size
+        size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
         forms = [(form, [[0, 1, 2, size * i // 5] for i in range(1, 5)]) for form in FORMS]
         if tokenizer is not None:
             prompts = TextPrompts(tokenizer)
