@@ -374,6 +374,7 @@ class FinetuneSettings(RunSettings):
         None, "rope-extend: default: the first above which no length violates the bound", (), POSITIVE
     )
     allow_below_bound: bool = setting(False, "rope-extend: take a base that the bound rules out")
+    eval_context: bool = setting(True, "rope-extend: measure loss and retrieval before and after", may_change=True)
     segment_length: int | None = setting(None, "hmt: new tokens of a segment (default: 512)", bounds=POSITIVE)
     sensory_tokens: int | None = setting(None, "hmt: tokens of the segment before that are read again (default: 32)")
     recall_mode: str | None = setting(None, "hmt: how a segment is read (default: single_pass)", RECALL_MODES)
@@ -436,7 +437,8 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
 
     def check_recipe(self) -> None:
         """Raise ValueError if the recipe would ignore a setting, or cannot follow it."""
-        of_recipe = {"decay_time": "fox-from-llama", "rope_base": "rope-extend", "allow_below_bound": "rope-extend"}
+        of_recipe = {"decay_time": "fox-from-llama"}
+        of_recipe |= dict.fromkeys(("rope_base", "allow_below_bound", "eval_context"), "rope-extend")
         of_recipe |= dict.fromkeys(("segment_length", "sensory_tokens", "recall_mode", "carry_state"), "hmt")
         for name, recipe in of_recipe.items():
             if getattr(self, name) != self.__dataclass_fields__[name].default and recipe != self.recipe:

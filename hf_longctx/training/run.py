@@ -316,13 +316,12 @@ def choose_collator(model, run: ResolvedSettings) -> Callable:
 
 
 def evaluate_context(run: ResolvedSettings, tokenizer, rows: Dataset, when: str) -> None:
-    """Measure loss and retrieval at the new context of a `rope-extend`, in RUN/evaluation; else do nothing.
+    """Measure loss and retrieval at the new context of a `rope-extend` with `eval_context`, in RUN/evaluation.
 
     "before" is the pretrained model as it is, "after" the one in RUN/model. The processes share the work.
     """
-    if run.recipe != "rope-extend":
+    if not (isinstance(run, ResolvedFinetuning) and run.recipe == "rope-extend" and run.eval_context):
         return
-    assert isinstance(run, ResolvedFinetuning)
     from .evaluation import measure
 
     wait()  # until the first process has saved the model

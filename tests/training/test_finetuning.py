@@ -340,6 +340,15 @@ def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and
         assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
 
 
+def test_a_longer_context_is_measured_only_where_wished_also_by_a_run_that_is_finished(llama, tmp_path):
+    sizes = dict(sequence_length=128, batch_tokens=128, steps=1)
+    run = settings(llama, tmp_path, recipe="rope-extend", eval_context=False, **sizes)
+    assert train(run) == 0
+    assert (tmp_path / "model").exists() and not (tmp_path / "evaluation").exists()
+    assert train(replace(run, eval_context=True)) == 0
+    assert [folder.name for folder in (tmp_path / "evaluation").iterdir()] == ["after"]
+
+
 def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():
     rope = {"rope_type": "default", "rope_theta": 100_000.0}
     smollm2 = LlamaConfig(hidden_size=576, num_attention_heads=9, max_position_embeddings=8192, rope_parameters=rope)

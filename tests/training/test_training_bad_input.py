@@ -268,6 +268,7 @@ FINETUNING = [
     ),
     refused("training all of 4 bits", finetune(load_in_8bit=True, full=True), "leave out --full"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
+    refused("no context to measure", finetune(eval_context=False), "--eval-context belongs to --recipe rope-extend"),
     refused(
         "rows of a state", finetune(recipe="hmt", carry_state=True, repeated_rows=0.5), "leave out --repeated-rows"
     ),
