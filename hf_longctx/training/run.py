@@ -104,6 +104,7 @@ def train(settings: RunSettings, resume: str = "auto", trial: bool = False) -> i
         is_longer = lock.lengthen(run, step, keep_warmup=settings.warmup_steps is None)
         lock.check(**locked(run), tokenizer=digest_of(tokenizer.get_vocab()))
         datasets = prepare_datasets(run, tokenizer, lock)
+    wait()  # until all processes have looked at the folder, which the Trainer of the first one writes into
     measured = datasets.train if datasets.evaluation is None else datasets.evaluation
     if (folder / "model").exists() and not is_longer:
         evaluate_context(run, tokenizer, measured, "after")
