@@ -4,9 +4,9 @@
 
 The model has the configuration of Llama 2 7B (arXiv 2307.09288, table 1 of its card) and random weights, which are
 written shard by shard, so that no more than one is in memory. `hf-longctx finetune --load-in-4bit` trains it for two
-steps of 128 tokens, each recipe in a process of its own; the first one is killed after a step, and goes on. Left out
-is what rope-extend measures of the whole model before and after a training, which takes longer than the steps. Measured
-are the peak of the memory that the process holds, the seconds of the whole command, and those between its two
+steps of 128 tokens, each recipe in a process of its own; the first one is killed after a step, and goes on. What
+rope-extend measures of the whole model before and after its training takes longer than the steps, and is left out.
+Measured are the peak of the memory that the process holds, the seconds of the whole command, and those between its two
 checkpoints. (Pages of files that it reads are not counted: the system takes them back when it needs them.) On a CPU
 products are made in float32, as some processors multiply bfloat16 a hundred times more slowly. The folder of --work
 takes 30 GB: 14 for the model, 4 for each changed base.
