@@ -72,7 +72,7 @@ def import_libraries() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, before transformers imports Triton
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/interpreter.py, before transformers imports it
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)

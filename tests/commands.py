@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import interpreter  # noqa: F401 (in this process and in each fork)
+
 
 ROOT = Path(__file__).resolve().parents[1]
 # Libraries only, as a server with this package would hide that a command does not find it. Absent ones are left out.

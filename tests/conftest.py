@@ -8,13 +8,7 @@ from pathlib import Path
 import commands
 import mistakes
 import pytest
-import torch
 from processes import TwoProcesses
-
-
-if not torch.cuda.is_available():
-    # Triton decides at its import whether to interpret, and transformers imports it.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
