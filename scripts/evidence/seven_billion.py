@@ -6,13 +6,16 @@ The model has the configuration of Llama 2 7B (arXiv 2307.09288, table 1 of its 
 written shard by shard, so that no more than one is in memory. `hf-longctx finetune --load-in-4bit` trains it for two
 steps of 128 tokens, each recipe in a process of its own; the first one is killed after a step, and goes on. What
 rope-extend measures of the whole model before and after its training takes longer than the steps, and is left out.
+
 Measured are the peak of the memory that the process holds, the seconds of the whole command, and those between its two
-checkpoints. (Pages of files that it reads are not counted: the system takes them back when it needs them.) On a CPU
-products are made in float32, as some processors multiply bfloat16 a hundred times more slowly. The folder of --work
-takes 30 GB: 14 for the model, 4 for each changed base.
+checkpoints. Pages of files that it reads are not counted: the system takes them back when it needs them. Freed memory
+leaves the process at once. The estimate is of tensors alone, and is compared with the rest of the peak, without what
+the libraries hold. On a CPU products are made in float32, as some processors multiply bfloat16 a hundred times more
+slowly. The folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -32,8 +35,8 @@ from scripts.bench import common
 
 
 TABLE = """
-| recipe | peak GB | estimated GB | seconds in all | seconds a step | losses | killed |
-| {recipe} | {peak:.1f} | {estimated:.1f} | {seconds:.0f} | {step_seconds:.0f} | {losses[0]:.3f} {losses[1]:.3f} | {killed} |
+| recipe | peak GB | of libraries | estimated GB | estimated / rest of the peak | seconds in all | seconds a step | losses | killed |
+| {recipe} | {peak:.1f} | {libraries:.1f} | {estimated:.1f} | {ratio:.2f} | {seconds:.0f} | {step_seconds:.0f} | {losses[0]:.3f} {losses[1]:.3f} | {killed} |
 """
 TOKENIZER = common.ROOT / "model_cards" / "fox-demo"
 RECIPES = {
@@ -43,6 +46,7 @@ RECIPES = {
     "rope-extend": {"eval_context": False},  # base 10000 is below the bound for the 4096 tokens that the model claims
 }
 SHARD = 2 * 10**9  # bytes
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process
 
 
 def write_model(folder, args):
@@ -86,6 +90,19 @@ def write_model(folder, args):
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
 
 
+def anonymous_gb(status):
+    """Return the anonymous memory that the text of /proc/PID/status tells, in GB; 0 for a process that has ended."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 / 1e9 if found else 0
+
+
+def libraries_gb():
+    """Return the anonymous memory of a process that has imported what a training needs, in GB."""
+    imports = "import bitsandbytes, hf_longctx.training.adapters, hf_longctx.training.run"
+    code = f"{imports}; print(open('/proc/self/status').read())"
+    return anonymous_gb(subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True))
+
+
 def finetune(settings, kill_after=None):
     """Run `hf-longctx finetune`, and return its exit code, the peak of its anonymous memory in GB and its seconds.
 
@@ -99,21 +116,21 @@ def finetune(settings, kill_after=None):
         if value is not None:
             options += [f"--{name.replace('_', '-')}", str(value)]
     begin, peak = time.monotonic(), 0
-    process = subprocess.Popen(options, cwd=common.ROOT)
+    process = subprocess.Popen(options, cwd=common.ROOT, env=ENVIRONMENT)
     status = Path(f"/proc/{process.pid}/status")
     while process.poll() is None:
-        anonymous = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())  # None once it has ended
-        peak = max(peak, int(anonymous[1]) if anonymous else 0)
+        peak = max(peak, anonymous_gb(status.read_text()))
         if kill_after is not None and kill_after.exists():
             process.send_signal(signal.SIGKILL)
         time.sleep(0.1)
-    return process.returncode, peak * 1024 / 1e9, time.monotonic() - begin
+    return process.returncode, peak, time.monotonic() - begin
 
 
 def measure(args):
     model = args.work / "model"
     model.mkdir(parents=True, exist_ok=True)
     write_model(model, args)
+    libraries = libraries_gb()
     for number, recipe in enumerate(args.recipes):
         run = args.work / recipe
         shutil.rmtree(run, ignore_errors=True)
@@ -136,12 +153,15 @@ def measure(args):
             assert code == -signal.SIGKILL, f"{recipe} ended before it was killed, with {code}"
         code, peak, seconds = finetune(settings)
         assert code == 0, f"{recipe} ended with {code}"
+        estimated = estimate(settings).peak / 1e9
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         saved = [(run / "checkpoints" / f"checkpoint-{step}").stat().st_mtime for step in (1, 2)]
         yield {
             "recipe": recipe,
             "peak": peak,
-            "estimated": estimate(settings).peak / 1e9,
+            "libraries": libraries,
+            "estimated": estimated,
+            "ratio": estimated / (peak - libraries),
             "seconds": seconds,
             "step_seconds": None if killed else saved[1] - saved[0],
             "losses": [line["loss"] for line in lines],
