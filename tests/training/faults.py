@@ -4,12 +4,13 @@ import gc
 import os
 import signal
 import socket
-import sys
+import time
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 
+from hf_longctx.training import run as run_module
 from hf_longctx.training.recipes import PRESETS
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import ResumableTrainer
@@ -46,6 +47,14 @@ def terminate_at(step):
     ResumableTrainer.training_step = terminated
 
 
+def train_and_be_late(run):
+    """Train, and let the second process look at its next folder when the first one has long gone on."""
+    train(run)
+    if os.environ["RANK"] == "1":
+        prepare = run_module.prepare_folder
+        run_module.prepare_folder = lambda *arguments: time.sleep(2) or prepare(*arguments)
+
+
 def shard():
     """Make Trainer divide the model by FSDP2, as scripts/accelerate/fsdp2.yaml does on accelerators."""
     initialise = Accelerator.__init__
@@ -73,22 +82,26 @@ def train_in_process(run, fault, arguments, environment, sharded):
         raise SystemExit(128 + number)
 
 
+def make_environments(processes):
+    """Return what torch.distributed needs in each process."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
 def make_apart():
     """Return a function that trains in processes of their own, and returns their exit code."""
     from commands import context
 
     forks = context()
 
-    def run(settings, fault=None, *arguments, processes=1, sharded=False):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+    def run(settings, fault=None, *arguments, processes=1, sharded=False, environments=None):
+        """Train; `environments` are those of the processes, in place of what torch.distributed needs."""
         members = []
-        for rank in range(processes):
-            environment = {}
-            if processes > 1:
-                environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        for environment in environments or make_environments(processes):
             what = (settings, fault, arguments, environment, sharded)
             members.append(forks.Process(target=train_in_process, args=what))
         for member in members:
@@ -108,10 +121,3 @@ FAULTS = {
     "killed inside a save": (die_at, 4, True),
     "stopped by SIGTERM": (terminate_at, 3),
 }
-
-
-if __name__ == "__main__":  # a process of `accelerate launch`
-    from hf_longctx.cli import main
-
-    PRESETS["tiny"] = SMALL
-    raise SystemExit(main(sys.argv[1:]))

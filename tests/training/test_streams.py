@@ -11,7 +11,7 @@ from demo_model import VOCABULARY
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
-from faults import FAULTS
+from faults import FAULTS, train_and_be_late
 from test_training_run import STEPS, TOKENIZER, metrics
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -19,7 +19,6 @@ from hf_longctx.corpus import stdlib_text
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.training.data import stack
 from hf_longctx.training.recipes import FinetuneSettings
-from hf_longctx.training.run import train
 from hf_longctx.training.streams import CarriesStates, DocumentStreams
 
 
@@ -215,12 +214,12 @@ def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path
 
 @pytest.mark.slow
 def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):
-    """The second one reads in each process what the first one writes in one of them."""
+    """The second one reads in each process what the first one writes in one of them, before that goes on."""
     llama = tiny_llama(VOCABULARY)
     llama.save_pretrained(tmp_path / "llama")
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "llama")
     data = dict(data=str(stage_1 / "texts"), eval_data=None, eval_steps=500, steps=1)
     first = settings(tmp_path / "llama", tmp_path / "first", **data)
     second = settings(tmp_path / "first" / "model", tmp_path / "second", **data)
-    assert apart(second, train, first, processes=2) == 0
+    assert apart(second, train_and_be_late, first, processes=2) == 0
     assert HMTWrapper.from_pretrained(tmp_path / "second" / "model").config.recall

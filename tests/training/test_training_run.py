@@ -5,12 +5,10 @@ import math
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 from demo_model import DEMO, VOCABULARY
@@ -18,7 +16,7 @@ from demo_model import DEMO, VOCABULARY
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
-from faults import FAULTS
+from faults import FAULTS, make_environments
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,7 +34,6 @@ from hf_longctx.training.data import TokenDataset, stack
 from hf_longctx.training.model_init import load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import train, training_arguments
-from hf_longctx.training.settings import write_settings
 from hf_longctx.training.streams import CarriesStates, StreamTrainer
 from hf_longctx.training.trainer import ResumableTrainer, warm_up_above_zero
 
@@ -169,14 +166,14 @@ def test_a_run_goes_on_as_if_nothing_had_happened(fault, streaming, apart, unint
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault, sharded",
-    [("killed inside a save", False), ("killed after a checkpoint", True)],
+    "fault, sharded, dropout",
+    [("killed inside a save", False, 0.1), ("killed after a checkpoint", True, 0.0)],
 )
-def test_two_processes_go_on_too(fault, sharded, apart, uninterrupted, text, tmp_path):
-    run = settings(text, tmp_path)
+def test_two_processes_go_on_too(fault, sharded, dropout, apart, uninterrupted, text, tmp_path):
+    run = settings(text, tmp_path, dropout=dropout)
     assert apart(run, *FAULTS[fault], processes=2, sharded=sharded) != 0
     assert apart(run, processes=2, sharded=sharded) == 0
-    assert metrics(tmp_path) == uninterrupted(processes=2, sharded=sharded)
+    assert metrics(tmp_path) == uninterrupted(2, sharded, dropout=dropout)
     states = [
         torch.load(file, weights_only=False)["cpu"] for file in tmp_path.glob(f"checkpoints/checkpoint-{STEPS}/rng_*")
     ]
@@ -207,15 +204,20 @@ def test_processes_divide_a_step(changes, uninterrupted, evaluated):
 
 
 @pytest.mark.slow
-def test_accelerate_launches_processes_that_divide_a_step(uninterrupted, evaluated, text, tmp_path):
-    (tmp_path / "config.yaml").write_text(write_settings(settings(text, tmp_path / "run", dropout=0.0)))
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "scripts/accelerate/ddp.yaml"]
-    train = [str(Path(__file__).parent / "faults.py"), "train", "--config", str(tmp_path / "config.yaml")]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    command = [*accelerate, "--num_processes", "2", "--main_process_port", port, *train]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+def test_accelerate_launches_processes_that_divide_a_step(apart, uninterrupted, evaluated, text, tmp_path):
+    """What is launched keeps its environment, in which forks then train: they need not import torch anew."""
+    script = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
+    (tmp_path / "script.py").write_text(script)
+    accelerate = ["python", "-m", "accelerate.commands.launch", "--config_file", ROOT / "scripts/accelerate/ddp.yaml"]
+    launched = [*accelerate, "--num_processes", "2", tmp_path / "script.py", tmp_path / "rank-"]
+    done = commands.run(launched, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    environments = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    for environment, ours in zip(environments, make_environments(2)):
+        assert ours.keys() <= environment.keys()
+        # the launcher, which kept a store for its processes, has ended
+        environment |= {"MASTER_PORT": ours["MASTER_PORT"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert apart(settings(text, tmp_path / "run", dropout=0.0), environments=environments) == 0
     losses = [line["loss"] for line in uninterrupted(**evaluated) if "loss" in line]
     assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
     states = list((tmp_path / "run" / "checkpoints" / f"checkpoint-{STEPS}").glob("rng_state*"))
