@@ -1,13 +1,12 @@
 """What goes out through another library comes back the same: remote code, PEFT, pipelines, torch.export, lm-eval."""
 
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 import transformers
+from commands import run
 from tiny_fox import TINY, VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -32,6 +31,8 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
+for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+    del sys.modules[name]
 import torch
 import transformers
 
@@ -67,7 +68,7 @@ def words(ids):
     return " ".join(WORDS[i] for i in ids)
 
 
-@pytest.mark.slow  # two processes import transformers
+@pytest.mark.slow
 def test_remote_code_without_the_package_and_without_triton(tmp_path):
     """Each head from its folder and from the folder that remote code saves; the decoder from that of another model."""
     torch.manual_seed(0)
@@ -100,10 +101,10 @@ def test_remote_code_without_the_package_and_without_triton(tmp_path):
     }
     outputs = {}
     for folders in (first, second):
-        command = [sys.executable, "-c", REMOTE, json.dumps(folders)]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert run.returncode == 0, run.stderr
-        outputs |= json.loads(run.stdout.splitlines()[-1])
+        command = ["python", "-c", REMOTE, json.dumps(folders)]
+        done = run(command, cwd=tmp_path, env=environment, package=False)
+        assert done.returncode == 0, done.stderr
+        outputs |= json.loads(done.stdout.splitlines()[-1])
     assert outputs == expected
 
 
