@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_longctx.cli import main
 from hf_longctx.training.estimate import LiveMemory, estimate, savings
+from hf_longctx.training.model_init import quantization
 from hf_longctx.training.recipes import FinetuneSettings
 
 
@@ -58,6 +59,19 @@ def test_every_recipe_has_an_estimate(recipe, config):
     assert 2 * 2 * 500 * 32 < found.weights < found.peak  # embeddings in bfloat16
 
 
+def test_weights_in_4_bits_are_those_of_a_model_that_is_read(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'hf-longctx[quantized]'")
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, vocab_size=100)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    run = settings(tmp_path, load_in_4bit=True, lora_targets="q_proj").resolve()
+    model = LlamaForCausalLM.from_pretrained(tmp_path, **quantization(run))
+    tensors = [p.data for p in model.parameters()]
+    states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
+    tensors += [tensor for state in states for tensor in (state.absmax, state.state2.absmax)]
+    adapter = 4 * 2 * 8 * 256
+    assert estimate(run).weights - adapter == pytest.approx(sum(x.nbytes for x in tensors), rel=0.01)
+
+
 def test_what_saves_memory_is_told_and_saves_it(config, capsys):
     run = settings(config, sequence_length=128, batch_tokens=512, per_device_batch_size=4)
     before = estimate(run)
@@ -70,6 +84,7 @@ def test_what_saves_memory_is_told_and_saves_it(config, capsys):
           "--estimate"])  # fmt: skip
     printed = capsys.readouterr().out
     assert "weights" in printed and "in all" in printed
+    assert ("MALLOC_MMAP_THRESHOLD_" in printed) != torch.cuda.is_available()
 
 
 def test_a_new_model_has_an_estimate(capsys):
