@@ -34,7 +34,7 @@ def make_models(args):
         max_position_embeddings=args.context + args.tokens + 1,
     )
     mlp = args.hidden * 8 // 3 // 64 * 64
-    pro_mlp = mlp - args.hidden // 3 // 64 * 64  # three matrices of hidden / 3 columns are an output gate
+    pro_mlp = mlp - round(args.hidden / 48) * 16  # three matrices of hidden / 3 columns are an output gate
     decay = dict(decay_time_min=8, decay_time_max=args.context)
     torch.manual_seed(0)
     models = {
