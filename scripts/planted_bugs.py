@@ -30,7 +30,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = ROOT / "scripts" / "planted_bugs.toml"
 TIERS = {"fast": "not slow", "slow": "slow"}  # by the marks of the tests
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache")
 NO_TESTS = 5  # pytest's exit status where nothing was selected
 LIBRARIES = (
     "matplotlib.figure",
