@@ -247,13 +247,13 @@ KINDS = ["alike", "unrelated", "in line"]
 @pytest.mark.parametrize("left", ["few", "the largest page", "none but the newest"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounds_hold_for_what_is_left(kind, left):
-    embeddings, recalled = of_kind(kind, 3000), 3
-    pages = filled(embeddings, page_size=2, recalled=recalled, at_once=1000)
+    embeddings, recalled = of_kind(kind, 1500), 3
+    pages = filled(embeddings, page_size=2, recalled=recalled, at_once=500)
     largest = {number for page in sorted(pages.members, key=len)[-5:] for number in page}
-    kept = {"few": {*range(0, 3000, 17)}, "the largest page": largest, "none but the newest": {*range(2900, 3000)}}[
+    kept = {"few": {*range(0, 1500, 17)}, "the largest page": largest, "none but the newest": {*range(1400, 1500)}}[
         left
     ]
-    pages = pages.forget({*range(3000)} - kept)
+    pages = pages.forget({*range(1500)} - kept)
     assert pages.numbers == sorted(kept)
     for _ in range(2):
         most = max(2, (pages.count / recalled) ** 0.5)
@@ -273,10 +273,10 @@ def of_kind(kind, n):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cost_grows_with_the_square_root(kind):
-    n, recalled = 3000, 3
+    n, recalled = 1500, 3
     embeddings, start = of_kind(kind, n), 0
     pages = MemoryPages.empty(embeddings.shape[1], torch.float32, "cpu", 2, recalled)
-    for stop in (100, 1000, n):
+    for stop in (100, 500, n):
         pages, start = pages.append(embeddings[start:stop]), stop
         root = (recalled * stop) ** 0.5
         assert len(pages.look_up(lambda tags: tags.sum(1))[0]) <= root
