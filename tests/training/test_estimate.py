@@ -79,14 +79,15 @@ def test_what_saves_memory_is_told_and_saves_it(config, capsys):
     assert saved["--per-device-batch-size 1"] > before.activations / 2
     less = estimate(replace(run, activation_checkpointing=True))
     assert saved["--activation-checkpointing"] == before.peak - less.peak > 0
-    assert estimate(settings(config, load_in_4bit=True)).weights < estimate(settings(config)).weights
+    assert estimate(replace(run, load_in_4bit=True)).weights < before.weights
     main(["finetune", str(config), "--tokenizer", str(DEMO), "--data", "-", "--output", "-", "--sequence-length", "32",
-          "--estimate"])  # fmt: skip
+          "--activation-checkpointing", "--load-in-4bit", "--estimate"])  # fmt: skip
     printed = capsys.readouterr().out
     assert "weights" in printed and "in all" in printed
     assert ("MALLOC_MMAP_THRESHOLD_" in printed) != torch.cuda.is_available()
 
 
+@pytest.mark.usefixtures("small_model")
 def test_a_new_model_has_an_estimate(capsys):
     main(["train", "--tokenizer", str(DEMO), "--data", "-", "--output", "-", "--sequence-length", "64",
           "--batch-tokens", "512", "--estimate"])  # fmt: skip
