@@ -5,12 +5,14 @@ import io
 import itertools
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from commands import run
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx import cli
+from hf_longctx import cli, corpus
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,26 @@ def blocks(path):
 
 def commands(path):
     return [line for language, text in blocks(path) if language == "bash" for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def small_cards(tmp_path_factory):
+    """model_cards with a FoX of one layer in the place of the trained one, whose other files it keeps."""
+    folder = tmp_path_factory.mktemp("model_cards")
+    for path in (ROOT / "model_cards").iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "fox-demo").unlink()
+    shutil.copytree(ROOT / "model_cards" / "fox-demo", folder / "fox-demo")
+    config = AutoConfig.from_pretrained(folder / "fox-demo", num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "fox-demo")
+    return folder
+
+
+@pytest.fixture
+def short_text(monkeypatch):
+    """Cut the text `stdlib`, all of which would be tokenized."""
+    text = corpus.stdlib_text
+    monkeypatch.setattr(corpus, "stdlib_text", lambda part: text(part)[:20_000])
 
 
 with_python = [path for path in READMES if any(language == "python" for language, _ in blocks(path))]
@@ -53,10 +75,10 @@ def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [command for path in READMES for command in dict.fromkeys(commands(path)) if command.startswith("hf-longctx ")],
+    dict.fromkeys(x for path in READMES for x in commands(path) if x.startswith("hf-longctx ")),
 )
-def test_commands_work(command, tmp_path, monkeypatch):
-    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
+def test_commands_work(command, small_cards, short_text, tmp_path, monkeypatch):
+    (tmp_path / "model_cards").symlink_to(small_cards)
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command, comments=True)[1:]) == 0
 
@@ -66,8 +88,8 @@ def test_demo(tmp_path):
     """scripts/demo without its environment, which the one that runs this test replaces."""
     assert {"scripts/demo", "scripts/test"} <= set(commands(ROOT / "README.md"))
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(900)))
-    done = run(["python", ROOT / "scripts" / "demo.py", text, "--max-length", "60", "--output", tmp_path / "out"])
+    text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(200)))
+    done = run(["python", ROOT / "scripts" / "demo.py", text, "--max-length", "24", "--output", tmp_path / "out"])
     assert done.returncode == 0, done.stderr
     pictures = re.findall(r"^Picture of .+: +(.+)$", done.stdout, re.MULTILINE)
     assert len(pictures) == 2 and all(Path(path).is_file() for path in pictures)
