@@ -58,7 +58,7 @@ with_python = [path for path in READMES if any(language == "python" for language
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 @pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
+def test_python_prints_what_the_readme_says(readme, short_text, monkeypatch, tmp_path):
     """A block without an output below it is shown and run, too."""
     (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     monkeypatch.chdir(tmp_path)
