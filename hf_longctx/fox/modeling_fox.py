@@ -53,16 +53,6 @@ def kept_number(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
-    if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(kept_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
-    # a float() here would cost two more passes over memory
-    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
 @use_kernel_forward_from_hub("RMSNorm")
 class FoxRMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float):
@@ -71,7 +61,16 @@ class FoxRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.variance_epsilon)
+        eps, weight = self.variance_epsilon, self.weight
+        if len(weight) != x.shape[-1]:
+            weight = weight.view(-1, x.shape[-1])  # of one head here
+        plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
+        if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return (x * torch.addcmul(kept_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+        # a float() here would cost two more passes over memory
+        return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype) * weight
 
     def extra_repr(self):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -85,9 +84,7 @@ class FoxHeadRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.variance_epsilon = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight.view(-1, x.shape[-1]), self.variance_epsilon)
-
+    forward = FoxRMSNorm.forward
     extra_repr = FoxRMSNorm.extra_repr
 
 
