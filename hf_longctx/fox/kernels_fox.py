@@ -272,7 +272,7 @@ def forward_span(
             b_p = b_bits.to(tl.float32, bitcast=True)
         b_w = narrow(b_p, b_v.dtype)
         if FIXED and PRODUCTS > 0:
-            b_sums += dot(b_w, tl.full([BN, 16], 1.0, b_v.dtype))
+            b_sums += dot(b_w, tl.full([BN, 16], 1.0, tl.float32).to(b_v.dtype))
         else:
             b_l += tl.sum(b_p, 1)
         b_o += dot(b_w, b_v)
