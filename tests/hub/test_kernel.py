@@ -120,6 +120,10 @@ def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, bare_python, tm
     publish(later, "alice/next-attention", type="kernel")
 
     arguments = commit, tmp_path / "local", tmp_path / "expected.safetensors"
-    options = {"python": bare_python, "PYTHONPATH": os.pathsep.join([*library, str(CLIENTS)]), "TRITON_INTERPRET": "1"}
+    options = {
+        "python": bare_python,
+        "PYTHONPATH": os.pathsep.join([*library, str(CLIENTS), str(CLIENTS.parents[1])]),
+        "TRITON_INTERPRET": "1",
+    }
     run_client("kernel.py", *arguments, **options)
     run_client("kernel.py", *arguments, **options, HF_HUB_OFFLINE="1")
