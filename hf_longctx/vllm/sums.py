@@ -31,7 +31,8 @@ class Step:
         writes: block and place in it of the state that a token leaves, (N,) each; 0, 0, in vLLM's null block, which
             nobody reads, where a later token leaves it.
         reads: block and place of the state that a request goes on from, (R,) each.
-        in_cache, in_batch: whether a request goes on from a token in the cache, or in this batch, (R, 1) bool.
+        begins: whether a request goes on from no token in the cache, (R, 1) bool.
+        in_batch: whether it goes on from a token of this batch, (R, 1) bool.
         parent: index of this token in the batch, (R,).
         chains: (R, R) float64, 1 for a request and those that it goes on from, one after another; None if no request
             goes on from another.
@@ -41,7 +42,7 @@ class Step:
     first: torch.Tensor
     writes: tuple[torch.Tensor, torch.Tensor]
     reads: tuple[torch.Tensor, torch.Tensor]
-    in_cache: torch.Tensor
+    begins: torch.Tensor
     in_batch: torch.Tensor
     parent: torch.Tensor
     chains: torch.Tensor | None
@@ -82,7 +83,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
         borders[:-1],
         places(torch.where(state != next_state, state, 0).clamp(min=0)),
         places(last_slot // tokens_per_state),
-        ((computed > 0) & ~in_batch)[:, None],
+        ((computed == 0) | in_batch)[:, None],
         in_batch[:, None],
         parent,
         chains,
@@ -115,35 +116,29 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
     """
     n, gates = len(step.request), log_f.shape[1]
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
-    rows = states[step.reads]  # (R, width)
-    total = log_f.cumsum(0)
-    others = (total - log_f)[step.first]  # (R, G)
-    past = torch.where(step.in_cache, of_bytes(rows[:, : 2 * gates], log_f), 0.0)  # (R, G)
+    one_each = n == len(step.first)  # decoding, where every operation counts
+    total = log_f if one_each else log_f.cumsum(0)
+    others = None if one_each else (total - log_f)[step.first]  # (R, G)
+    rows = states[step.reads].masked_fill_(step.begins, 0.0)  # (R, width)
+    past = rows[:, : 2 * gates].view(torch.float64)  # (R, G)
     if step.chains is not None:
-        within = total[step.parent] - others[step.request[step.parent]]
+        within = total[step.parent]
+        within = within if one_each else within - others[step.request[step.parent]]
         past = step.chains @ torch.where(step.in_batch, within, past)
-    sums = total + (past - others)[step.request]
+    sums = total + (past if one_each else (past - others)[step.request])
     c[:n] = sums
-    states[..., : 2 * gates][step.writes] = as_bytes(sums)
+    left = sums.view(torch.float32)
     if tokens.shape[1]:
-        kept = torch.where(step.in_cache, of_bytes(rows[:, 2 * gates :], tokens), 0.0)
+        kept = rows[:, 2 * gates :].view(tokens.dtype)
         if step.chains is not None:
             kept = torch.where(step.in_batch, tokens[step.parent], kept)
-        before[1:] = tokens[:-1]
+        if not one_each:
+            before[1:] = tokens[:-1]
         before[step.first] = kept
-        states[..., 2 * gates :][step.writes] = as_bytes(tokens)
+        left = torch.cat([left, tokens.view(torch.float32)], dim=1)
+    states[step.writes] = left
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Count the float32 numbers of a row: the sums, in float64, and an even number of values for the token shift."""
+    """Count the float32 numbers of a row, an even number: the sums, in float64, and what the token shift keeps."""
     return 2 * gates + shifted * dtype.itemsize // 4
-
-
-def as_bytes(x):
-    """View the bytes of (N, S) values as float32."""
-    return x.contiguous().view(torch.float32)
-
-
-def of_bytes(rows, like):
-    """Invert `as_bytes`: (R, width) float32 to (R, S) in the dtype of `like`."""
-    return rows.flatten().view(like.dtype).view(len(rows), like.shape[1])

@@ -40,7 +40,7 @@ def test_kernels_with_smaller_blocks_than_the_scheduler(variant, tmp_path, monke
 def forget_the_batch(step):
     """As if what a request goes on from were always in the cache already."""
     nobody = torch.zeros_like(step.in_batch)
-    return replace(step, in_cache=step.in_cache | step.in_batch, in_batch=nobody, chains=None)
+    return replace(step, begins=step.begins & ~step.in_batch, in_batch=nobody, chains=None)
 
 
 def test_a_state_that_is_read_before_the_batch_is_wrong(tmp_path, monkeypatch):

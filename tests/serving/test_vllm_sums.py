@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_longctx.vllm.sums import as_bytes, carry, of_bytes, read_step, row_width
+from hf_longctx.vllm.sums import carry, read_step, row_width
 
 
-GATES, SHIFTED, BLOCK = 3, 6, 32
+GATES, SHIFTED, BLOCK = 3, 8, 32
 
 
 class Requests:
@@ -95,7 +95,21 @@ def test_requests_in_chunks_of_any_size(dtype, tokens_per_state):
 def forget_the_batch(step):
     """As if every request went on from the cache."""
     nobody = torch.zeros_like(step.in_batch)
-    return replace(step, in_cache=step.in_cache | step.in_batch, in_batch=nobody, chains=None)
+    return replace(step, begins=step.begins & ~step.in_batch, in_batch=nobody, chains=None)
+
+
+@pytest.mark.parametrize("change", [lambda step: step, forget_the_batch])
+def test_one_token_of_each_request(change):
+    """Decoding, where one request goes on from the token that another computes in the same step."""
+    requests = Requests()
+    first = requests.add(40)
+    for length, prefix in ((50, None), (60, None), (33, first)):
+        requests.add(length, prefix_of=prefix, prefix=32 if prefix == first else 0)
+    requests.run([(0, 0, 31), (1, 0, 20), (2, 0, 1)])
+    assert exact(requests.run([(0, 31, 32), (1, 20, 21), (2, 1, 2), (3, 32, 33)], change=change)) == (
+        change is not forget_the_batch
+    )
+    assert exact(requests.run([(0, 32, 33), (1, 21, 22), (2, 2, 3)]))
 
 
 def chain(order):
@@ -158,12 +172,3 @@ def test_decoded_tokens_have_the_sum_of_a_prompt():
     for i in range(600, 1200):
         worst, _ = requests.run([(0, i, i + 1)])
         assert worst <= 0.004
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 6])
-def test_bytes_survive_the_cache(dtype, rows):
-    x = torch.randn(rows, 6).to(dtype)
-    beside = torch.zeros(rows, 5)
-    stored = torch.cat([as_bytes(x), beside], dim=1)
-    assert torch.equal(of_bytes(stored[:, :-5], x), x)
