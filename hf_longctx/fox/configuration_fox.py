@@ -154,7 +154,6 @@ class FoxConfig(PreTrainedConfig):
                 f"version {FORMAT_VERSION}. Upgrade: pip install -U hf-longctx (or use trust_remote_code=True)."
             )
         self._check_names(kwargs)
-        self._check_sizes()
         self._check_values(kwargs)
         self.check_heads()
         self._check_gates()
@@ -266,6 +265,16 @@ class FoxConfig(PreTrainedConfig):
                 raise ValueError(f"{name!r} is not a field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
 
     def _check_values(self, kwargs):
+        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            size = getattr(self, name)
+            if size is not None and not 1 <= size < 2**31:
+                raise ValueError(f"{name}={size}; it must be at least 1 and below 2**31.")
+        for name in ("rms_norm_eps", "qk_norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be a small positive number such as 1e-6.")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(f"attention_dropout={self.attention_dropout}; it must be at least 0 and below 1.")
         for name, value in FIXED.items():
             if (got := kwargs.get(name, getattr(self, name, value))) != value:
                 raise ValueError(f"{name}={got}; a FoX is a causal decoder, so it can only be {value}.")
@@ -277,18 +286,6 @@ class FoxConfig(PreTrainedConfig):
             ids = getattr(self, name)
             if any(i is not None and not 0 <= i < self.vocab_size for i in (ids if isinstance(ids, list) else [ids])):
                 raise ValueError(f"{name}={ids}; it must be None, or from 0 to below vocab_size={self.vocab_size}.")
-
-    def _check_sizes(self):
-        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            size = getattr(self, name)
-            if size is not None and not 1 <= size < 2**31:
-                raise ValueError(f"{name}={size}; it must be at least 1 and below 2**31.")
-        for name in ("rms_norm_eps", "qk_norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be a small positive number such as 1e-6.")
-        if not 0 <= self.attention_dropout < 1:
-            raise ValueError(f"attention_dropout={self.attention_dropout}; it must be at least 0 and below 1.")
 
     def check_heads(self) -> None:
         """Raise ValueError if heads and their sizes do not fit; fill in those that were left out."""

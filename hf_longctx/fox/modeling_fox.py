@@ -135,11 +135,6 @@ class FoxShiftWeight(nn.Module):
         return F.linear(x, self.weight).float().sigmoid()
 
 
-def rotary_embedding(config: Any) -> LlamaRotaryEmbedding | None:
-    """Return the module that makes cos and sin of positions, as in a Llama; None without RoPE."""
-    return LlamaRotaryEmbedding(config) if config.rope_parameters else None
-
-
 class FoxAttention(nn.Module):
     """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
 
@@ -152,9 +147,9 @@ class FoxAttention(nn.Module):
         self.gates_per_key = config.sizes.gates_per_key
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
-        rotary_emb = rotary_embedding(config)
-        # the factor by which YaRN and LongRoPE lengthen q.k
-        self.rotary_gain = 1.0 if rotary_emb is None else rotary_emb.attention_scaling**2
+        self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
+        if config.rope_parameters:
+            self.rotary_gain = LlamaRotaryEmbedding(config).attention_scaling ** 2  # ty: ignore[invalid-argument-type]
         self.is_causal = True
 
         hidden_size = config.hidden_size
@@ -352,7 +347,7 @@ class FoxModel(FoxPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FoxRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = rotary_embedding(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config) if config.rope_parameters else None  # ty: ignore[invalid-argument-type]
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -7,7 +7,6 @@ import math
 import os
 import pickletools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -122,23 +121,16 @@ class Bundle:
         content = self.files[path]
         return content if isinstance(content, bytes) else content.read_bytes()
 
-    def texts(self, chosen: Callable[[str], object]) -> dict[str, str]:
-        """Return the chosen files as text, by their path, without the byte order mark of some editors.
+    def text(self, path: str) -> str:
+        """Return one file as text, without the byte order mark of some editors; "" without such a file.
 
         Raises:
-            ValueError: a file is not UTF-8.
+            ValueError: it is not UTF-8.
         """
-        texts = {}
-        for path in filter(chosen, sorted(self.files)):
-            try:
-                texts[path] = self.read(path).decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8 text ({error}).") from error
-        return texts
-
-    def text(self, path: str) -> str:
-        """Return one file as text; "" without such a file."""
-        return self.texts(lambda name: name == path).get(path, "")
+        try:
+            return self.read(path).decode("utf-8-sig") if path in self.files else ""
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text ({error}).") from error
 
     def hashes(self) -> dict[str, str]:
         """Return the sha256 of every file, by its path; weights take long."""

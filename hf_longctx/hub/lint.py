@@ -61,7 +61,7 @@ def check(bundle: Bundle) -> None:
     errors = [*find_secrets(bundle), *evaluation_errors(bundle)]
     if CARD in bundle.files:
         text = bundle.text(CARD)
-        found = [*metadata_errors(bundle, read_card(text)), *link_errors(bundle, text), *python_errors(text)]
+        found = [*metadata_errors(bundle, read_card(text)), *text_errors(bundle, text)]
         errors += [f"{CARD}: {error}" for error in found]
     if errors:
         raise ValueError(f"this cannot be pushed. {'. '.join(errors)}.")
@@ -123,7 +123,8 @@ def find_secrets(bundle: Bundle) -> Iterator[str]:
 
 def evaluation_errors(bundle: Bundle) -> Iterator[str]:
     """Yield errors for results on registered benchmarks that the Hub would not read."""
-    for path, text in bundle.texts(lambda name: name.startswith(f"{EVALUATIONS}/")).items():
+    for path in sorted(path for path in bundle.files if path.startswith(f"{EVALUATIONS}/")):
+        text = bundle.text(path)
         try:
             if not parse_eval_result_entries(read_yaml(text)):
                 yield f"{path} is empty"
@@ -151,16 +152,12 @@ def metadata_errors(bundle: Bundle, card: ModelCard) -> Iterator[str]:
             yield f"model-index has {entry.metric_value} as {entry.metric_name}, and the result file {figure}"
 
 
-def link_errors(bundle: Bundle, text: str) -> Iterator[str]:
-    """Yield errors for links to files that are not pushed."""
+def text_errors(bundle: Bundle, text: str) -> Iterator[str]:
+    """Yield errors for links to files that are not pushed, and for blocks of Python that do not parse."""
     for match in LINK.finditer(COMMENT.sub("", CODE.sub("", text))):
         target = (match[1] or match[2]).partition("#")[0].partition("?")[0]
         if target and not re.match(r"[a-z]+:", target) and posixpath.normpath(target) not in bundle.files:
             yield f"it links to {target}, which is not among the files that are pushed"
-
-
-def python_errors(text: str) -> Iterator[str]:
-    """Yield errors for blocks of Python that do not parse."""
     for block in PYTHON.findall(text):
         try:
             ast.parse(block)
