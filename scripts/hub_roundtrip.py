@@ -142,7 +142,7 @@ def bare_python(folder):
 
 
 def main():
-    sys.path.insert(0, str(ROOT / "tests" / "hub"))
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "hub")]
     from kernels_library import kernels_library
     from server import serve
 

@@ -6,17 +6,19 @@
 
 Such a process starts in 0.1 s in place of 6 s. It has its own arguments, folder, environment, standard streams, exit
 code and signals, and it imports this package anew. Libraries are imported already: a test of what an import does, or
-of a variable that a library reads as it is imported (HF_HOME, HF_ENDPOINT, TRITON_INTERPRET), needs an interpreter of
-its own. HF_MODULES_CACHE is heeded.
+of a variable that a library reads as it is imported (TRITON_INTERPRET), needs an interpreter of its own. Of these,
+HF_MODULES_CACHE and HF_HUB_OFFLINE are heeded, and those in `HUB` are the same for all processes.
 """
 
 import atexit
+import functools
 import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -35,20 +37,40 @@ PRELOADED = [
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "datasets",
+    "evaluate",
     "peft",
     "scipy.optimize",
     "scipy.stats",
     "matplotlib.backends.backend_agg",
 ]
-ENVIRONMENT = {}  # of the server: that of the session (conftest.py), whatever the first test to use it has changed
+ADDRESS = socket.socket()  # of the Hub: that of tests/hub, or nobody
+HUB = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_XET": "1"}
+ENVIRONMENT = {}  # of the server: that of the session, whatever the first test to use it has changed
 OUTPUT = ("stdout", "stderr")
+
+
+def prepare(folder):
+    """Choose the variables of the server, whose HF_HOME is in `folder`."""
+    ADDRESS.bind(("127.0.0.1", 0))
+    HUB.update(HF_ENDPOINT="http://{}:{}".format(*ADDRESS.getsockname()), HF_HOME=os.path.join(folder, "home"))
+    ENVIRONMENT.update(os.environ | HUB)
+
+
+@functools.cache
+def libraries():
+    """Return what the server finds before the installed libraries."""
+    from kernels_library import kernels_library
+
+    return kernels_library(Path(HUB["HF_HOME"]).with_name("libraries")) or []
 
 
 def context():
     """Return the context of `multiprocessing` whose processes are forks of the server."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(libraries())}  # later Pythons give it sys.path instead
+    paths = mock.patch.object(sys, "path", [*libraries(), *sys.path])
+    with paths, mock.patch.dict(os.environ, environment, clear=True):
         multiprocessing.forkserver.ensure_running()
     return made
 
@@ -71,6 +93,8 @@ def _main(command, folder, streams, environment, package):
     sys.path = [first, *([str(ROOT)] if package else []), *libraries]
     if cache := os.environ.get("HF_MODULES_CACHE"):
         sys.modules["transformers.dynamic_module_utils"].HF_MODULES_CACHE = cache
+    for module in {"huggingface_hub.constants", "datasets.config"} & sys.modules.keys():
+        sys.modules[module].HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE") == "1"
     try:
         if option is None:
             from hf_longctx.cli import main

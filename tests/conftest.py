@@ -1,7 +1,7 @@
 """Shared fixtures: the golden data, which lives beside the repository and not in it."""
 
 import json
-import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -43,7 +43,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    commands.ENVIRONMENT.update(os.environ)
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    commands.prepare(folder.name)
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 

@@ -1,16 +1,14 @@
 """A Hub on this machine, and clients of it in processes of their own, which may lack this package."""
 
 import os
-import subprocess
-import sys
-import venv
+import shutil
 from pathlib import Path
 
+import commands
 import pytest
 
 
 CLIENTS = Path(__file__).parent / "clients"
-PACKAGE = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +17,7 @@ def server(tmp_path_factory):
         pytest.importorskip(name, reason=f"the local Hub needs {name}: pip install 'hf-longctx[dev]'")
     from server import serve
 
-    with serve(tmp_path_factory.mktemp("blobs")) as hub:
+    with serve(tmp_path_factory.mktemp("blobs"), commands.ADDRESS) as hub:
         yield hub
 
 
@@ -50,36 +48,20 @@ def publish(hub):
     return publish
 
 
-@pytest.fixture(scope="session")
-def bare_python(tmp_path_factory):
-    """An interpreter with the installed libraries and without hf_longctx, even where it is installed for editing."""
-    folder = tmp_path_factory.mktemp("python")
-    venv.create(folder, symlinks=True)
-    libraries = [path for path in sys.path if path.endswith("site-packages")]
-    packages = next(folder.glob("lib/python*/site-packages"), folder / "Lib" / "site-packages")
-    (packages / "libraries.pth").write_text("\n".join(libraries))  # .pth files in these folders are not read
-    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-
-
 @pytest.fixture
 def run_client(hub, tmp_path):
     """Runs a file of clients/ and gives what it printed; it fails if the file does.
 
     Its environment has the address of the hub, a token of alice, and an empty cache that calls of one test share.
     """
+    shutil.rmtree(commands.HUB["HF_HOME"], ignore_errors=True)
 
-    def run(name, *arguments, python=sys.executable, with_package=False, **variables):
+    def run(name, *arguments, package=False, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf_home"), "HF_TOKEN": "hf_of_alice"}
-        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
-        environment |= {"HF_HUB_DISABLE_XET": "1"}
+        environment |= commands.HUB | {"HF_TOKEN": "hf_of_alice"} | variables
         environment |= {"DISABLE_SAFETENSORS_CONVERSION": "1"}  # which would ask a Space of huggingface.co
-        path = os.pathsep.join(map(str, [CLIENTS, PACKAGE] if with_package else [CLIENTS]))
-        environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"} | variables
-        command, requests = [python, CLIENTS / name, *map(str, arguments)], len(hub.log)
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=400, check=False
-        )
+        command, requests = ["python", CLIENTS / name, *arguments], len(hub.log)
+        done = commands.run(command, cwd=tmp_path, env=environment, package=package, timeout=400)
         assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
         assert "HF_HUB_OFFLINE" not in variables or len(hub.log) == requests, "a request was sent offline"
         assert "hf_of_" not in done.stdout + done.stderr, "a token was printed"

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,17 @@ def page():
         playwright.expect.set_options(timeout=60_000)
         yield page
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory):
+    """An interpreter with the installed libraries and without hf_longctx, even where it is installed for editing."""
+    folder = tmp_path_factory.mktemp("python")
+    venv.create(folder, symlinks=True)
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    packages = next(folder.glob("lib/python*/site-packages"), folder / "Lib" / "site-packages")
+    (packages / "libraries.pth").write_text("\n".join(libraries))  # .pth files in these folders are not read
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ SETTINGS = dict(segment_length=16, sensory_tokens=4)
 
 
 @pytest.mark.slow
-def test_without_the_package(run_client, publish, bare_python, tmp_path):
+def test_without_the_package(run_client, publish, tmp_path):
     tokenizer, expected, commits = AutoTokenizer.from_pretrained(DEMO), {}, {}
     ids = expected["ids"] = torch.randint(3, VOCABULARY, (1, 50), generator=torch.Generator().manual_seed(0))
 
@@ -68,4 +68,4 @@ def test_without_the_package(run_client, publish, bare_python, tmp_path):
     save_file(expected, tmp_path / "expected.safetensors")
     (tmp_path / "commits.json").write_text(json.dumps(commits))
     for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
-        run_client("load.py", "expected.safetensors", "commits.json", python=bare_python, **variables)
+        run_client("load.py", "expected.safetensors", "commits.json", **variables)

@@ -2,13 +2,11 @@
 
 import gzip
 import json
-import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from kernels_library import kernels_library
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +16,6 @@ from hf_longctx.hub import build_bundle, build_kernel
 
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENTS = Path(__file__).with_name("clients")
 DEMO = ROOT / "model_cards" / "fox-demo"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 CODE = """
@@ -158,8 +155,6 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     publish(saved(fox) | {"README.md": b"good"}, "mallory/bytes")
     (tmp_path / "hashes.json").write_text(json.dumps({"README.md": "0" * 64}))
     (tmp_path / "commits.json").write_text(json.dumps(commits))
-    library = kernels_library(tmp_path / "library") or []
-    path = os.pathsep.join([*library, *map(str, (CLIENTS, ROOT))])
-    run_client("malicious.py", ran, "hashes.json", "commits.json", with_package=True, PYTHONPATH=path)
+    run_client("malicious.py", ran, "hashes.json", "commits.json", package=True)
     assert not Path(ran).exists()
     assert not [entry.path for entry in hub.log if "mallory/quantizer" in entry.path]

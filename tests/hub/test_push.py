@@ -393,4 +393,4 @@ def test_a_gated_base_is_there(monkeypatch, adapter):
 @pytest.mark.slow
 def test_pushes(run_client):
     pytest.importorskip("peft")
-    run_client("push.py", DEMO, DEMO.with_name("hmt-demo"), with_package=True)
+    run_client("push.py", DEMO, DEMO.with_name("hmt-demo"), package=True)

@@ -43,9 +43,9 @@ def test_a_line_that_would_not_load_is_not_printed(capsys):
 
 
 @pytest.mark.slow
-def test_spaces(run_client, publish, bare_python):
+def test_spaces(run_client, publish):
     pytest.importorskip("evaluate")
     for name in NAMES:
         publish(build_space(name).files, f"alice/{name}", type="space")
-    run_client("metrics.py", python=bare_python)
-    run_client("metrics.py", with_package=True)
+    for package in (False, True):
+        run_client("metrics.py", package=package)

@@ -4,7 +4,6 @@ import os
 import sys
 
 import checks
-import interpreter  # noqa: F401 (of Triton, which it makes faster)
 import torch
 from huggingface_hub import snapshot_download
 from kernels import get_kernel, get_loaded_kernels

@@ -26,19 +26,20 @@ USERS = {
 
 
 @contextlib.contextmanager
-def serve(folder):
+def serve(folder, bound=None):
     """Run the server in a thread.
 
     Blobs have an address of another host, 127.0.0.2: clients drop a token where the host changes, whatever the port.
 
     Args:
         folder: an empty folder, for the blobs.
+        bound: a socket with the address of the Hub, by default a new one.
 
     Yields:
         the `Hub`; its `knobs` can be turned at any time.
     """
     hub = Hub(folder, tokens=dict(USERS))
-    sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "127.0.0.2")]
+    sockets = [bound or socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.2", 0))]
     for listening in sockets:  # an answer goes out in two pieces, and the second must not wait for an acknowledgement
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     hub.url, hub.blob_url = ("http://{}:{}".format(*s.getsockname()) for s in sockets)
