@@ -16,7 +16,7 @@ is asked for.) Every model is trained on the answers alone, first on texts of on
 texts of up to 8 (`--most-facts`), and asked on texts of up to 64. Each stage takes up to four rounds (`--rounds`) of
 its steps, until one ends below a loss of 0.5.
 The prose is that of `scripts.demo_corpus`: speeches and novels to train, another novel to ask.
-All parameters but the token embeddings (which are also the head) are trained, under bfloat16 autocast.
+All parameters but the token embeddings (which are also the head) are trained, on a GPU under bfloat16 autocast.
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
 sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
@@ -37,7 +37,7 @@ from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence import hmt_training
-from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, new_model, second_stage, tenth
+from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, autocast, new_model, second_stage, tenth
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 from scripts.prove_hmt import CONTROLS, changed_recall
@@ -199,7 +199,7 @@ def train(model, facts, method, counts, steps, file, args, generator):
 
     def losses_of(step):
         questions = facts.sample(method, counts[step % len(counts)], args.questions, args.rows, args, generator)
-        with torch.autocast(args.device, torch.bfloat16):
+        with autocast(args):
             logits, _ = answer(model, questions, read(model, questions))
         yield F.cross_entropy(logits, questions.colours)
 
@@ -244,7 +244,7 @@ def ask(model, method, count, seed, facts, args):
     generator, values = torch.Generator().manual_seed(1000 + seed), defaultdict(list)
     while len(values["accuracy"]) < args.asked:
         questions = facts.sample(method, count, 8, 2, args, generator)
-        with torch.autocast(args.device, torch.bfloat16):
+        with autocast(args):
             before = read(model, questions)
             logits, weights = answer(model, questions, before)
             values["accuracy"] += (logits.argmax(-1) == questions.colours).tolist()

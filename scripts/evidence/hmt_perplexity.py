@@ -16,9 +16,9 @@ that one, in the place of those of the text: what it loses by that is what the c
 All are trained on the same tokens, so that none wins by adaptation to the text alone: rows of two segments, then rows
 of `--segments`, as in HMT's two stages. The Llama is trained on the blocks of these rows; another one, which reads as
 much as its context holds, on whole rows. Some are read as they are, too, without training. All parameters are trained,
-under bfloat16 autocast. With --text novels, five novels of Jane Austen and Moby Dick are trained on, and the texts are
-pieces of another novel of hers. With pg19, texts are pieces of books of its test split, one of each book before a
-second of any.
+on a GPU under bfloat16 autocast. With --text novels, five novels of Jane Austen and Moby Dick are trained on, and the
+texts are pieces of another novel of hers. With pg19, texts are pieces of books of its test split, one of each book
+before a second of any.
 
 A prediction counts to the first half of a segment if it is made before token j. The published mode has read that half
 by then, in training too: what it has there is no perplexity, but shows how much is given away; that of the second
@@ -38,7 +38,17 @@ from hf_longctx.hmt import HMTConfig
 from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_reading import BINS, SEGMENTS, SWAPPED, measure_reading
-from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, HMT, TEXT, config_of, new_model, recalls, second_stage
+from scripts.evidence.hmt_training import (
+    AS_IT_IS,
+    BACKBONES,
+    HMT,
+    TEXT,
+    autocast,
+    config_of,
+    new_model,
+    recalls,
+    second_stage,
+)
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 
@@ -134,7 +144,7 @@ def train(model, method, tokens, segments, steps, file, args, generator):
             rows = torch.stack([tokens[start : start + length] for start in part]).to(args.device)
             rows = rows.reshape(-1, args.segment_length) if method == "Llama" else rows
             kept = {"logits_to_keep": 1} if method in HMT else {}  # without all logits at once
-            with torch.autocast(args.device, torch.bfloat16):
+            with autocast(args):
                 loss = model(input_ids=rows, labels=rows, **kept).loss
             yield loss * len(part) / args.rows
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_longctx.hmt import HMTWrapper
-from scripts.evidence.hmt_training import AS_IT_IS, HMT
+from scripts.evidence.hmt_training import AS_IT_IS, HMT, autocast
 from scripts.prove_hmt import changed_recall
 
 
@@ -80,7 +80,7 @@ def measure_reading(model, method, reading, texts, args):
         "positions": how many went through the backbone for each token.
     """
     name, losses, swapped, batch = method.removesuffix(AS_IT_IS), [], nullcontext(), args.rows_at_once
-    with torch.autocast(args.device, torch.bfloat16):
+    with autocast(args):
         for _ in read(model, name, reading, texts[:1, : 2 * args.segment_length], args):
             pass  # the first call probes the backbone, which is not counted
         memories = memories_of_others(model, texts, args) if reading == SWAPPED else None

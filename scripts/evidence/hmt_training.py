@@ -39,6 +39,11 @@ def wrap(backbone, name, args, **changes):
     return HMTWrapper.from_backbone(backbone, config_of(name, args, **changes))
 
 
+def autocast(args):
+    """Return the context of a pass: bfloat16 on a GPU, float32 on a CPU, where bfloat16 can be seven times as slow."""
+    return torch.autocast(args.device, torch.bfloat16, enabled=args.device != "cpu")
+
+
 def recalls(name):
     """Tell if a memory of this kind recalls in the second stage."""
     return HMT[name].get("recall", True)

@@ -1,7 +1,6 @@
 """scripts/evidence/hmt_perplexity: what is trained on, what is scored, and what the memories are swapped for."""
 
 import argparse
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -28,11 +27,6 @@ def module(load, smollm2):
 @pytest.fixture
 def reading(load):
     return load("hmt_reading")
-
-
-@pytest.fixture
-def float32(monkeypatch):
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
 
 
 @pytest.fixture
@@ -75,9 +69,7 @@ def parts_of(losses):
     ],
 )
 @torch.no_grad()
-def test_each_token_is_predicted_from_the_tokens_of_its_window(
-    window, size, step, module, reading, float32, args, texts
-):
+def test_each_token_is_predicted_from_the_tokens_of_its_window(window, size, step, module, reading, args, texts):
     model = untrained(module, "Llama", args)
     if window == "whole context":
         model.config.max_position_embeddings = size
@@ -96,7 +88,7 @@ def test_each_token_is_predicted_from_the_tokens_of_its_window(
 
 
 @pytest.mark.parametrize("name", ["HMT, single pass", "HMT, paper"])
-def test_swapped_memories_are_all_of_another_text(name, module, reading, float32, args, texts):
+def test_swapped_memories_are_all_of_another_text(name, module, reading, args, texts):
     model = untrained(module, name, args)
 
     def losses(which, texts, rows_at_once=2):
