@@ -94,6 +94,11 @@ def check_call(
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
+    if not isinstance(input_ids.shape[1], int):  # the symbol of an exporter, whose graph has no loop over segments
+        raise NotImplementedError(
+            "HMTWrapper cannot be exported for texts of any length, because the length and the state decide how many "
+            "segments are read. Export model.backbone, export the wrapper for one length, or read in PyTorch."
+        )
     for name, value in (("attention_mask", attention_mask), ("labels", labels)):
         if value is not None and value.shape != input_ids.shape:
             raise ValueError(
