@@ -40,6 +40,9 @@ class HMTConfig(PreTrainedConfig):
         recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; see `single_pass_hmt.py`),
             "three_pass" (the same in three passes, with the paper's memories) or "paper" (the published algorithm,
             which reads the first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        recall_tokens: r. The tokens of remembered segments are kept, and a recall of the single-pass mode reads r of
+            them again, those that share most tokens with the first part (BM25, `search_hmt.py`). It needs no training.
+            A segment takes r more positions. r divides L'. None: a recall gives the prompt alone.
         recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
             another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each),
             gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).
@@ -84,6 +87,7 @@ class HMTConfig(PreTrainedConfig):
     memory_tokens: int = 1
     recall_dim: int | None = None
     recall_mode: str = "single_pass"
+    recall_tokens: int | None = None
     recurrence: bool = True
     recall_init: str = "similarity"
     loss_scope: str = "all"
@@ -153,8 +157,8 @@ class HMTConfig(PreTrainedConfig):
         Args:
             positions: of the backbone, where they are not its `max_position_embeddings`.
         """
-        counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "bptt_segments")
-        least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "summary_batch"), 1)}
+        counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "recall_tokens")
+        least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "bptt_segments", "summary_batch"), 1)}
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
@@ -195,6 +199,18 @@ class HMTConfig(PreTrainedConfig):
                 "pages hold what recall drops beyond memory_size. Set memory_size and recall=True, or leave "
                 "recalled_pages at None."
             )
+        if self.recall_tokens is not None:
+            if not (self.recall and self.single_pass and self.recalled_pages is None):
+                raise ValueError(
+                    f"recall_tokens is {self.recall_tokens}, recall {self.recall}, recall_mode {self.recall_mode!r}, "
+                    f"recalled_pages {self.recalled_pages}; tokens are read again by a recall of the single-pass mode, "
+                    "and pages keep no tokens. Set recall=True, recall_mode='single_pass' and recalled_pages=None."
+                )
+            if self.segment_length % self.recall_tokens:
+                raise ValueError(
+                    f"recall_tokens is {self.recall_tokens}; it must divide segment_length, {self.segment_length}, as "
+                    "segments are cut into stretches of so many tokens."
+                )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
@@ -204,7 +220,8 @@ class HMTConfig(PreTrainedConfig):
                 remedy = "Lower sensory_tokens and segment_length, or take a backbone with more positions."
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
-                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens and the prompts. " + remedy
+                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens read again and the "
+                "prompts. " + remedy
             )
 
     def signature(self, width: int) -> dict:
@@ -220,6 +237,7 @@ class HMTConfig(PreTrainedConfig):
             "sum_fraction",
             "recall",
             "memory_tokens",
+            "recall_tokens",
             "recurrence",
         )
         return {
@@ -244,9 +262,9 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def positions_per_segment(self) -> int:
-        """Positions the backbone sees for a full segment: prompts, sensory tokens, new tokens."""
+        """Positions the backbone sees for a full segment: prompts, tokens read again, sensory tokens, new tokens."""
         prompts = 2 * self.memory_tokens + (not self.recurrence)
-        return prompts + self.sensory_tokens + self.segment_length
+        return (self.recall_tokens or 0) + prompts + self.sensory_tokens + self.segment_length
 
     @property
     def text_config(self) -> PreTrainedConfig:

@@ -152,7 +152,8 @@ class HMTState:
     the text were read when each was made, 0 where a row has no such memory; `query` (B, 1, d)
     summary of the latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l)
     the tokens of the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt`
-    (B, m, d), the open segment's prompts before and after its recall. `kv_cache` holds the keys and values of the open
+    (B, m, d), the open segment's prompts before and after its recall; `bank_ids` (B, c, L') long, the tokens of each
+    memory, where tokens are read again. `kv_cache` holds the keys and values of the open
     segments and speeds up the next call; `kv_mask` (B, P) is False, or 0, where these are padding. The cache is never
     saved, and without it the open segments are read again. `pages` holds, for each row, the embeddings that fell out
     of `bank`, if the model keeps pages.
@@ -173,6 +174,7 @@ class HMTState:
     query: Tensor | None = None
     opening_prompt: Tensor | None = None
     prompt: Tensor | None = None
+    bank_ids: Tensor | None = None
     pages: tuple[MemoryPages, ...] | None = field(default=None, repr=False)
     padded: bool = False
     signature: dict = field(default_factory=dict)
@@ -194,8 +196,11 @@ class HMTState:
         """Make the state before the first token; `HMTWrapper.new_state` calls this."""
         ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
         mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
-        bank = torch.zeros(batch, 0, width, dtype=dtype, device=device)
-        return cls(bank, ids, ids, mask, ids, mask, (0,) * batch, signature=signature, pages=pages)
+        bank, bank_ids = torch.zeros(batch, 0, width, dtype=dtype, device=device), None
+        if signature["recall_tokens"]:
+            bank_ids = ids.new_zeros(batch, 0, signature["segment_length"])
+        lengths = (0,) * batch
+        return cls(bank, ids, ids, mask, ids, mask, lengths, bank_ids=bank_ids, signature=signature, pages=pages)
 
     @property
     def position(self) -> int:
@@ -258,12 +263,14 @@ class HMTState:
                 raise IndexError(f"Row {row} has {len(places)} memories; {number} is not one of their numbers.")
         columns = [places[i] for i in indices if i >= len(paged)]
         bank, ends, pages = self.bank.clone(), self.ends.clone(), list(self.pages or ())
-        bank[row, columns] = ends[row, columns] = 0
+        bank_ids = [] if self.bank_ids is None else [self.bank_ids.clone()]
+        for kept in (bank, ends, *bank_ids):
+            kept[row, columns] = 0
         if pages:  # whose embeddings have the numbers of their segments: the columns stay in their places
             pages[row] = pages[row].forget([places[i] for i in indices if i < len(paged)])
         elif self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
-            _, bank, ends = align(ends > 0, bank, ends, left=False)
-        return replace(self, bank=bank, ends=ends, pages=tuple(pages) or None)
+            _, bank, ends, *bank_ids = align(ends > 0, bank, ends, *bank_ids, left=False)
+        return replace(self, bank=bank, ends=ends, bank_ids=next(iter(bank_ids), None), pages=tuple(pages) or None)
 
     def merge(self, other: "HMTState") -> "HMTState":
         """Join the memories of this text and those of `other`, as if its text had followed; goes on where it does.
@@ -291,7 +298,8 @@ class HMTState:
         bank, ends, pages = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1), self.pages
         # rows of unequal length have gaps between the texts; with pages, what was forgotten keeps its number
         kept = torch.cat([self._taken(), other._taken()], 1) if pages else ends > 0
-        kept, bank, ends = align(kept, bank, ends, left=False)
+        bank_ids = [torch.cat([x.bank_ids for x in (self, other)], 1)] if self.bank_ids is not None else []
+        kept, bank, ends, *bank_ids = align(kept, bank, ends, *bank_ids, left=False)
         if pages:
             beyond = [x[:, :-size] for x in (bank, ends > 0, kept)]
             pages = tuple(row.append(x[of_row], valid[of_row]) for row, x, valid, of_row in zip(pages, *beyond))
@@ -303,6 +311,7 @@ class HMTState:
             other,
             bank=bank[:, -size:],
             ends=ends[:, -size:],
+            bank_ids=bank_ids[0][:, -size:] if bank_ids else None,
             pages=pages,
             lengths=tuple(a + b for a, b in zip(read, other.lengths)),
             sensory_ids=where_rows(begin, self.sensory_ids, other.sensory_ids),

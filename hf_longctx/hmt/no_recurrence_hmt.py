@@ -69,7 +69,7 @@ class NoRecurrenceSegments(SinglePassSegments):
         queries, memories = (hidden[:, i].clone()[:, None].chunk(len(chunks)) for i in (split, -1))
         passes, segments, prompts, rows = [], [], [], []
         for i, (chunk, query, memory) in enumerate(zip(chunks, queries, memories)):
-            prompt, recall = self.recall(state, chunk, query)
+            prompt, recall = self.prompt_of(state, chunk, query)
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)

@@ -212,12 +212,15 @@ class Segments:
             # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
             dropped = zip(state.bank[:, :1], state.valid[:, :1])
             pages = tuple(row.append(*x) if drop else row for row, x, drop in zip(pages, dropped, drops))
-        sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
+        sensory_ids, bank_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :], None
+        if state.bank_ids is not None:
+            bank_ids = torch.cat([state.bank_ids, chunk.ids[:, None, : config.segment_length]], 1)[:, -kept:]
         closed = replace(
             state,
             pages=pages,
             bank=bank[:, -kept:],
             ends=ends[:, -kept:],
+            bank_ids=bank_ids,
             sensory_ids=sensory_ids,
             sensory_mask=torch.ones_like(sensory_ids, dtype=torch.bool),
             opening_prompt=None,

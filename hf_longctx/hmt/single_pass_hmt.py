@@ -13,7 +13,8 @@ sees the prompt, the sensory tokens and x[:j]. The hidden state of the second su
 segment, so that query and memory are the same function of a text. Causality is all the masking there is, nothing
 stands between neighbouring tokens, and what stands in front of them is not random but recalled: an untrained HMT reads
 as its backbone reads a window of as many tokens. The first segment of a text has nothing to recall, and is read in one
-piece.
+piece. With `recall_tokens` the prompt is 1 + r positions wide: behind it stand r tokens of the remembered segments
+(`search_hmt.py`), and all that follows is r positions later.
 
 First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
 segment by segment. Backbones whose cache cannot be cut (`Backbone.cuts`) read the first part once more behind the
@@ -34,7 +35,8 @@ from transformers import Cache, DynamicCache
 from .backbone_hmt import fork, put_in_front, side_by_side, split
 from .memory_hmt import HMTState, where_rows
 from .packing_hmt import Chunk
-from .segments_hmt import Pass, PassOutput, SegmentOutput, Segments
+from .search_hmt import find_tokens
+from .segments_hmt import Pass, PassOutput, Recall, SegmentOutput, Segments
 
 
 class FirstPart(NamedTuple):
@@ -52,6 +54,7 @@ class SinglePassSegments(Segments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
         self.cuts = self.lm.cuts(self.config.positions_per_segment)
+        self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -96,7 +99,7 @@ class SinglePassSegments(Segments):
             part, row = before.select_rows(rows), rows[0]
             if before.kv_cache is not None and not torch.is_grad_enabled() and chunk.read[row]:
                 behind_prompt = prompted[row] and chunk.read[row] >= self.j
-                columns = self.k * (chunk.segments[row] > 0) + chunk.read[row] + behind_prompt
+                columns = self.k * (chunk.segments[row] > 0) + chunk.read[row] + self.front * behind_prompt
                 part.kv_cache = fork(before.kv_cache, rows, -columns)
             if chunk.counts[row] == chunk.read[row]:  # no new tokens
                 caches.append((rows, part.kv_cache))
@@ -140,7 +143,7 @@ class SinglePassSegments(Segments):
         embeds, mask = self.embed(chunk.ids.gather(1, chunk.new)), None
         if state.kv_mask is not None:
             mask = torch.cat([state.kv_mask, state.kv_mask.new_ones(embeds.shape[:2])], 1)
-        begins = [read + (1 + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
+        begins = [read + (self.front + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
         one = Pass(chunk, 1, embeds, chunk.first, chunk.counts, [-read for read in chunk.read], begins)
         outputs, _, kv_cache = self.run_passes([one], mask, state.kv_cache)
         return replace(state, kv_cache=kv_cache, kv_mask=mask), outputs, SegmentOutput()
@@ -160,7 +163,8 @@ class SinglePassSegments(Segments):
         if ends:
             embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(rows, -1, -1)], 1)
         first = [min(stop, max(self.j * part * later, token)) for token in chunk.first]
-        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [start + (1 + self.k) * later] * rows)
+        begin = start + (self.front + self.k) * later
+        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows)
 
     def new_cache(self) -> Cache:
         """Make an empty cache."""
@@ -188,9 +192,17 @@ class SinglePassSegments(Segments):
             firsts += map(FirstPart, queries, outputs, caches)
         return firsts
 
+    def prompt_of(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
+        """Recall a prompt, and the tokens that are read again behind it, (B, 1 + r, d)."""
+        prompt, recall = self.recall(state, chunk, query)
+        if state.bank_ids is not None:
+            ids = find_tokens(chunk.ids[:, : self.j], state.bank_ids, state.valid, self.front - 1)
+            prompt = torch.cat([prompt, self.embed(ids).to(prompt)], 1)
+        return prompt, recall
+
     def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
-        """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
-        positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+        """Put the keys and values of prompts (R, 1 + r, d), which are read alone, before those in a cache."""
+        positions = torch.arange(self.front, device=prompt.device).expand(prompt.shape[:2])
         # a copy: CTRL writes into its embeddings
         _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), positions)
         if hidden.requires_grad:  # FSDP gathers the weights of a layer when a gradient of its output arrives
@@ -215,7 +227,7 @@ class SinglePassSegments(Segments):
             first = first or self.first_parts(state, [chunk])[0]
             outputs, kv_cache = [first.output], first.kv_cache if count < self.j else None
             if prompted and read < self.j:
-                prompt, recall = self.recall(state, chunk, first.query)
+                prompt, recall = self.prompt_of(state, chunk, first.query)
                 state = replace(state, prompt=prompt)
         if not later or count >= self.j:
             prompt = state.prompt.to(state.bank) if prompted and state.prompt is not None else None

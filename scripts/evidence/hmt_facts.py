@@ -20,7 +20,8 @@ All parameters but the token embeddings (which are also the head) are trained, o
 
 Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
 sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
-(without stop words), before the last one. Some are asked as they are, too, without training.
+(without stop words), before the last one. Some are asked as they are, too, without training, among them an HMT that
+reads the segment again that shares most tokens with the first half of the question's (`recall_tokens`).
 """
 
 import itertools
@@ -37,7 +38,16 @@ from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence import hmt_training
-from scripts.evidence.hmt_training import AS_IT_IS, BACKBONES, TEXT, autocast, new_model, second_stage, tenth
+from scripts.evidence.hmt_training import (
+    AS_IT_IS,
+    BACKBONES,
+    READ_AGAIN,
+    TEXT,
+    autocast,
+    new_model,
+    second_stage,
+    tenth,
+)
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 from scripts.prove_hmt import CONTROLS, changed_recall
@@ -61,7 +71,8 @@ PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # a loss, the mean of the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found"}
 MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "RMT")
-METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in ("HMT, single pass", "full attention", "BM25 and window")))
+UNTRAINED = ("HMT, single pass", READ_AGAIN, "full attention", "BM25 and window")
+METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in UNTRAINED))
 UNPICTURED = ("HMT, single pass, no recurrence", "HMT, three passes")
 
 
@@ -183,7 +194,10 @@ def read(model, questions):
     out = model(input_ids=questions.texts, use_cache=True, logits_to_keep=1)
     rows = torch.arange(len(questions.ids), device=model.device) % len(questions.texts)
     if isinstance(model, HMTWrapper):
-        return {"state": out.state.select_rows(rows), "output_recall": model.config.recall}
+        return {
+            "state": out.state.select_rows(rows),
+            "output_recall": model.config.recall and not model.config.recall_tokens,
+        }
     out.past_key_values.batch_select_indices(rows)
     return {"past_key_values": out.past_key_values}
 

@@ -1,13 +1,13 @@
-"""Would tokens of an earlier segment, read again, help an untrained SmolLM2 where a memory could?
+"""Do tokens of an earlier segment, read again, help an untrained SmolLM2 where a memory could?
 
     python -m scripts.evidence.hmt_recall_tokens
 
-A memory keeps one embedding of a segment. It could keep the segment's tokens too, and read those of the best one in
-front of the window again. Here such tokens are read by SmolLM2 as it is, in four places of one size: just before the
-window (a longer window), in the segment that BM25 finds for the words of the query (`own book`), in a random earlier
-segment, and in the segment that BM25 finds in another book. Only the second half of each segment is scored, as the
-sensory tokens and the first half are the query. A memory can matter where a token has occurred earlier in the book and
-not within the longer window: these tokens are counted apart.
+With `recall_tokens`, HMT keeps the tokens of its segments, and reads those of one of them again in front of the second
+half of a segment. Here an untrained HMT around SmolLM2 remembers one segment: the one that shares most tokens with the
+first half, of all before it in the book (`own book`), a random one of these, or the best one of another book. Beside
+it, SmolLM2 reads a window of as many tokens: those just before (`longer window`). Only the second half of each segment
+is scored. A memory can matter where a token has occurred earlier in the book and not within the longer window: these
+tokens are counted apart.
 
 Segments are drawn from two novels, other ones for each seed. Every segment is kept when it is done.
 """
@@ -15,22 +15,25 @@ Segments are drawn from two novels, other ones for each seed. Every segment is k
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt.search_hmt import find_tokens
 from scripts.bench import common
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require
 
 
 BOOKS = ("Moby Dick", "Emma")
-READINGS = ("longer window", "own book", "random", "other book")
+READINGS = ("longer window", "own book", "random", "other book")  # in the order of `one_segment`
 SCORED = ("far", "all")
 FORM = """
-| read in front | tokens of earlier segments | all tokens |
+| read again | tokens of earlier segments | all tokens |
 | {name} | {far} | {all} |
 """
 
@@ -48,26 +51,12 @@ def tokens_of(book, backbone):
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-@functools.cache
-def counts_of(book, backbone, length):
-    """How often each segment of a book has each token, (segments, vocabulary)."""
-    segments = tokens_of(book, backbone).split(length)
-    counts = np.zeros((len(segments), 1 + max(int(x.max()) for x in segments)), np.uint8)
-    for row, segment in zip(counts, segments):
-        np.add.at(row, segment.numpy(), 1)
-    return counts
-
-
-def found_by_words(query, counts, k1=1.2):
-    """The number of the segment that BM25 finds, of some of equal length; `bm25` of hmt_facts, in one product.
-
-    >>> int(found_by_words({1, 2}, np.array([[1, 0, 0], [0, 1, 0], [0, 2, 1]])))
-    2
-    """
-    counts = counts[:, [token for token in query if token < counts.shape[1]]].astype(float)
-    containing = (counts > 0).sum(0)
-    weights = np.log(1 + (len(counts) - containing + 0.5) / (containing + 0.5))
-    return (weights * counts * (k1 + 1) / (counts + k1)).sum(1).argmax()
+def found_by_tokens(query, book, count, args):
+    """The segment of the first `count` of a book, or of all, that shares most tokens with a query (n,); (L',)."""
+    length = args.segment_length
+    segments = tokens_of(book, args.backbone).split(length)[:count]
+    ids = torch.stack([x for x in segments if len(x) == length])[None]
+    return find_tokens(query[None], ids, torch.ones(ids.shape[:2], dtype=torch.bool), length)[0]
 
 
 def segments_of(book, args):
@@ -81,25 +70,24 @@ def one_segment(number, book, seed, model, args):
     """Sums of -log p over the scored tokens of a segment, by reading, and how many there are."""
     length, sensory, book_tokens = args.segment_length, args.sensory_tokens, tokens_of(book, args.backbone)
     place = segments_of(book, args)[number * 3 + seed]  # seeds 0, 1 and 2 share no segment
-    begin = place * length
-    window = book_tokens[begin - sensory : begin + length]
-    query = set(window[: sensory + length // 2].tolist())
-    candidates = (begin - sensory - length) // length  # segments that end before the longer window
-    other = next(name for name in BOOKS if name != book)
-    found = [int(found_by_words(query, counts_of(x, args.backbone, length)[:candidates])) for x in (book, other)]
-    drawn = int(torch.randint(candidates, (), generator=torch.Generator().manual_seed(place)))
-    fronts = {
-        "longer window": book_tokens[begin - sensory - length : begin - sensory],
-        "own book": book_tokens[found[0] * length :][:length],
-        "random": book_tokens[drawn * length :][:length],
-        "other book": tokens_of(other, args.backbone)[found[1] * length :][:length],
-    }
-    rows = torch.stack([torch.cat([fronts[name], window]) for name in READINGS]).to(args.device)
-    scored = length // 2
-    logits = model(rows[:, :-1], logits_to_keep=scored).logits.double()
-    losses = F.cross_entropy(logits.transpose(1, 2), rows[:, -scored:], reduction="none").cpu()
+    begin, scored = place * length, length // 2
+    segment, query = book_tokens[begin : begin + length], book_tokens[begin : begin + length - scored]
+    drawn = int(torch.randint(place, (), generator=torch.Generator().manual_seed(place)))
+    fronts = [
+        found_by_tokens(query, book, place, args),
+        book_tokens[drawn * length :][:length],
+        found_by_tokens(query, next(name for name in BOOKS if name != book), place, args),
+    ]
+    state = model(torch.stack(fronts).to(args.device), use_cache=True, logits_to_keep=1).state
+    before = book_tokens[begin - sensory : begin].to(args.device)
+    state = replace(state, sensory_ids=before.expand(len(fronts), -1))
+    rows = segment.to(args.device).expand(len(fronts), -1)
+    near = book_tokens[begin - sensory - length : begin + length]  # the longer window, and what it predicts
+    logits = model.backbone(near[None, :-1].to(args.device), logits_to_keep=scored).logits
+    logits = torch.cat([logits, model(rows[:, :-1], state=state, logits_to_keep=scored).logits]).double().cpu()
+    losses = F.cross_entropy(logits.transpose(1, 2), segment[-scored:].expand(len(logits), -1), reduction="none")
+    near = near.tolist()
     earlier = set(book_tokens[: begin - sensory - length].tolist())
-    near = rows[0].tolist()  # of the longer window
     places = range(len(near) - scored, len(near))
     far = torch.tensor([near[i] in earlier and near[i] not in near[:i] for i in places])
     sums = {"far": losses[:, far].sum(1), "all": losses.sum(1)}
@@ -115,7 +103,9 @@ def one_segment(number, book, seed, model, args):
 def measure(args):
     require(BACKBONES[args.backbone], TEXT)
     keys = itertools.product(range(args.segments), BOOKS, args.seeds)
-    model = load_backbone(args)
+    length = args.segment_length
+    config = HMTConfig(segment_length=length, sensory_tokens=args.sensory_tokens, recall_tokens=length)
+    model = HMTWrapper.from_backbone(load_backbone(args), config).eval()
 
     def measure_one(number, book, seed, args):
         return one_segment(number, book, seed, model, args)
@@ -147,8 +137,8 @@ def table(result):
     far = sum(row["tokens"]["far"] for row in rows)
     text = (
         f"Nats per token gained over a window of as many positions, ± one standard error over {len(rows)} segments of "
-        f"{s['segment_length']} tokens; {s['sensory_tokens']} tokens before each, and as many as a segment in front, "
-        f"are read. {far} tokens had occurred in an earlier segment and not within the longer window."
+        f"{s['segment_length']} tokens; {s['sensory_tokens']} tokens before each, and as many as a segment, are read "
+        f"beside it. {far} tokens had occurred in an earlier segment and not within the longer window."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 

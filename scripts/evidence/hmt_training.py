@@ -20,6 +20,7 @@ HMT = {  # arguments of HMTConfig in the second stage
     "HMT, paper": {"recall_mode": "paper"},
     "RMT": {"recall": False, "recall_mode": "three_pass"},
 }
+READ_AGAIN = "HMT, tokens read again"
 AS_IT_IS = ", as it is"
 
 
@@ -29,8 +30,10 @@ def load_backbone(args):
 
 
 def config_of(name, args, **changes):
-    """The settings of a kind in `HMT`, with `changes`."""
+    """The settings of a kind in `HMT`, with `changes`, or of one that reads a whole segment again, untrained."""
     settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens, "summary_batch": 64}
+    if name == READ_AGAIN:
+        return HMTConfig(**settings, recall_tokens=args.segment_length)
     return HMTConfig(**settings | HMT[name] | changes)
 
 
@@ -55,7 +58,7 @@ def new_model(method, args):
     If it is to be trained, it is that of the first stage, without recall.
     """
     name, model = method.removesuffix(AS_IT_IS), load_backbone(args)
-    if name in HMT:
+    if name in (*HMT, READ_AGAIN):
         model = wrap(model, name, args, **{"recall": False} if name == method else {})
     return model.eval()
 

@@ -35,6 +35,7 @@ COUNTS = (
     "recalled_pages",
     "page_size",
     "recall_dim",
+    "recall_tokens",
     "bptt_segments",
     "summary_batch",
 )
@@ -113,6 +114,13 @@ CONFIG = [
         *((f"{name} of 0", {name: 0}, f"{name} is 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),
         ("pages without recall", {"recalled_pages": 2, "recall": False}, "beyond memory_size"),
+        ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "Set recall=True"),
+        (
+            "tokens read again in three passes",
+            {"recall_tokens": 2, "recall_mode": "three_pass"},
+            "a recall of the single",
+        ),
+        ("stretches that do not fill a segment", {"recall_tokens": 3}, "must divide segment_length, 512"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing', which this version of tr"),
         ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; .* segment_length"),
     ]

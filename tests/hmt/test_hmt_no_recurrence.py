@@ -7,7 +7,7 @@ from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
 
-SETTINGS = [{}, {"sum_fraction": 0.9}, {"sensory_tokens": 0}, {"recall": False}]
+SETTINGS = [{}, {"sum_fraction": 0.9}, {"sensory_tokens": 0}, {"recall": False}, {"recall_tokens": 4}]
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_memory_is_that_of_its_segment_without_recall(make_parallel, tokens, s
         x, front = embed(tokens[:, 8 * n : 8 * n + 8]), embed(tokens[:, max(0, 8 * n - k) : 8 * n])
         summary = memory.summary_token.expand(2, 1, -1)
         whole = torch.cat([front, x[:, :j], summary[:, : n > 0], x[:, j:], summary], 1)
-        positions = (n > 0) + torch.arange(whole.shape[1])[None]
+        positions = (1 + settings.get("recall_tokens", 0)) * (n > 0) + torch.arange(whole.shape[1])[None]
         hidden = model.backbone.model(inputs_embeds=whole, position_ids=positions).last_hidden_state
         close(made, hidden[:, -1:])
     recurrent = make_parallel(**settings)

@@ -36,17 +36,34 @@ def plain_single(model, row):
         scores = math.log(1 + len(keys)) * (q @ memory.wq.T) @ (keys @ memory.wk.T).T / memory.log_temperature.exp()
         return scores.softmax(-1) @ remembered
 
+    def read_again(start):
+        """The stretch of the remembered segments that has most of x[:j], by BM25; of equal ones the latest."""
+        begin = max(0, start - (c.memory_size or start) * c.segment_length)
+        stretches = [row[i : i + c.recall_tokens].tolist() for i in range(begin, start, c.recall_tokens)]
+        scores = [0.0] * len(stretches)
+        for token in set(row[start : start + j].tolist()):
+            containing = sum(token in x for x in stretches)
+            for i, x in enumerate(stretches):
+                idf = math.log(1 + (len(stretches) - containing + 0.5) / (containing + 0.5))
+                scores[i] += idf * x.count(token) * 2.2 / (x.count(token) + 1.2)
+        best = max(range(len(stretches)), key=lambda i: (scores[i], i))
+        return embed(torch.tensor(stretches[best]))
+
     def read(prompt, sensory, first, second):
         """Logits and last hidden states; a column is its kind, which decides what sees it, and its position."""
         close = memory.summary_token
-        begin = 1 if bank else 0  # the place of the prompt, if there can be one
+        begin = 1 + (c.recall_tokens or 0) if bank else 0  # the places of the prompt, if there can be one
         split = begin + len(sensory) + len(first)
-        columns = [("prompt", 0)] * len(prompt) + [("token", i) for i in range(begin, split)] + [("query", split)]
+        columns = (
+            [("prompt", i) for i in range(len(prompt))]
+            + [("token", i) for i in range(begin, split)]
+            + [("query", split)]
+        )
         columns += [("behind", i) for i in range(split, split + len(second) + 1)]
         mask = torch.full((1, 1, len(columns), len(columns)), torch.finfo(torch.float64).min, dtype=torch.float64)
         for i, (kind, _) in enumerate(columns):
             for key, (of_key, _) in enumerate(columns[: i + 1]):
-                if i == key or (of_key != "query" and (of_key != "prompt" or kind == "behind")):
+                if i == key or (of_key != "query" and (of_key != "prompt" or kind != "token")):
                     mask[0, 0, i, key] = 0
         positions = torch.tensor([[place for _, place in columns]])
         x = torch.cat([prompt, sensory, first, close, second, close])[None]
@@ -64,6 +81,8 @@ def plain_single(model, row):
         prompt = x[:0]
         if bank:  # a query depends on x[:j] alone
             prompt = recall(read(x[:0], sensory, x[:j], x[:0])[1])
+            if c.recall_tokens and len(x) >= j:
+                prompt = torch.cat([prompt, read_again(start)])
         out, _, made = read(prompt, sensory, x[:j], x[j:])
         logits.append(out)
         bank.append(made)
@@ -77,6 +96,8 @@ SETTINGS = [
     {"sensory_tokens": 0},
     {"recall_dim": 5},
     {"recall": False},
+    {"recall_tokens": 2, "sensory_tokens": 0},
+    {"recall_tokens": 8, "memory_size": 2},
 ]
 
 
@@ -106,7 +127,13 @@ def test_no_position_sees_a_later_token(make_single, tokens, settings):
 
 @pytest.mark.parametrize(
     "settings, gradients",
-    [({}, False), ({}, True), ({"sum_fraction": 0.9}, False), ({"recall": False}, False)],
+    [
+        ({}, False),
+        ({}, True),
+        ({"sum_fraction": 0.9}, False),
+        ({"recall": False}, False),
+        ({"recall_tokens": 4}, False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)

@@ -1,5 +1,7 @@
 """Streams: any chunking, branching, saving and restoring gives the result of one piece."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -198,6 +200,7 @@ def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
 MODES = [
     {"recall_mode": "three_pass"},
     {"recall_mode": "single_pass"},
+    {"recall_mode": "single_pass", "recall_tokens": 4},
     {"recall_mode": "single_pass", "recurrence": False},
 ]
 
@@ -210,6 +213,21 @@ def test_a_state_that_has_forgotten_everything_reads_on(make_wrapper, tokens, se
         assert state.segments() == [[], []]
         out = model(tokens[:, 16:32], state=state, output_recall=True)
     assert out.recalled()[0] == [] and out.recalled()[1][0][0] == range(16, 24)
+
+
+@pytest.mark.parametrize("length", [2, 8])
+def test_tokens_that_were_forgotten_are_not_read_again(make_wrapper, tokens, length):
+    """The last segment repeats segment 1."""
+    model = make_wrapper(recall_tokens=length, memory_size=4)
+    with torch.no_grad():
+        model.memory.wk.zero_()  # all memories alike: what is read again is all the difference
+        text = torch.cat([tokens[:, :32], tokens[:, 8:16]], 1)
+        state = model(text[:, :32], use_cache=True).state
+        found = model(text[:, 32:], state=state).logits
+        without = model(text[:, 32:], state=state.forget(1).forget(1, row=1)).logits
+        lost = model(text[:, 32:], state=replace(state, bank_ids=state.bank_ids.roll(2, 1))).logits
+    assert (found - without).abs().amax(-1)[:, 4:].min() > 1e-3
+    torch.testing.assert_close(lost, found, atol=ROUNDING, rtol=0)  # found by its tokens, wherever it stands
 
 
 @pytest.mark.parametrize("others", [(2, 11), (19, 8)], ids=["one has no memory", "one has not recalled"])

@@ -1,0 +1,38 @@
+"""Search for the tokens that are read again: `recall_tokens` of `HMTConfig`.
+
+The text of the remembered segments is cut into stretches of r tokens. The best one for a query is that of the highest
+BM25 (Robertson and Zaragoza 2009, with the idf of Lucene), whose words are tokens. All stretches are equally long, so
+that its b is without effect.
+"""
+
+import torch
+from torch import Tensor
+
+
+K1 = 1.2  # how soon more of the same token stops counting, the usual choice
+
+
+def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tensor:
+    """Find the stretch of `length` tokens that has most of the query's tokens, (B, length); of equal ones the latest.
+
+    Args:
+        query: tokens, (B, n), long.
+        ids: tokens of the remembered segments, oldest first, (B, c, L'), long; L' is a multiple of `length`.
+        valid: False where a row has no such segment, (B, c), bool.
+    """
+    stretches = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length)
+    valid = valid.repeat_interleave(stretches.shape[1] // valid.shape[1], dim=1)  # (B, s)
+    query = query.sort(dim=1).values
+    place = torch.searchsorted(query, stretches.flatten(1)).clamp(max=query.shape[1] - 1)  # of a token in the query
+    found = query.gather(1, place) == stretches.flatten(1)
+    counts = torch.zeros(*valid.shape, query.shape[1], device=query.device)  # of each token of the query
+    counts.scatter_add_(2, place.view_as(stretches), found.view_as(stretches).to(counts))
+    counts *= valid[..., None]
+    containing, of_all = (counts > 0).sum(1, keepdim=True), valid.sum(1)[:, None, None]
+    idf = (1 + (of_all - containing + 0.5) / (containing + 0.5)).log()
+    scores = (idf * counts * (K1 + 1) / (counts + K1)).sum(2).masked_fill(~valid, -1)
+    best = scores.shape[1] - 1 - scores.flip(1).argmax(1)
+    return stretches[torch.arange(len(best), device=best.device), best]
+
+
+__all__ = ["find_tokens"]
