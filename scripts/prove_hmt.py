@@ -337,10 +337,8 @@ def table(result):
     s = result["settings"]
     most = FACTS[-1]
     text = (
-        f"{s['layers']} layers of width {s['hidden_size']}, rounds of {s['stage_1_steps']} and {s['stage_2_steps']} steps of "
-        f"{s['batch']} texts, at most {s['rounds']} of each. Share of right answers among {most} facts, mean over seeds, "
-        f"{READS} questions in each of {s['texts']} texts; one of 16 values is right by chance. The columns are the panels "
-        "of the picture; controls are those of the single-pass mode."
+        f"{s['layers']} layers of width {s['hidden_size']}. Share of right answers among {most} facts, mean over seeds; one of "
+        "16 values is right by chance. The columns are the panels of the picture."
     )
     lines = {}
     for condition, heading in zip(CONDITIONS, HEADINGS):
@@ -397,7 +395,7 @@ def main(arguments=None):
         result = common.describe_run(parser, args, arguments)
         prove(result, args.output, list_runs(args.seeds, args.small), Recipe())
     draw(result, args.picture)
-    print(f"{common.caption(result)}\n\n{table(result)}")
+    print(f"`{result['command']}` on {common.place(result)}\n\n{table(result)}")
 
 
 if __name__ == "__main__":

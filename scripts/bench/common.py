@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -145,12 +146,10 @@ def versions():
     return numbers
 
 
-def caption(result):
-    """Return the command of a result, and where it ran, in one line."""
-    where, numbers = result["machine"], result["versions"]
-    threads = [f"{where['threads']} thread{'s' * (where['threads'] > 1)}"] if "threads" in where else []
-    packages = [f"{package} {numbers[package]}" for package in ("torch", "triton") if package in numbers]
-    return f"`{result['command']}` on {', '.join([where['device'], *threads, *packages])}"
+def place(result):
+    """Return where a result was measured, in one line."""
+    packages = [f"{name} {result['versions'][name]}" for name in ("torch", "triton") if name in result["versions"]]
+    return ", ".join([result["machine"]["device"], *packages])
 
 
 def markdown(rows, template):
@@ -163,8 +162,9 @@ def markdown(rows, template):
             return ""
 
     headings, formats = ([cell.strip() for cell in line.split("|")[1:-1]] for line in template.strip().splitlines())
-    columns = [[heading, "---", *(cell(text, row) for row in rows)] for heading, text in zip(headings, formats)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*(x for x in columns if any(x[2:]))))
+    columns = [[heading, *(cell(text, row) for row in rows)] for heading, text in zip(headings, formats)]
+    head, *lines = (f"| {' | '.join(line)} |" for line in zip(*(x for x in columns if any(x[1:]))))
+    return "\n".join([head, re.sub("[^|]+", "---", head), *lines])
 
 
 # Running.
@@ -252,5 +252,5 @@ def run(parser, measure, table, arguments=None):
         result["rows"].append(row)
         save(args.output, result)
         print(row, file=sys.stderr, flush=True)
-    print(f"{caption(result)}\n\n{table(result)}")
+    print(f"`{result['command']}` on {place(result)}\n\n{table(result)}")
     return result

@@ -16,40 +16,51 @@ RESULTS = common.ROOT / "scripts" / "results"
 PAGE = RESULTS / "README.md"
 HEAD = """# Results
 
-Written by `python -m scripts.bench.tables` from the JSON files of this folder and from `sections.toml`: change those. Each JSON \
-has the machine, the versions, the commit, the settings and all rows; the tables leave rows and columns out. \
-[How to run the scripts](../README.md).
+Written by `python -m scripts.bench.tables` from the JSON files of this folder and from `sections.toml`: change those. A JSON has \
+the machine, the versions, the commit, the settings and all rows; the command above its table, with `--table FILE`, prints all of \
+them. [Each script](../README.md) begins with what it measures, and how.
 
-The small experiments are sized for minutes of one CPU core. They show effects, and not how large these are at scale. Contenders \
-take turns in rounds, times are medians over rounds, and ratios are medians of the ratio within a round.
+Machine, unless said otherwise: {where}. The small experiments are sized for minutes of one CPU core: they show effects, and not how \
+large these are at scale. Contenders take turns in rounds, times are medians over rounds, and ratios are medians of the ratio within a \
+round.
+
+Not measured yet, without a GPU: {missing}.
 """
 
 
 def section(
-    title: str, text: str, module: str, results: list[str], more: tuple = (), picture: str | None = None
+    title: str, text: str, module: str, results: dict, more: tuple, picture: str | None, only: dict, where: str
 ) -> str:
-    """Return one section of the page as Markdown; the arguments are the fields of sections.toml."""
+    """Return one section of the page as Markdown; the arguments are the fields of sections.toml.
+
+    `results` are those that were measured, by the name of their file, and `where` is the machine of the page.
+    """
     parts = [f"## {title}", text]
     if picture:
         parts.append(f"![{title}](../../model_cards/evidence/{picture})")
-    measured = [name for name in results if (RESULTS / name).exists()]
-    for name in measured:
-        result = json.loads((RESULTS / name).read_text())
-        table = importlib.import_module(f"scripts.{module}").table(result)
-        parts.append(f"[{name}]({name}), from {common.caption(result)}.\n\n{table}")
-    missing = [name for name in results if name not in measured]
-    if missing:
-        parts.append(f"Not measured yet: {', '.join(missing)}.")
+    for name, result in results.items():
+        rows = [row for row in result["rows"] if all(row.get(field) == value for field, value in only.items())]
+        table = importlib.import_module(f"scripts.{module}").table(result | {"rows": rows})
+        own = common.place(result)
+        parts.append(f"`{result['command']}`: [{name}]({name}){'' if own == where else f', on {own}'}.\n\n{table}")
     if more:
-        others = ", ".join(f"[{name}]({name})" for name in more)
-        parts.append(f"Also measured: {others}; `python -m scripts.{module} --table FILE` prints its table.")
+        parts.append(f"Without a table here: {', '.join(f'[{name}]({name})' for name in more)}.")
     return "\n\n".join(parts)
 
 
 def page() -> str:
     """Return the whole page as Markdown."""
     sections = tomllib.loads((RESULTS / "sections.toml").read_text())["section"]
-    return "\n".join([HEAD, *(f"{section(**fields)}\n" for fields in sections)])
+    for fields in sections:
+        files = {name: RESULTS / name for name in fields["results"]}
+        fields["results"] = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+        fields["missing"] = [name for name, file in files.items() if not file.exists()]
+    places = [common.place(result) for fields in sections for result in fields["results"].values()]
+    where = max(places, key=places.count)
+    missing = ", ".join(name for fields in sections for name in fields.pop("missing"))
+    optional = {"more": (), "picture": None, "only": {}, "where": where}
+    parts = [section(**optional | fields) for fields in sections if fields["results"]]
+    return "\n".join([HEAD.format(where=where, missing=missing), *(f"{part}\n" for part in parts)])
 
 
 if __name__ == "__main__":

@@ -127,8 +127,8 @@ def table(result):
         lines.append({"model": model, "passages": passages, **figures})
     half, longest = s["train_length"] // 2, s["read_length"] // 2
     text = (
-        f"{s['layers']} layers of width {s['width']}, trained in {s['steps']} steps on {s['rows']} rows of "
-        f"{s['train_length']} tokens, passages of {SHORTEST} to {half}; longer ones have {half + 1} to {longest}. "
+        f"{s['layers']} layers of width {s['width']}, trained on rows of {s['train_length']} tokens, passages of {SHORTEST} to "
+        f"{half}; longer ones have {half + 1} to {longest}. "
         f"Mean over {len(s['seeds'])} seeds; guessing costs {math.log(s['vocabulary']):.2f}."
     )
     return f"{text}\n\n{common.markdown(lines, TABLE.replace('{read_length}', str(s['read_length'])))}"

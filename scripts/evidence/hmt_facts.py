@@ -339,11 +339,8 @@ def table(result):
     | {{name}} | {" | ".join(f"{{of{count}:.2f}}" for count in counts)} |
     """
     text = (
-        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; rounds of {s['first_steps']} "
-        f"steps on texts of one fact, then of {s['steps']} on texts of up to {s['most_facts']}, at most {s['rounds']} of "
-        f"each, until the loss is below {SOLVED}; {s['rows']} texts in a step, {s['questions']} questions, learning rate "
-        f"{s['learning_rate']:g}; asked {s['asked']} questions on a held-out novel for each number of facts in a text. Share of "
-        f"right answers, mean over seeds; one of {len(COLOURS)} colours is right by chance."
+        f"Segments of {s['segment_length']} tokens. Share of right answers to {s['asked']} questions on a held-out novel for "
+        f"each number of facts in a text, mean over seeds; one of {len(COLOURS)} colours is right by chance."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 

@@ -282,11 +282,8 @@ def table(result):
     texts = len(next(iter(next(iter(several.values())).values()))["texts"])
     source = "pieces of one novel" if s["text"] == "novels" else "pieces of books of PG-19"
     text = (
-        f"Segments of {s['segment_length']} tokens, {s['sensory_tokens']} of them read again; {s['first_steps']} steps on "
-        f"{s['rows']} rows of 2 segments, then {s['steps']} on rows of {s['segments']}, learning rate "
-        f"{s['learning_rate']:g}; read are {texts} texts of {s['text_length']} tokens, {source}. Perplexity is that of all "
-        "segments of a text but the first, with 95 % bootstrap intervals over texts of the mean over seeds; changes are taken "
-        "text by text."
+        f"Segments of {s['segment_length']} tokens; {texts} texts of {s['text_length']} tokens, {source}. Perplexity is that "
+        "of all segments but the first, with 95 % bootstrap intervals over texts of the mean over seeds."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 

@@ -167,10 +167,9 @@ def table(result):
     form = form.replace("{shares}", " | ".join(f"{{lag{i}:.2f}}" for i in range(len(bins))))
     bound = rope_base_bound(s["length"] - 1, HEAD_DIM).base
     text = (
-        f"Two layers, {result['rows'][0]['parameters']} parameters, heads of {HEAD_DIM}; {s['first_steps']} steps on 32 "
-        f"rows of {s['first_length']} tokens with base {FIRST_BASE:g}, then {s['steps']} on {s['rows']} rows of "
-        f"{s['length']} tokens, for which the bound is {bound:.0f}. All are read on rows of {s['length']} tokens. Means "
-        f"over {len(s['seeds'])} seeds; retrieved at distances in tokens."
+        f"Two layers, {result['rows'][0]['parameters']} parameters, trained on rows of {s['first_length']} tokens with base "
+        f"{FIRST_BASE:g}, then on rows of {s['length']}, for which the bound is {bound:.0f}. Means over {len(s['seeds'])} "
+        "seeds; retrieved at distances in tokens."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 

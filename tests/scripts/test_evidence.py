@@ -49,7 +49,7 @@ def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, mo
     arguments = [*TINY[name][1].split(), *folders.split()]
     module.main(arguments)
     first, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
-    assert len(result["rows"]) == TINY[name][0] and "| --- |" in first
+    assert len(result["rows"]) == TINY[name][0] and "|---|" in first
     assert str(tmp_path) not in json.dumps(result["settings"])
     if name == "hmt_facts":  # a stage that does not solve its texts has four rounds; a window never could
         for stage in (0, 1):
