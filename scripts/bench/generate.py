@@ -42,8 +42,6 @@ def make_models(args):
         "FoX (LLaMA)": FoxForCausalLM(FoxConfig(**sizes, **decay, intermediate_size=mlp)),
         "FoX (Pro)": FoxForCausalLM(FoxConfig.pro(**sizes, **decay, intermediate_size=pro_mlp)),
     }
-    for name in ("FoX (LLaMA)", "FoX (Pro)"):
-        models[name].set_attn_implementation(args.attention)
     return {name: model.to(args.device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
 
 
@@ -60,6 +58,8 @@ def operations_of_a_step(model, token):
 @torch.no_grad()
 def measure(args):
     models, caches = make_models(args), {}
+    for name in ("FoX (LLaMA)", "FoX (Pro)"):
+        models[name].set_attn_implementation(args.attention)
     ids = torch.randint(0, args.vocab, (1, args.context), generator=torch.Generator().manual_seed(0)).to(args.device)
 
     def prefill(name):
