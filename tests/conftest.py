@@ -30,6 +30,17 @@ def two_processes():
     processes.stop()
 
 
+@pytest.fixture
+def short_replies(monkeypatch):
+    """Let models reply with one token, where it does not matter what they answer."""
+    from hf_longctx.metrics.run.reader import LocalReader
+
+    reply = LocalReader.reply
+    monkeypatch.setattr(
+        LocalReader, "reply", lambda self, prompt, tokens, tokenizer: reply(self, prompt, 1, tokenizer)
+    )
+
+
 # Marks that transformers' own tests carry (transformers_sdist.py).
 UPSTREAM_MARKS = """
     accelerate_tests executorch_export_test flash_attn_3_test flash_attn_4_test flash_attn_test generate

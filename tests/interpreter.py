@@ -1,9 +1,11 @@
 """Where there is no GPU, Triton interprets its kernels; import this before Triton. Here it is three times as fast.
 
 By itself, the interpreter replaces the functions of Triton's language at each call of a kernel and of a function in
-one, each time by the same; and it computes for each sum of integers whether it overflows, to tell nobody.
+one, each time by the same; and it computes for each sum of integers whether it overflows, to tell nobody. What is
+replaced here is private: `test_hooks.py` says when it has moved, and the kernels are then interpreted slowly.
 """
 
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -25,9 +27,7 @@ def speed_up(interpreter):
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides at its import, and transformers imports it
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         from triton.runtime import interpreter
-    except ImportError:
-        pass
-    else:
+
         speed_up(interpreter)

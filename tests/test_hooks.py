@@ -12,12 +12,14 @@ import pytest
 import hf_longctx
 
 
-PACKAGE = Path(hf_longctx.__file__).parent
+TESTS = Path(__file__).parent
+FILES = [*Path(hf_longctx.__file__).parent.rglob("*.py"), TESTS / "commands.py", TESTS / "interpreter.py"]
 TRAINER = "transformers.trainer:Trainer"
 MODEL = "transformers.modeling_utils:PreTrainedModel"
 GENERATION = "transformers.generation.utils:GenerationMixin"
 BATCHING = "transformers.generation.continuous_batching"
 SHARDS = "accelerate.data_loader"
+INTERPRETER = "triton.runtime.interpreter"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_load_best_model", TRAINER, "def _load_best_model(self)", "the model of the lowest eval_loss is written"),
@@ -101,12 +103,24 @@ HOOKS = [
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
     ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),
+    ("_patch_lang", INTERPRETER, "patch_scope = _patch_lang(self.fn)", "tests interpret kernels faster"),
+    ("restore", INTERPRETER, "patch_scope.restore()", "tests interpret kernels faster"),
+    (
+        "interpreter_builder.options",
+        INTERPRETER,
+        "self.options = InterpreterOptions()",
+        "tests interpret kernels faster",
+    ),
+    ("sanitize_overflow", INTERPRETER, "sanitize_overflow: bool", "tests interpret kernels faster"),
+    ("HF_HUB_OFFLINE", "huggingface_hub.constants", "return HF_HUB_OFFLINE", "forks of tests are offline, or not"),
+    ("HF_HUB_OFFLINE", "datasets.config", "HF_HUB_OFFLINE =", "forks of tests are offline, or not"),
+    ("HF_MODULES_CACHE", "transformers.dynamic_module_utils", "HF_MODULES_CACHE", "forks of tests keep code apart"),
 ]
 
 
 @pytest.mark.parametrize("name, place, text, purpose", HOOKS, ids=lambda value: value if value.isidentifier() else "")
 def test_the_hook_is_still_there(name, place, text, purpose):
-    users = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if name in file.read_text()]
+    users = [str(file.relative_to(TESTS.parent)) for file in FILES if name in file.read_text()]
     assert users, f"No file of ours has {name} any more: remove the row."
     module, _, attribute = place.partition(":")
     library = pytest.importorskip(module.partition(".")[0], reason=f"{', '.join(users)} reach into {module}")
@@ -115,5 +129,5 @@ def test_the_hook_is_still_there(name, place, text, purpose):
         owner = importlib.import_module(module)
         source = inspect.getsource(getattr(owner, attribute) if attribute else owner)
     except (ImportError, AttributeError) as error:
-        pytest.fail(f"{moved} ({error}), on which hf_longctx/{', '.join(users)} depends: {purpose}.")
-    assert text in source, f"{moved} away from {text!r}, on which hf_longctx/{', '.join(users)} depends: {purpose}."
+        pytest.fail(f"{moved} ({error}), on which {', '.join(users)} depends: {purpose}.")
+    assert text in source, f"{moved} away from {text!r}, on which {', '.join(users)} depends: {purpose}."

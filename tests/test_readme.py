@@ -56,9 +56,10 @@ with_python = [path for path in READMES if any(language == "python" for language
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_text", "short_replies")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 @pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_prints_what_the_readme_says(readme, short_text, monkeypatch, tmp_path):
+def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
     """A block without an output below it is shown and run, too."""
     (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     monkeypatch.chdir(tmp_path)
@@ -73,11 +74,12 @@ def test_python_prints_what_the_readme_says(readme, short_text, monkeypatch, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_text", "short_replies")
 @pytest.mark.parametrize(
     "command",
     dict.fromkeys(x for path in READMES for x in commands(path) if x.startswith("hf-longctx ")),
 )
-def test_commands_work(command, small_cards, short_text, tmp_path, monkeypatch):
+def test_commands_work(command, small_cards, tmp_path, monkeypatch):
     (tmp_path / "model_cards").symlink_to(small_cards)
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(command, comments=True)[1:]) == 0

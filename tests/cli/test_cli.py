@@ -2,12 +2,9 @@
 
 import io
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 from commands import run
@@ -63,11 +60,17 @@ def test_text_that_is_not_utf_8(folder, capsys, monkeypatch):
 
 
 def test_who_has_read_enough_hears_nothing(folder):
-    command = f"import sys; from hf_longctx.cli import main; sys.exit(main(['generate', {str(folder)!r}, 'The']))"
-    reads, writes = os.pipe()
-    os.close(reads)
-    done = subprocess.run([sys.executable, "-c", command], stdout=writes, stderr=subprocess.PIPE, text=True)
-    os.close(writes)
+    command = f"""
+import os, sys
+from hf_longctx.cli import main
+reads, writes = os.pipe()
+os.close(reads)
+sys.stdout = os.fdopen(writes, "w")
+status = main(["generate", {str(folder)!r}, "The"])
+sys.stdout.flush()  # as Python does in the end
+sys.exit(status)
+"""
+    done = run(["python", "-c", command])
     assert done.returncode == 141 and "roken" not in done.stderr
 
 

@@ -293,8 +293,10 @@ def test_training_on_rows_of_any_length_compiles_twice():
     model = make("pro with rope")
     model.model.forward = compiled(model.model.forward)
     for length in (20, 25, 30):
-        ids, mask = draw(2, length), holes(2, length, (0, 0), (0, 9))
-        check(loss_and_gradients(model, ids, mask)[0], loss_and_gradients(make("pro with rope"), ids, mask)[0])
+        ids, mask = draw(1, length), holes(1, length, (0, 9))
+        check(
+            loss_and_gradients(model, ids, mask)[0], loss_and_gradients(make("pro with rope", "eager"), ids, mask)[0]
+        )
     assert graphs() == 2
 
 
