@@ -195,7 +195,9 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     left_out = tuple(name for name in names if name not in files and name not in (CONTENTS, EVALUATIONS))
     bundle = Bundle(files, left_out, config, tensors, results, documents, samples, base_type in AUTO_MAPS)
     if bundle.base is not None:
-        check_base(folder, bundle)
+        adapter = "base_model_name_or_path of adapter_config.json"
+        field = adapter if bundle.is_adapter else "backbone_name_or_path of config.json"
+        check_base(folder, bundle.base[0], f"put its name into {field}")
     if checkpoint is not None:
         check_weights(folder, checkpoint, config, bundle.auto_class)
     return with_contents(bundle)
@@ -213,14 +215,7 @@ def read_config(path):
     return config
 
 
-def check_base(folder, bundle):
-    """Raise ValueError for a base that is not named, or by the path of a folder."""
-    (base, _), field = bundle.base, "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
-    file = "adapter_config.json" if bundle.is_adapter else "config.json"
-    check_base_name(folder, base, f"put its name into {field} of {file}")
-
-
-def check_base_name(path: Path, base: object, remedy: str) -> None:
+def check_base(path: Path, base: object, remedy: str) -> None:
     """Raise ValueError if what a folder or file needs has no name on the Hub. `remedy`: to do once it has one."""
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..hmt import HMTState
 from ..hmt.reading import STATE, describe
-from .bundle import Bundle, check_base_name, with_contents
+from .bundle import Bundle, check_base, with_contents
 from .card import CARD, SOURCE, show
 from .weights import check_safetensors
 
@@ -33,7 +33,7 @@ def build_state(path: str | os.PathLike, repo: str, tag: str | None = None) -> B
         raise ValueError(
             f"{path} has read {state.position} of {about['tokens']} tokens; the same command reads the rest."
         )
-    check_base_name(path, about["model"], "read the text with the model of that name")
+    check_base(path, about["model"], "read the text with the model of that name")
     if not about["revision"]:
         raise ValueError(
             f"{path} was read by a model {about['model']} without a commit on the Hub. Push the model, and read the text with "
