@@ -2,7 +2,8 @@
 
 The text of the remembered segments is cut into stretches of r tokens. The best one for a query is that of the highest
 BM25 (Robertson and Zaragoza 2009, with the idf of Lucene), whose words are tokens. All stretches are equally long, so
-that its b is without effect.
+that its b is without effect. What comes next depends most on the latest tokens of the query: a token n places before
+its end counts exp(-n / 8).
 """
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 
 K1 = 1.2  # how soon more of the same token stops counting, the usual choice
+FADE = 8  # tokens, over which a token of the query loses its weight
 
 
 def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tensor:
-    """Find the stretch of `length` tokens that has most of the query's tokens, (B, length); of equal ones the latest.
+    """Find the stretch of `length` tokens that shares most with a query, (B, length); of equal ones the latest.
 
     Args:
         query: tokens, (B, n), long.
@@ -22,7 +24,9 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
     """
     stretches = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length)
     valid = valid.repeat_interleave(stretches.shape[1] // valid.shape[1], dim=1)  # (B, s)
-    query = query.sort(dim=1).values
+    # of equal tokens the last one comes first, which is the one that is found
+    query, order = query.flip(1).sort(dim=1, stable=True)
+    weights = (-order / FADE).exp()[:, None]
     place = torch.searchsorted(query, stretches.flatten(1)).clamp(max=query.shape[1] - 1)  # of a token in the query
     found = query.gather(1, place) == stretches.flatten(1)
     counts = torch.zeros(*valid.shape, query.shape[1], device=query.device)  # of each token of the query
@@ -30,7 +34,7 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
     counts *= valid[..., None]
     containing, of_all = (counts > 0).sum(1, keepdim=True), valid.sum(1)[:, None, None]
     idf = (1 + (of_all - containing + 0.5) / (containing + 0.5)).log()
-    scores = (idf * counts * (K1 + 1) / (counts + K1)).sum(2).masked_fill(~valid, -1)
+    scores = (weights * idf * counts * (K1 + 1) / (counts + K1)).sum(2).masked_fill(~valid, -1)
     best = scores.shape[1] - 1 - scores.flip(1).argmax(1)
     return stretches[torch.arange(len(best), device=best.device), best]
 

@@ -13,12 +13,13 @@ sees the prompt, the sensory tokens and x[:j]. The hidden state of the second su
 segment, so that query and memory are the same function of a text. Causality is all the masking there is, nothing
 stands between neighbouring tokens, and what stands in front of them is not random but recalled: an untrained HMT reads
 as its backbone reads a window of as many tokens. The first segment of a text has nothing to recall, and is read in one
-piece. With `recall_tokens` the prompt is 1 + r positions wide: behind it stand r tokens of the remembered segments
-(`search_hmt.py`), and all that follows is r positions later.
+piece.
 
 First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
 segment by segment. Backbones whose cache cannot be cut (`Backbone.cuts`) read the first part once more behind the
-prompt, as [prompt, sensory tokens, x, summary token].
+prompt, as [prompt, sensory tokens, x, summary token]. So do all with `recall_tokens`: r tokens of the remembered
+segments (`search_hmt.py`) stand behind the prompt, all that follows is r positions later, and the second part can use
+them only if the first part was read behind them.
 
 Rows that stand at the same place of their segments are read together. Others are read apart, but for steps below
 caches that stand side by side.
@@ -53,8 +54,8 @@ class SinglePassSegments(Segments):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
-        self.cuts = self.lm.cuts(self.config.positions_per_segment)
         self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt
+        self.cuts = self.front == 1 and self.lm.cuts(self.config.positions_per_segment)
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -201,8 +202,8 @@ class SinglePassSegments(Segments):
         return prompt, recall
 
     def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
-        """Put the keys and values of prompts (R, 1 + r, d), which are read alone, before those in a cache."""
-        positions = torch.arange(self.front, device=prompt.device).expand(prompt.shape[:2])
+        """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
+        positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
         # a copy: CTRL writes into its embeddings
         _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), positions)
         if hidden.requires_grad:  # FSDP gathers the weights of a layer when a gradient of its output arrives

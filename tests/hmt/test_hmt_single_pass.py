@@ -41,16 +41,21 @@ def plain_single(model, row):
         begin = max(0, start - (c.memory_size or start) * c.segment_length)
         stretches = [row[i : i + c.recall_tokens].tolist() for i in range(begin, start, c.recall_tokens)]
         scores = [0.0] * len(stretches)
-        for token in set(row[start : start + j].tolist()):
+        query = row[start : start + j].tolist()
+        for token in set(query):
             containing = sum(token in x for x in stretches)
             for i, x in enumerate(stretches):
                 idf = math.log(1 + (len(stretches) - containing + 0.5) / (containing + 0.5))
-                scores[i] += idf * x.count(token) * 2.2 / (x.count(token) + 1.2)
+                weight = math.exp(-query[::-1].index(token) / 8)
+                scores[i] += weight * idf * x.count(token) * 2.2 / (x.count(token) + 1.2)
         best = max(range(len(stretches)), key=lambda i: (scores[i], i))
         return embed(torch.tensor(stretches[best]))
 
     def read(prompt, sensory, first, second):
-        """Logits and last hidden states; a column is its kind, which decides what sees it, and its position."""
+        """Logits and last hidden states; a column is its kind, which decides what sees it, and its position.
+
+        Behind tokens that are read again, all is read again, and sees the prompt.
+        """
         close = memory.summary_token
         begin = 1 + (c.recall_tokens or 0) if bank else 0  # the places of the prompt, if there can be one
         split = begin + len(sensory) + len(first)
@@ -63,7 +68,7 @@ def plain_single(model, row):
         mask = torch.full((1, 1, len(columns), len(columns)), torch.finfo(torch.float64).min, dtype=torch.float64)
         for i, (kind, _) in enumerate(columns):
             for key, (of_key, _) in enumerate(columns[: i + 1]):
-                if i == key or (of_key != "query" and (of_key != "prompt" or kind != "token")):
+                if i == key or (of_key != "query" and (of_key != "prompt" or kind != "token" or len(prompt) > 1)):
                     mask[0, 0, i, key] = 0
         positions = torch.tensor([[place for _, place in columns]])
         x = torch.cat([prompt, sensory, first, close, second, close])[None]
@@ -84,6 +89,8 @@ def plain_single(model, row):
             if c.recall_tokens and len(x) >= j:
                 prompt = torch.cat([prompt, read_again(start)])
         out, _, made = read(prompt, sensory, x[:j], x[j:])
+        if len(prompt) > 1:
+            out[:j] = read(x[:0], sensory, x[:j], x[:0])[0]
         logits.append(out)
         bank.append(made)
     return torch.cat(logits)
