@@ -303,8 +303,10 @@ def fold_keys(k, c, scale):
     group = c.shape[1] // kv_heads
     x = c / (-GATE_QUERY * scale)
     x = x.unsqueeze(-1) if group == 1 else x.view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
+    parts = gate_parts(x)
+    parts = torch.cat(parts, dim=-1) if group == 1 else torch.stack(parts, dim=-1).flatten(-2)
     columns = columns_for(k, c.shape[1], group)[1].expand(batch, kv_heads, length, -1)
-    return torch.cat([k, join_parts(gate_parts(x), k.dtype), columns], dim=-1)
+    return torch.cat([k, parts.to(k.dtype), columns], dim=-1)
 
 
 def keep_from_fading(q, k, c, kept, scale):
@@ -324,48 +326,40 @@ def keep_from_fading(q, k, c, kept, scale):
     return torch.cat([q, parts.to(q.dtype)], dim=-1), torch.cat([k, marks], dim=-1)
 
 
-def join_parts(parts, dtype):
-    """Join the three parts of all gates of a key head: (B, Hkv, T, G) each -> (B, Hkv, T, 3 G)."""
-    one_gate = parts[0].shape[-1] == 1
-    return (torch.cat(parts, dim=-1) if one_gate else torch.stack(parts, dim=-1).flatten(-2)).to(dtype)
-
-
 @lru_cache(maxsize=64)
-def columns_of_token(batch, heads, kv_heads, gates_per_key, head_dim, dtype, device):
-    """Return what queries, keys behind the gate parts, and values of one token get, (B, H or Hkv, 1, columns) each.
+def columns_of_token(batch, heads, gates_per_key, head_dim, dtype, device):
+    """Return what the queries of one token get, (B, H, 1, columns), and the bits of c up to the end of each part.
 
-    They are not expanded, because whole tensors are joined faster.
+    The columns are not expanded, because whole tensors are joined faster.
     """
-    query, key = constant_columns(head_dim, heads, gates_per_key, dtype, device)
-    query = query.expand(batch, heads, 1, -1).contiguous()
-    return query, key.repeat(batch, kv_heads, 1, 1), query.new_zeros(batch, kv_heads, 1, query.shape[-1])
+    query, _ = constant_columns(head_dim, heads, gates_per_key, dtype, device)
+    prefixes = torch.tensor([0, -1 << 16, -1 << 8, -1], dtype=torch.int32, device=device)
+    return query.expand(batch, heads, 1, -1).contiguous(), prefixes
 
 
-def fold_token(q, k, v, log_f, scale, before):
+def fold_token(q, k, log_f, scale, before):
     """Fold the gates of one new token, without derivatives.
 
     Args:
         q: (B, Hq, 1, D).
-        k, v: (B, Hkv, 1, D).
+        k: (B, Hkv, 1, D).
         log_f: (B, H, 1), fp32.
         scale: as in `fold_keys`.
         before: the folded keys of the tokens before, (B, Hkv, tokens, D').
 
     Returns:
-        The folded query, (B, Hq, 1, D'), and what makes the folded key and the folded value, joined in the last
-        dimension.
+        The folded query, (B, Hq, 1, D'), and the folded key without the columns that all keys share.
     """
     (batch, kv_heads, length, _), heads, head_dim = before.shape, q.shape[1], q.shape[3]
     gates = log_f.shape[1] // kv_heads
-    columns = columns_of_token(batch, heads, kv_heads, gates, head_dim, k.dtype, k.device)
-    end = before.storage_offset() + (length - 1) * before.stride(2) + head_dim
-    x = before.as_strided((batch, kv_heads, 1, GATE_PARTS * gates), before.stride(), end).float()
-    x = x.sum(-1, keepdim=True) if gates == 1 else x.unflatten(-1, (gates, GATE_PARTS)).sum(-1)
-    x.add_(log_f.reshape(x.shape), alpha=-1 / (GATE_QUERY * scale))  # (B, Hkv, 1, G)
-    parts = gate_parts(x)
-    if gates > 1 or k.dtype != x.dtype:
-        parts = (join_parts(parts, k.dtype),)
-    return torch.cat([q, columns[0]], dim=-1), (k, *parts, columns[1]), (v, columns[2])
+    columns, prefixes = columns_of_token(batch, heads, gates, head_dim, q.dtype, q.device)
+    rows, of_head, of_token, _ = before.stride()
+    end = before.storage_offset() + (length - 1) * of_token + head_dim
+    last = before.as_strided((batch, kv_heads, 1, gates, GATE_PARTS), (rows, of_head, of_token, GATE_PARTS, 1), end)
+    x = last.sum(-1, keepdim=True, dtype=torch.float32)  # (B, Hkv, 1, G, 1)
+    x.add_(log_f.reshape(x.shape), alpha=-1 / (GATE_QUERY * scale))
+    parts = (x.view(torch.int32) & prefixes).view(torch.float32).diff().flatten(3)  # (B, Hkv, 1, 3 G)
+    return torch.cat([q, columns], dim=-1), torch.cat([k, parts], dim=-1)
 
 
 def unfold_decay(folded_keys, head_dim, group, scale):

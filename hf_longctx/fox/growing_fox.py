@@ -27,23 +27,24 @@ class Growing:
     def __reduce__(self):  # a copy shares no memory
         return Growing, ()
 
-    def append(self, x: torch.Tensor, *parts: torch.Tensor, dim: int = -2, most: int | None = None) -> torch.Tensor:
+    def append(self, x: torch.Tensor, new: torch.Tensor, dim: int = -2, most: int | None = None) -> torch.Tensor:
         """Return x with one more token, or its last `most` tokens; without derivatives.
 
-        parts: the numbers of the new token, joined here: like x, but with one token and some of the numbers.
+        new: the first numbers of the new token, like x. The others are those of the token before.
         dim: -2 or -1, where the tokens are. The numbers of a token lie together in memory.
         """
         shape = list(x.shape)
+        length = shape[dim]
         if self.latest() is not x or self.free == 0 or (x.is_inference() and not torch.is_inference_mode_enabled()):
             rows = x.transpose(dim, -2)
-            memory = rows.new_empty(*rows.shape[:-2], shape[dim] + FREE, rows.shape[-1]).transpose(dim, -2)
-            x, self.free = memory.narrow(dim, 0, shape[dim]).copy_(x), FREE
+            memory = rows.new_empty(*rows.shape[:-2], length + FREE, rows.shape[-1]).transpose(dim, -2)
+            memory.narrow(dim, length, FREE).copy_(x.narrow(dim, length - 1, 1))
+            x, self.free = memory.narrow(dim, 0, length).copy_(x), FREE
         self.free -= 1
-        strides, begin, length = x.stride(), x.storage_offset(), shape[dim]
-        step, shape[dim] = strides[dim], 1
-        x.as_strided(shape, strides, begin + length * step).copy_(torch.cat(parts, dim=-3 - dim))
+        strides, begin = x.stride(), x.storage_offset()
+        x.as_strided(new.shape, strides, begin + length * strides[dim]).copy_(new)
         first = 0 if most is None else max(length + 1 - most, 0)
         shape[dim] = length + 1 - first
-        longer = x.as_strided(shape, strides, begin + first * step)
+        longer = x.as_strided(shape, strides, begin + first * strides[dim])
         self.latest = weakref.ref(longer)
         return longer

@@ -8,6 +8,7 @@ backend, cache and generation method of transformers works unchanged.
 
 import math
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ def kept_number(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
+    if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(kept_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+    # a float() here would cost two more passes over memory
+    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
 @use_kernel_forward_from_hub("RMSNorm")
 class FoxRMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float):
@@ -61,16 +72,7 @@ class FoxRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        eps, weight = self.variance_epsilon, self.weight
-        if len(weight) != x.shape[-1]:
-            weight = weight.view(-1, x.shape[-1])  # of one head here
-        plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
-        if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x * torch.addcmul(kept_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
-        # a float() here would cost two more passes over memory
-        return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype) * weight
+        return rms_norm(x, self.weight, self.variance_epsilon)
 
     def extra_repr(self):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -84,7 +86,9 @@ class FoxHeadRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.variance_epsilon = eps
 
-    forward = FoxRMSNorm.forward
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight.view(-1, x.shape[-1]), self.variance_epsilon)
+
     extra_repr = FoxRMSNorm.extra_repr
 
 
@@ -193,6 +197,12 @@ class FoxAttention(nn.Module):
 
     def token_shift(self, x, k, v, call: Call, past: CachedLayer | None):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14)."""
+        if call.in_place and past is not None and past.can_trade_token(k):
+            kv = torch.cat([k, v], dim=2)  # (B, 1, 2 Hkv, D), as the cache has it
+            projections = self.k_shift_proj, self.v_shift_proj
+            shares = [torch.zeros_like(k[..., 0]) if proj is None else proj(x) for proj in projections]
+            kv = torch.lerp(kv, past.trade_token(kv), torch.cat(shares, dim=2)[..., None].to(kv.dtype))
+            return kv[:, :, : k.shape[2]], kv[:, :, k.shape[2] :]
         k_previous, v_previous = previous_tokens(k, v, call, past)  # (B, T, Hkv, D)
         if self.k_shift_proj is not None:
             k = torch.lerp(k, k_previous, self.k_shift_proj(x)[..., None].to(k.dtype))
@@ -414,7 +424,7 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None and positions is not None:
             positions = shard.part(positions)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
-        for layer in self.layers[: self.config.num_hidden_layers]:  # an early exit lowers the number
+        for layer in islice(self.layers, self.config.num_hidden_layers):  # an early exit lowers the number
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,

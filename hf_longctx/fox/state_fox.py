@@ -154,19 +154,29 @@ class CachedLayer:
         state = self.layer.conv_states[0]  # (B, 2 Hkv D, tokens)
         if state.shape[-1] == 0:  # the cache was cropped to nothing
             return None
-        last = state[..., -1:].mT.to(k).unflatten(2, (-1, self.attention.head_dim))
+        last = state[..., -1].to(k).unflatten(1, (1, -1, self.attention.head_dim))
         return last[:, :, : k.shape[2]], last[:, :, k.shape[2] :]
 
-    def keep_tokens(self, k: torch.Tensor, v: torch.Tensor, in_place: bool = False) -> None:
+    def keep_tokens(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
-        layer, most = self.layer, None if self.layer.record_past else KEPT
-        if in_place and layer.has_previous_state[0] and (state := layer.conv_states[0]).dtype == k.dtype:
-            layer.conv_states[0] = self.grow("state", state, *(x.flatten(2).mT for x in (k, v)), dim=-1, most=most)
-            return
-        if most is not None and not is_torchdynamo_exporting():
-            k, v = k[:, -most:], v[:, -most:]
+        if not (self.layer.record_past or is_torchdynamo_exporting()):
+            k, v = k[:, -KEPT:], v[:, -KEPT:]
         states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)
+
+    def can_trade_token(self, k: torch.Tensor) -> bool:
+        """Return whether the layer has a token for `trade_token`, of the dtype of k, if `appends_in_place`."""
+        layer = self.layer
+        if not isinstance(layer, GrowingShiftLayer) or not layer.has_previous_state[0]:
+            return False
+        return layer.conv_states[0].dtype == k.dtype and layer.conv_states[0].numel() > 0
+
+    def trade_token(self, kv: torch.Tensor) -> torch.Tensor:
+        """Return key and value of the last token before the shift, (B, 1, 2 Hkv, D), and store those of the next."""
+        layer, state = self.layer, self.layer.conv_states[0]
+        most = None if layer.record_past else KEPT
+        layer.conv_states[0] = self.grow("state", state, kv.flatten(2).mT, dim=-1, most=most)
+        return state[..., -1].view(kv.shape)
 
     def decay(self, c: torch.Tensor) -> torch.Tensor:
         """Return c of the last cached token, (B, H, 1), 0 if there is none; `c` (B, H, T) gives heads and device."""
@@ -189,9 +199,9 @@ class CachedLayer:
         """Return keys and values of all tokens, cached and new, (B, Hkv, all, D')."""
         return self.cache.update(k, v, self.attention.layer_idx)
 
-    def grow(self, name: str, x: torch.Tensor, *parts: torch.Tensor, **options) -> torch.Tensor:
+    def grow(self, name: str, x: torch.Tensor, new: torch.Tensor, **options) -> torch.Tensor:
         """Return the state x of the layer with one more token; as in `Growing.append`."""
-        return vars(self.layer).setdefault("growing", defaultdict(Growing))[name].append(x, *parts, **options)
+        return vars(self.layer).setdefault("growing", defaultdict(Growing))[name].append(x, new, **options)
 
     def can_append_token(self, k: torch.Tensor) -> bool:
         """Return whether the layer takes a key, (B, Hkv, 1, D), as `append_token` does, if `appends_in_place`."""
@@ -206,8 +216,8 @@ class CachedLayer:
     def append_token(self, q, k, v, log_f) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the folded query of one new token, and keys and values of all; arguments as in `fold_token`."""
         layer = self.layer
-        q, key, value = fold_token(q, k, v, log_f, self.attention.scaling, layer.keys)
-        layer.keys, layer.values = self.grow("keys", layer.keys, *key), self.grow("values", layer.values, *value)
+        q, k = fold_token(q, k, log_f, self.attention.scaling, layer.keys)
+        layer.keys, layer.values = self.grow("keys", layer.keys, k), self.grow("values", layer.values, v)
         return q, layer.keys, layer.values
 
 
@@ -245,7 +255,7 @@ def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.T
     if before is None:
         before = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
     if past is not None and k.shape[1] == 1 and call.predecessor is None and isinstance(past.layer, GrowingShiftLayer):
-        past.keep_tokens(k, v, call.in_place)  # a static layer would write over what was read from it
+        past.keep_tokens(k, v)  # a static layer would write over what was read from it
         return before
     tokens = [torch.cat(pair, dim=1) for pair in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
     if call.predecessor is None:

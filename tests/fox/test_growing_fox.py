@@ -35,15 +35,16 @@ COPIES = {
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_growing_is_concatenation(dim, copied):
-    """A copy and the original go their ways."""
+    """Of a token whose last two numbers are those of the token before. A copy and the original go their ways."""
     torch.manual_seed(0)
     pairs = [(torch.randn(3, 5, 5), Growing())]
     expected = [pairs[0][0].clone()]
     for step in range(FREE + 6):
         for i, (x, growing) in enumerate(pairs):
-            parts = torch.randn(len(x), *((1, x.shape[2]) if dim == -2 else (x.shape[1], 1))).split(2, dim=-3 - dim)
-            pairs[i] = growing.append(x, *parts, dim=dim), growing
-            expected[i] = torch.cat([expected[i], torch.cat(parts, dim=-3 - dim)], dim)
+            token = expected[i].narrow(dim, -1, 1).clone()
+            new = token.narrow(-3 - dim, 0, 3).normal_()
+            pairs[i] = growing.append(x, new, dim=dim), growing
+            expected[i] = torch.cat([expected[i], token], dim)
         if step == 2:
             pairs.append(COPIES[copied](*pairs[0]))
             expected.append(COPIES[copied](expected[0], None)[0])
