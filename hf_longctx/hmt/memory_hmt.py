@@ -263,9 +263,8 @@ class HMTState:
                 raise IndexError(f"Row {row} has {len(places)} memories; {number} is not one of their numbers.")
         columns = [places[i] for i in indices if i >= len(paged)]
         bank, ends, pages = self.bank.clone(), self.ends.clone(), list(self.pages or ())
-        bank_ids = [] if self.bank_ids is None else [self.bank_ids.clone()]
-        for kept in (bank, ends, *bank_ids):
-            kept[row, columns] = 0
+        bank[row, columns] = ends[row, columns] = 0
+        bank_ids = [] if self.bank_ids is None else [self.bank_ids]
         if pages:  # whose embeddings have the numbers of their segments: the columns stay in their places
             pages[row] = pages[row].forget([places[i] for i in indices if i < len(paged)])
         elif self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
