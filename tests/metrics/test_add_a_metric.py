@@ -1,4 +1,4 @@
-"""The metric that the README adds runs, resumes, is saved, read, drawn and reported like those that come with us."""
+"""The metric of CONTRIBUTING.md runs, resumes, is saved, read, drawn and reported like those that come with us."""
 
 import re
 from pathlib import Path
@@ -16,8 +16,8 @@ from hf_longctx.metrics.report import measure_all as report
 from hf_longctx.metrics.result import Result
 
 
-README = (Path(report.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-EXAMPLE = re.search(r"^## Add a metric\n.*?^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1]
+GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+EXAMPLE = re.search(r"^## Add a metric\n.*?^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)[1]
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def model():
 
 @pytest.fixture
 def example(model, monkeypatch):
-    """What the README's block defines, and its `result` on a tiny model with random weights."""
+    """What the block of CONTRIBUTING.md defines, and its `result` on a tiny model with random weights."""
     monkeypatch.setitem(Result.kinds, "repeats", None)  # registered by the block, and forgotten after the test
     names = {"model": model}
-    exec(EXAMPLE, names)
+    exec(re.sub(r"^model = .*\n", "", EXAMPLE, flags=re.MULTILINE), names)
     return names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +212,18 @@ class ForgettingCurve(Result):
 
     def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
-        lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
-        protocol = self.settings.get("protocol", "reference")
-        values, places = [p.margins(method) for p in self.points], [p.places for p in self.points]
-        return length_interval(lengths, values, scored, method, confidence, protocol, places)
+        key = method, confidence
+        if key not in self._intervals:
+            lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
+            protocol = self.settings.get("protocol", "reference")
+            values, places = [p.margins(method) for p in self.points], [p.places for p in self.points]
+            self._intervals[key] = length_interval(lengths, values, scored, method, confidence, protocol, places)
+        return self._intervals[key]
+
+    @cached_property
+    def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
+        """What `interval` has computed: a card asks for it a dozen times."""
+        return {}
 
     def first_failures(self) -> dict[str, int]:
         """By method, the first length that fails after others have passed, if there is one.
