@@ -33,6 +33,7 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy speaks up at exp2(-inf), log2(0)
 ]
+SLOW = pytest.mark.slow
 SMALL = TINY | dict(num_hidden_layers=1, num_key_value_heads=2)
 VARIANTS = {
     "llama": lambda: FoxConfig(**SMALL),
@@ -104,12 +105,12 @@ def rows(kind):
 @pytest.mark.parametrize(
     "variant, kind",
     [
-        ("llama", "left padding"),
-        ("no gate", "right padding"),
         ("one gate per key head", "causal"),
-        ("pro with rope", "packed"),
-        ("pro with a window", "padding in the middle"),
         ("window", "packed"),
+        pytest.param("llama", "left padding", marks=SLOW),
+        pytest.param("no gate", "right padding", marks=SLOW),
+        pytest.param("pro with rope", "packed", marks=SLOW),
+        pytest.param("pro with a window", "padding in the middle", marks=SLOW),
     ],
 )
 def test_logits_and_gradients_of_all_parameters_equal_eager(variant, kind):
@@ -129,11 +130,11 @@ CACHES = {
 
 
 CHUNKED = [  # variant, padding of two rows, chunks, cache: pair-wise
-    ("llama", None, [20, 1, 17], "static"),
+    pytest.param("llama", None, [20, 1, 17], "static", marks=SLOW),
     ("one gate per key head", [(0, 0), (0, 15)], [19, 19], "dynamic"),
-    ("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic"),
+    pytest.param("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic", marks=SLOW),
     ("pro with a window", [(0, 3), (22, 25)], [20, 17, 1], "static"),
-    ("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static"),
+    pytest.param("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static", marks=SLOW),
 ]
 
 

@@ -52,9 +52,14 @@ BACKBONES = {
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
 READ_AGAIN = WITHOUT_CACHE | {f"{name}ForCausalLM" for name in ("Gemma2", "Fox", "ModernBertDecoder")}
+SLOW = pytest.mark.slow
+# One of each kind, for the fast tier.
+FAST = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in ("Llama", "Fox", "Gemma2", "Lfm2", "Roberta"))}
 
 
-@pytest.fixture(params=BACKBONES, scope="module")
+@pytest.fixture(
+    params=[name if name in FAST else pytest.param(name, marks=SLOW) for name in BACKBONES], scope="module"
+)
 def models(request):
     """Two wrappers around each backbone, in eval mode. The tests share them and leave them as they are."""
     model_class = getattr(hf_longctx if request.param.startswith("Fox") else transformers, request.param)
@@ -74,7 +79,6 @@ def model(models):
     return models["three_pass"]
 
 
-SLOW = pytest.mark.slow
 both_modes = pytest.mark.parametrize("mode", ["single_pass", pytest.param("three_pass", marks=SLOW)])
 
 

@@ -10,6 +10,7 @@ from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorSt
 
 
 SINGLE = {"recall_mode": "single_pass"}
+SLOW = pytest.mark.slow
 
 
 def teacher_forced(model, ids, prompt_length, mask=None):
@@ -19,18 +20,19 @@ def teacher_forced(model, ids, prompt_length, mask=None):
         return model(ids, attention_mask=mask).logits[:, prompt_length - 1 : -1].argmax(-1)
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+KINDS = [
+    {},
+    {"recall": False},
+    {"sum_fraction": 1.0, "recall_mode": "three_pass"},
+    {"memory_size": 1},
+    SINGLE,
+    SINGLE | {"recurrence": False},
+]
+WITHOUT_CACHE = [pytest.param(x, False, marks=[] if x == SINGLE else SLOW, id=f"{x}-no cache") for x in KINDS]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"recall": False},
-        {"sum_fraction": 1.0, "recall_mode": "three_pass"},
-        {"memory_size": 1},
-        SINGLE,
-        SINGLE | {"recurrence": False},
-    ],
-    ids=str,
+    "settings, use_cache", [*(pytest.param(x, True, id=f"{x}-cache") for x in KINDS), *WITHOUT_CACHE]
 )
 def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cache):
     model = make_wrapper(**settings)
@@ -93,8 +95,11 @@ def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens)
         torch.testing.assert_close(logits, model(whole).logits[:, 19:], atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize(
+    "arguments, padding",
+    [({}, 5), ({"num_beams": 2}, 0), *(pytest.param(*x, marks=SLOW) for x in (({}, 0), ({"num_beams": 2}, 5)))],
+    ids=str,
+)
 def test_what_past_key_values_have_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):
     """As with any cache of transformers, the whole conversation is given, and its beginning is read once."""
     model, mask, read = make_wrapper(), torch.ones_like(tokens), []
