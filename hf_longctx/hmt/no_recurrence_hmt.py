@@ -67,18 +67,19 @@ class NoRecurrenceSegments(SinglePassSegments):
         passes = [self.memory_pass(state, chunk) for chunk in chunks]
         outputs, hidden, kv_cache = self.run_passes(passes, None, self.new_cache() if self.cuts else None)
         queries, memories = (hidden[:, i].clone()[:, None].chunk(len(chunks)) for i in (split, -1))
-        passes, segments, prompts, rows = [], [], [], []
+        passes, again, segments, prompts, rows = [], [], [], [], []
         for i, (chunk, query, memory) in enumerate(zip(chunks, queries, memories)):
             prompt, recall = self.prompt_of(state, chunk, query)
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
                 passes.append(one if self.cuts else one.behind(prompt))
+                again.append(self.lay_out(state, chunk, -self.k, self.j, 1, False))
                 prompts.append(prompt)
                 rows += range(i * batch, (i + 1) * batch)
             state = self.close_segment(state.without_kv_cache(), chunk, memory, [True] * batch)
         if passes:
-            below = kv_cache and self.behind_prompt(torch.cat(prompts), fork(kv_cache, rows, split))
+            below = kv_cache and self.below(torch.cat(prompts), again, fork(kv_cache, rows, split))
             outputs += self.run_passes(passes, None, below)[0]
         return state, outputs, segments
 

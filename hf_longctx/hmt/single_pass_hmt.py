@@ -17,9 +17,11 @@ piece.
 
 First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
 segment by segment. Backbones whose cache cannot be cut (`Backbone.cuts`) read the first part once more behind the
-prompt, as [prompt, sensory tokens, x, summary token]. So do all with `recall_tokens`: r tokens of the remembered
-segments (`search_hmt.py`) stand behind the prompt, all that follows is r positions later, and the second part can use
-them only if the first part was read behind them.
+prompt, as [prompt, sensory tokens, x, summary token].
+
+With `recall_tokens`, r tokens of the remembered segments (`search_hmt.py`) stand behind the prompt, and all that
+follows is r positions later. Once they are found, the first part is read behind them, as [tokens, sensory tokens,
+x[:j]], and gives the keys and values that the second part sees.
 
 Rows that stand at the same place of their segments are read together. Others are read apart, but for steps below
 caches that stand side by side.
@@ -54,8 +56,8 @@ class SinglePassSegments(Segments):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
-        self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt
-        self.cuts = self.front == 1 and self.lm.cuts(self.config.positions_per_segment)
+        self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt, and of tokens that are read again
+        self.cuts = self.lm.cuts(self.config.positions_per_segment)
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -201,6 +203,20 @@ class SinglePassSegments(Segments):
             prompt = torch.cat([prompt, self.embed(ids).to(prompt)], 1)
         return prompt, recall
 
+    def below(self, prompt: Tensor, passes: list[Pass], kv_cache: Cache) -> Cache:
+        """Make the cache that the second parts of segments continue.
+
+        Args:
+            prompt: prompts and the tokens that are read again, (R, 1 + r, d).
+            passes: the first parts without a summary token, which are read behind these tokens if there are any.
+            kv_cache: that of the first parts without these tokens.
+        """
+        if self.front > 1:
+            tokens = prompt[:, 1:].chunk(len(passes))
+            passes = [one.behind(x) for one, x in zip(passes, tokens)]
+            kv_cache = self.run_passes(passes, None, self.new_cache())[2]
+        return self.behind_prompt(prompt[:, :1], kv_cache)
+
     def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
         """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
         positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
@@ -238,7 +254,8 @@ class SinglePassSegments(Segments):
             elif first is not None and self.cuts:
                 start, kv_cache = self.j, first.kv_cache
                 if prompt is not None and kv_cache is not None:
-                    kv_cache = self.behind_prompt(prompt, kv_cache)
+                    again = self.lay_out(state, chunk, -self.k, self.j, 1, False)
+                    kv_cache = self.below(prompt, [again], kv_cache)
             else:
                 in_front, kv_cache = prompt, self.new_cache() if keeps else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))

@@ -51,16 +51,14 @@ def plain_single(model, row):
         best = max(range(len(stretches)), key=lambda i: (scores[i], i))
         return embed(torch.tensor(stretches[best]))
 
-    def read(prompt, sensory, first, second):
-        """Logits and last hidden states; a column is its kind, which decides what sees it, and its position.
-
-        Behind tokens that are read again, all is read again, and sees the prompt.
-        """
+    def read(prompt, again, sensory, first, second):
+        """Logits and last hidden states; a column is its kind, which decides what sees it, and its position."""
         close = memory.summary_token
         begin = 1 + (c.recall_tokens or 0) if bank else 0  # the places of the prompt, if there can be one
         split = begin + len(sensory) + len(first)
         columns = (
-            [("prompt", i) for i in range(len(prompt))]
+            [("prompt", 0)] * len(prompt)
+            + [("again", 1 + i) for i in range(len(again))]
             + [("token", i) for i in range(begin, split)]
             + [("query", split)]
         )
@@ -68,10 +66,10 @@ def plain_single(model, row):
         mask = torch.full((1, 1, len(columns), len(columns)), torch.finfo(torch.float64).min, dtype=torch.float64)
         for i, (kind, _) in enumerate(columns):
             for key, (of_key, _) in enumerate(columns[: i + 1]):
-                if i == key or (of_key != "query" and (of_key != "prompt" or kind != "token" or len(prompt) > 1)):
+                if i == key or (of_key != "query" and (of_key != "prompt" or kind == "behind")):
                     mask[0, 0, i, key] = 0
         positions = torch.tensor([[place for _, place in columns]])
-        x = torch.cat([prompt, sensory, first, close, second, close])[None]
+        x = torch.cat([prompt, again, sensory, first, close, second, close])[None]
         out = backbone(
             inputs_embeds=x, attention_mask=mask, position_ids=positions, output_hidden_states=True, use_cache=False
         )
@@ -83,15 +81,14 @@ def plain_single(model, row):
     for start in range(0, len(row), c.segment_length):
         x = embed(row[start : start + c.segment_length])
         sensory = embed(row[max(0, start - c.sensory_tokens) : start])
-        prompt = x[:0]
+        prompt = again = x[:0]
         if bank:  # a query depends on x[:j] alone
-            prompt = recall(read(x[:0], sensory, x[:j], x[:0])[1])
+            early, query, _ = read(x[:0], x[:0], sensory, x[:j], x[:0])
+            prompt = recall(query)
             if c.recall_tokens and len(x) >= j:
-                prompt = torch.cat([prompt, read_again(start)])
-        out, _, made = read(prompt, sensory, x[:j], x[j:])
-        if len(prompt) > 1:
-            out[:j] = read(x[:0], sensory, x[:j], x[:0])[0]
-        logits.append(out)
+                again = read_again(start)
+        out, _, made = read(prompt, again, sensory, x[:j], x[j:])
+        logits.append(torch.cat([early, out[j:]]) if len(again) else out)
         bank.append(made)
     return torch.cat(logits)
 
