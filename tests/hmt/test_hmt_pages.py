@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from streams import CHUNKS, stream
+from streams import ragged_is_fast, stream
 from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -112,7 +112,7 @@ def test_what_was_forgotten_is_not_saved(make_wrapper, tokens, tmp_path):
     torch.testing.assert_close(later, expected, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@ragged_is_fast
 def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
     model, mask = make_wrapper(**PAGED), torch.ones_like(tokens)
     mask[1, :13] = 0
@@ -244,8 +244,14 @@ def test_what_was_forgotten_is_in_no_page():
 KINDS = ["alike", "unrelated", "in line"]
 
 
-@pytest.mark.parametrize("left", ["few", "the largest page", "none but the newest"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, left",
+    [
+        pytest.param(kind, left, marks=[] if place == number else pytest.mark.slow)
+        for number, kind in enumerate(KINDS)
+        for place, left in enumerate(("few", "the largest page", "none but the newest"))
+    ],
+)
 def test_bounds_hold_for_what_is_left(kind, left):
     embeddings, recalled = of_kind(kind, 1500), 3
     pages = filled(embeddings, page_size=2, recalled=recalled, at_once=500)
@@ -283,6 +289,7 @@ def test_cost_grows_with_the_square_root(kind):
         assert len(pages.members) <= 4 * root
 
 
+@pytest.mark.slow
 def test_a_fact_ten_thousand_segments_back():
     """A real query finds its memory among ten thousand unrelated ones; without pages it is gone."""
     torch.manual_seed(0)

@@ -129,20 +129,24 @@ def test_no_position_sees_a_later_token(make_single, tokens, settings):
     assert min(here) > 1e-3
 
 
+CHUNKED = [({}, False), ({}, True), ({"sum_fraction": 0.9}, False), ({"recall": False}, False)]
+CHUNKED += [({"recall_tokens": 4}, False)]
+
+
 @pytest.mark.parametrize(
-    "settings, gradients",
+    "chunks, settings, gradients",
     [
-        ({}, False),
-        ({}, True),
-        ({"sum_fraction": 0.9}, False),
-        ({"recall": False}, False),
-        ({"recall_tokens": 4}, False),
+        pytest.param(
+            *(chunks, settings, gradients),
+            marks=[] if chunks == "ragged" or (settings, gradients) == ({}, False) else pytest.mark.slow,
+        )
+        for chunks in CHUNKS
+        for settings, gradients in CHUNKED
     ],
     ids=str,
 )
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_any_chunking_is_one_piece(make_single, tokens, chunks, gradients, settings):
-    model = make_single(**settings)
+    model, chunks = make_single(**settings), CHUNKS[chunks]
     mask = torch.ones_like(tokens)
     mask[1, :13] = 0
     for attention_mask in (mask, None):
@@ -183,6 +187,7 @@ def test_checkpointing_gives_the_same_gradients(make_single, tokens, recurrence)
     assert model.memory.wq.grad.any()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama-demo", "fox-demo"])
 def test_wrapping_costs_nothing_before_training(name):

@@ -256,6 +256,7 @@ def test_summaries_go_through_together(make_wrapper, tokens):
     torch.testing.assert_close(one_by_one(tokens[:, :40]).logits, together, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_export_is_of_one_length(tokens):
     model = HMTWrapper.from_backbone(tiny_llama(num_hidden_layers=1), HMTConfig(segment_length=8, sensory_tokens=3))
     options = {"kwargs": {"use_cache": False}, "strict": False}

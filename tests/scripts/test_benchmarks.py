@@ -30,7 +30,7 @@ TINY = {
     "estimate": "--models llama --scale 16",
     "import_time": "--rounds 1",
 }
-SLOW = ("import_time", "training_memory")
+SLOW = ("import_time", "training_memory", "attention")
 ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
 
 

@@ -31,7 +31,7 @@ TINY = {  # rows of the result, and options
         "--texts 4 --seeds 0 1",
     ),
 }
-SLOW = ("hmt_facts", "hmt_perplexity")
+SLOW = ("hmt_facts", "hmt_perplexity", "llama_to_fox")
 
 
 def fork(command, check):
