@@ -55,6 +55,17 @@ def test_the_card_names_model_and_text(file):
     assert "give a commit" in build_state(file, "alice/novel").text("README.md") and "give a commit" not in text
 
 
+def test_the_card_says_which_tokens_the_file_holds(file, hmt, tmp_path):
+    assert "holds the last tokens of the text as they are" in build_state(file, "alice/novel").text("README.md")
+    config = HMTConfig(segment_length=8, sensory_tokens=2, recall_tokens=4)
+    model = HMTWrapper.from_backbone(hmt.backbone, config).eval()
+    model.config.name_or_path = "alice/hmt"
+    path = tmp_path / "with_tokens"
+    read_text(model, tokenizer, "a" * 44, path, revision=COMMIT)
+    assert load_file(path)["bank_ids"].flatten().tolist() == [*range(40)]
+    assert "holds the tokens of all its memories" in build_state(path, "alice/novel").text("README.md")
+
+
 def test_a_name_of_a_text_is_shown_as_text(file, hmt):
     save(read_text(hmt, tokenizer, "x"), hmt, file, describe(file) | {"text": EVIL, "tokens": 1})
     text = build_state(file, "alice/novel").text("README.md")
