@@ -52,7 +52,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
     """Describe a batch as a `Step`, without waiting for a GPU, and with shapes that depend on R and N only.
 
     Args:
-        query_start: index of each request's first token, and the number of all, (R + 1,), rising.
+        query_start: index of each request's first token, and the number of all, (R + 1,), strictly rising.
         seq_lens: tokens of each request, computed ones and those of this batch, (R,).
         block_table: its blocks in the cache, (R, blocks).
         slots: where each token goes in the cache, block * block_size + place, (N,); -1 for those that are not kept:
@@ -129,16 +129,16 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
     c[:n] = sums
     left = sums.view(torch.float32)
     if tokens.shape[1]:
-        kept = rows[:, 2 * gates :].view(tokens.dtype)
+        kept = rows[:, 2 * gates : 2 * gates + tokens.shape[1] * tokens.itemsize // 4].view(tokens.dtype)
         if step.chains is not None:
             kept = torch.where(step.in_batch, tokens[step.parent], kept)
         if not one_each:
             before[1:] = tokens[:-1]
         before[step.first] = kept
-        left = torch.cat([left, tokens.view(torch.float32)], dim=1)
-    states[step.writes] = left
+        left = torch.cat([left, tokens.contiguous().view(torch.float32)], dim=1)
+    states[..., : left.shape[1]][step.writes] = left
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Count the float32 numbers of a row, an even number: the sums, in float64, and what the token shift keeps."""
-    return 2 * gates + shifted * dtype.itemsize // 4
+    """Count the float32 numbers of a row, an even number: sums in float64, then what the token shift keeps."""
+    return 2 * gates + -(-shifted * dtype.itemsize // 8) * 2

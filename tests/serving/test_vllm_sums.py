@@ -8,7 +8,7 @@ import torch
 from hf_longctx.vllm.sums import carry, read_step, row_width
 
 
-GATES, SHIFTED, BLOCK = 3, 8, 32
+GATES, SHIFTED, BLOCK = 3, 6, 32
 
 
 class Requests:
