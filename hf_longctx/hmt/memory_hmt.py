@@ -297,7 +297,9 @@ class HMTState:
         bank, ends, pages = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1), self.pages
         # rows of unequal length have gaps between the texts; with pages, what was forgotten keeps its number
         kept = torch.cat([self._taken(), other._taken()], 1) if pages else ends > 0
-        bank_ids = [torch.cat([x.bank_ids for x in (self, other)], 1)] if self.bank_ids is not None else []
+        bank_ids = []
+        if self.bank_ids is not None and other.bank_ids is not None:
+            bank_ids = [torch.cat([self.bank_ids, other.bank_ids], 1)]
         kept, bank, ends, *bank_ids = align(kept, bank, ends, *bank_ids, left=False)
         if pages:
             beyond = [x[:, :-size] for x in (bank, ends > 0, kept)]

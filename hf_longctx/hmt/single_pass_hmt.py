@@ -214,7 +214,9 @@ class SinglePassSegments(Segments):
         if self.front > 1:
             tokens = prompt[:, 1:].chunk(len(passes))
             passes = [one.behind(x) for one, x in zip(passes, tokens)]
-            kv_cache = self.run_passes(passes, None, self.new_cache())[2]
+            _, _, behind = self.run_passes(passes, None, self.new_cache())
+            assert behind is not None
+            kv_cache = behind
         return self.behind_prompt(prompt[:, :1], kv_cache)
 
     def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:

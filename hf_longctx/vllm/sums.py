@@ -118,7 +118,7 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
     one_each = n == len(step.first)  # decoding, where every operation counts
     total = log_f if one_each else log_f.cumsum(0)
-    others = None if one_each else (total - log_f)[step.first]  # (R, G)
+    others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), of the requests before
     rows = states[step.reads].masked_fill_(step.begins, 0.0)  # (R, width)
     past = rows[:, : 2 * gates].view(torch.float64)  # (R, G)
     if step.chains is not None:
