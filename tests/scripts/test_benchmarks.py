@@ -71,7 +71,7 @@ def test_pages(load, tmp_path, monkeypatch):
 
 
 def test_vllm(load, tmp_path, monkeypatch):
-    """With threads for processes, and engines that load their model and answer nothing."""
+    """With threads for processes, and engines that load their model and answer how long they took."""
     module, loaded = load("vllm"), []
 
     class Engine:
@@ -82,10 +82,11 @@ def test_vllm(load, tmp_path, monkeypatch):
             return [{"layer": SimpleNamespace(page_size_bytes=64, block_size=16)}]
 
         def generate(self, prompts, params, use_tqdm):
-            pass
+            return len(prompts) * params["max_tokens"]  # seconds
 
     context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=threading.Thread)
     monkeypatch.setattr(module.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(module.common, "timed", lambda function: (function(), None))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
     sizes = "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64"
