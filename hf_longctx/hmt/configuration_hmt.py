@@ -220,8 +220,8 @@ class HMTConfig(PreTrainedConfig):
                 remedy = "Lower sensory_tokens and segment_length, or take a backbone with more positions."
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
-                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens read again and the "
-                "prompts. " + remedy
+                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens "
+                "read again and the prompts. " + remedy
             )
 
     def signature(self, width: int) -> dict:

@@ -148,15 +148,15 @@ class HMTState:
 
     Each row has read `lengths` (B ints) tokens and has segment borders of its own, at every L'-th of its tokens.
 
-    Tensors (B rows): `bank` (B, c, d) memory embeddings, the latest at the end; `ends` (B, c) long, how many tokens of
-    the text were read when each was made, 0 where a row has no such memory; `query` (B, 1, d)
-    summary of the latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l)
-    the tokens of the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt`
-    (B, m, d), the open segment's prompts before and after its recall; `bank_ids` (B, c, L') long, the tokens of each
-    memory, where tokens are read again. `kv_cache` holds the keys and values of the open
-    segments and speeds up the next call; `kv_mask` (B, P) is False, or 0, where these are padding. The cache is never
-    saved, and without it the open segments are read again. `pages` holds, for each row, the embeddings that fell out
-    of `bank`, if the model keeps pages.
+    Tensors (B rows): `bank` (B, c, d) memory embeddings, the latest at the end; `ends` (B, c) long, how many tokens
+    of the text were read when each was made, 0 where a row has no such memory; `query` (B, 1, d) summary of the
+    latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l) the tokens of
+    the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt` (B, m, d), the open
+    segment's prompts before and after its recall. Where tokens are read again, `bank_ids` (B, c, L') long holds the
+    tokens of each memory, and the embeddings of r of them stand behind `prompt`. `kv_cache` holds the keys and values
+    of the open segments and speeds up the next call; `kv_mask` (B, P) is False, or 0, where these are padding. The
+    cache is never saved, and without it the open segments are read again. `pages` holds, for each row, the embeddings
+    that fell out of `bank`, if the model keeps pages.
 
     A call does not change its state: keep a state to branch off from it later. `position` and `segment` count the
     tokens and the full segments of the longest row; `padded` is True if the paper mode has read padding. `signature`

@@ -74,7 +74,7 @@ class NoRecurrenceSegments(SinglePassSegments):
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
                 passes.append(one if self.cuts else one.behind(prompt))
-                again.append(self.lay_out(state, chunk, -self.k, self.j, 1, False))
+                again += self.again(state, chunk)
                 prompts.append(prompt)
                 rows += range(i * batch, (i + 1) * batch)
             state = self.close_segment(state.without_kv_cache(), chunk, memory, [True] * batch)

@@ -203,15 +203,19 @@ class SinglePassSegments(Segments):
             prompt = torch.cat([prompt, self.embed(ids).to(prompt)], 1)
         return prompt, recall
 
+    def again(self, state: HMTState, chunk: Chunk) -> list[Pass]:
+        """Lay out the first part of a segment for `below`; [] where no tokens are read again."""
+        return [self.lay_out(state, chunk, -self.k, self.j, 1, False)] if self.front > 1 else []
+
     def below(self, prompt: Tensor, passes: list[Pass], kv_cache: Cache) -> Cache:
         """Make the cache that the second parts of segments continue.
 
         Args:
             prompt: prompts and the tokens that are read again, (R, 1 + r, d).
-            passes: the first parts without a summary token, which are read behind these tokens if there are any.
+            passes: those of `again`, which are read behind these tokens.
             kv_cache: that of the first parts without these tokens.
         """
-        if self.front > 1:
+        if passes:
             tokens = prompt[:, 1:].chunk(len(passes))
             passes = [one.behind(x) for one, x in zip(passes, tokens)]
             _, _, behind = self.run_passes(passes, None, self.new_cache())
@@ -256,8 +260,7 @@ class SinglePassSegments(Segments):
             elif first is not None and self.cuts:
                 start, kv_cache = self.j, first.kv_cache
                 if prompt is not None and kv_cache is not None:
-                    again = self.lay_out(state, chunk, -self.k, self.j, 1, False)
-                    kv_cache = self.below(prompt, [again], kv_cache)
+                    kv_cache = self.below(prompt, self.again(state, chunk), kv_cache)
             else:
                 in_front, kv_cache = prompt, self.new_cache() if keeps else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))

@@ -83,7 +83,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
         borders[:-1],
         places(torch.where(state != next_state, state, 0).clamp(min=0)),
         places(last_slot // tokens_per_state),
-        ((computed == 0) | in_batch)[:, None],
+        ((computed <= 0) | in_batch)[:, None],
         in_batch[:, None],
         parent,
         chains,

@@ -2,12 +2,12 @@
 
     python -m scripts.evidence.hmt_recall_tokens
 
-With `recall_tokens`, HMT keeps the tokens of its segments, and reads those of one of them again in front of the second
-half of a segment. Here an untrained HMT around SmolLM2 remembers one segment: the one that shares most tokens with the
-first half, of all before it in the book (`own book`), a random one of these, or the best one of another book. Beside
-it, SmolLM2 reads a window of as many tokens: those just before (`longer window`). Only the second half of each segment
-is scored. A memory can matter where a token has occurred earlier in the book and not within the longer window: these
-tokens are counted apart.
+With `recall_tokens`, HMT keeps the tokens of its segments. Once the first half of a segment is known, it reads those
+of one of them again, and the segment behind them. Here an untrained HMT around SmolLM2 remembers one segment: the one
+that shares most tokens with the first half, of all before it in the book (`own book`), a random one of these, or the
+best one of another book. Beside it, SmolLM2 reads a window of as many tokens: those just before (`longer window`).
+Only the second half of each segment is scored. A memory can matter where a token has occurred earlier in the book and
+not within the longer window: these tokens are counted apart.
 
 Segments are drawn from two novels, other ones for each seed. Every segment is kept when it is done.
 """
