@@ -163,20 +163,17 @@ Made by `python -m scripts.evidence_curves`. Every model reads random tokens, wh
 ![Forgetting curves](comparison.png)
 
 {table}
-Lengths are tokens of the text to copy; the input is twice as long. "95 % sure" is where the fine length of the typical text and
-the coarse length lie, if memory only fades. The paper's lengths are the longest tested ones whose mean passes; 0: none. "Effective" is how
-far 85 % are copied.
+Lengths are tokens of the text to copy; the input is twice as long. The "95 % sure" lengths hold if memory only fades: fine is that of
+the typical text. The paper's lengths are the longest tested ones whose mean passes; 0: none.
 
-- **Llama, RoPE base {bases}**: two layers, {llama} parameters, trained from the same start, on the same rows of up to 512
-  random tokens. The bound for 512 tokens and heads of {head_dim} dimensions (`rope_base_bound(511, {head_dim})`) is {bound:.0f}; B_m
-  stays positive up to m = {reach}.
-- **Mamba-2**: two layers, {mamba} parameters, trained the same way on rows of up to 256 tokens. In so few steps
-  it does not learn to copy without mistakes, and its training is unstable: with twice the learning rate the coarse length was
-  203. It shows that such a model can be measured, and says nothing about Mamba-2.
-- **HMT around the Llama**: the first Llama read in segments of 64 tokens, each beginning with the last 16 of the one before, and
-  trained with its memory for another 300 steps.
+- **Llama, RoPE base {bases}**: two layers, {llama} parameters, one start, the same rows of up to 512 random tokens. Their bound,
+  `rope_base_bound(511, {head_dim})` for heads of {head_dim} dimensions, is {bound:.0f}. B_m stays positive up to m = {reach}.
+- **Mamba-2**: two layers, {mamba} parameters, trained alike on rows of up to 256 tokens. In so few steps it does not learn
+  to copy without mistakes. Its training is unstable: with twice the learning rate the coarse length was 203.
+- **HMT around the Llama**: the first Llama, which reads segments of 64 tokens, each after the last 16 of the one before. It was trained
+  with its memory for another 300 steps.
 
-Small models show that the measure tells such models apart; they rank no architecture.
+The measure tells small models apart. It ranks no architecture, and says nothing about Mamba-2.
 """
 
 

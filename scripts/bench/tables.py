@@ -16,13 +16,12 @@ RESULTS = common.ROOT / "scripts" / "results"
 PAGE = RESULTS / "README.md"
 HEAD = """# Results
 
-Written by `python -m scripts.bench.tables` from the JSON files of this folder and from `sections.toml`: change those. A JSON has \
-the machine, the versions, the commit, the settings and all rows; the command above its table, with `--table FILE`, prints all of \
-them. [Each script](../README.md) begins with what it measures, and how.
+`python -m scripts.bench.tables` writes this page from `sections.toml` and the JSON files of this folder. A JSON has the machine, the \
+versions, the commit, the settings and all rows. The command above a table, with `--table FILE`, prints all rows. [Each \
+script](../README.md) begins with what it measures, and how.
 
-Machine, unless said otherwise: {where}. The small experiments are sized for minutes of one CPU core: they show effects, and not how \
-large these are at scale. Contenders take turns in rounds, times are medians over rounds, and ratios are medians of the ratio within a \
-round.
+Machine, unless said otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
+Contenders take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within a round.
 
 Not measured yet, without a GPU: {missing}.
 """
@@ -37,7 +36,7 @@ def section(
     """
     parts = [f"## {title}", text]
     if picture:
-        parts.append(f"![{title}](../../model_cards/evidence/{picture})")
+        parts.append(f"![plot](../../model_cards/evidence/{picture})")
     for name, result in results.items():
         rows = [row for row in result["rows"] if all(row.get(field) == value for field, value in only.items())]
         table = importlib.import_module(f"scripts.{module}").table(result | {"rows": rows})
