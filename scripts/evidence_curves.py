@@ -167,7 +167,7 @@ Lengths are tokens of the text to copy; the input is twice as long. The "95 % su
 the typical text. The paper's lengths are the longest tested ones whose mean passes; 0: none.
 
 - **Llama, RoPE base {bases}**: two layers, {llama} parameters, one start, the same rows of up to 512 random tokens. Their bound,
-  `rope_base_bound(511, {head_dim})` for heads of {head_dim} dimensions, is {bound:.0f}. B_m stays positive up to m = {reach}.
+  `rope_base_bound(511, {head_dim})`, is {bound:.0f}. B_m stays positive up to m = {reach}.
 - **Mamba-2**: two layers, {mamba} parameters, trained alike on rows of up to 256 tokens. In so few steps it does not learn
   to copy without mistakes. Its training is unstable: with twice the learning rate the coarse length was 203.
 - **HMT around the Llama**: the first Llama, which reads segments of 64 tokens, each after the last 16 of the one before. It was trained

@@ -43,7 +43,7 @@ def section(
         own = common.place(result)
         parts.append(f"`{result['command']}`: [{name}]({name}){'' if own == where else f', on {own}'}.\n\n{table}")
     if more:
-        parts.append(f"Without a table here: {', '.join(f'[{name}]({name})' for name in more)}.")
+        parts.append(f"Without a table: {', '.join(f'[{name}]({name})' for name in more)}.")
     return "\n\n".join(parts)
 
 
