@@ -43,6 +43,9 @@ class HMTConfig(PreTrainedConfig):
         recall_tokens: r. The tokens of remembered segments are kept, and a recall of the single-pass mode reads r of
             them again, those that share most tokens with the first part (BM25, `search_hmt.py`). It needs no training.
             A segment takes r more positions. r divides L'. None: a recall gives the prompt alone.
+        neural_cache_weight: The tokens of remembered segments are kept, with the hidden states that predicted them.
+            Their neural cache (`neural_cache_hmt.py`) has this weight in each prediction of the single-pass mode, such
+            as 0.1. It needs no training. None: no cache.
         recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
             another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each),
             gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).
@@ -88,6 +91,7 @@ class HMTConfig(PreTrainedConfig):
     recall_dim: int | None = None
     recall_mode: str = "single_pass"
     recall_tokens: int | None = None
+    neural_cache_weight: float | None = None
     recurrence: bool = True
     recall_init: str = "similarity"
     loss_scope: str = "all"
@@ -211,6 +215,19 @@ class HMTConfig(PreTrainedConfig):
                     f"recall_tokens is {self.recall_tokens}; it must divide segment_length, {self.segment_length}, as "
                     "segments are cut into stretches of so many tokens."
                 )
+        if self.neural_cache_weight is not None:
+            if not 0 < self.neural_cache_weight < 1:
+                raise ValueError(
+                    f"neural_cache_weight is {self.neural_cache_weight}; it must be above 0 and below 1, such as 0.1, or "
+                    "None for no cache."
+                )
+            if not (self.recall and self.single_pass and self.recurrence and self.recalled_pages is None):
+                raise ValueError(
+                    f"neural_cache_weight is {self.neural_cache_weight}, recall {self.recall}, recall_mode "
+                    f"{self.recall_mode!r}, recurrence {self.recurrence}, recalled_pages {self.recalled_pages}; the cache is "
+                    "that of the single-pass mode, and pages keep no tokens. Set recall=True, recall_mode='single_pass', "
+                    "recurrence=True and recalled_pages=None."
+                )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
@@ -247,6 +264,7 @@ class HMTConfig(PreTrainedConfig):
             "width": width,
             "recall_mode": self.recall_mode,
             "pages": None if self.recalled_pages is None else [self.recalled_pages, self.page_size],
+            "neural_cache": self.neural_cache_weight is not None,
             **{name: getattr(self, name) for name in names},
         }
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Cache
 
+from .neural_cache_hmt import NeuralCache
 from .packing_hmt import align
 from .pages_hmt import MemoryPages
 
@@ -153,10 +154,11 @@ class HMTState:
     latest segment that recalled; `sensory_ids`, `sensory_mask` (B, k); `open_ids`, `open_mask` (B, l) the tokens of
     the open segment, from the left, which is not full yet, l < L'; `opening_prompt` and `prompt` (B, m, d), the open
     segment's prompts before and after its recall. Where tokens are read again, `bank_ids` (B, c, L') long holds the
-    tokens of each memory, and the embeddings of r of them stand behind `prompt`. `kv_cache` holds the keys and values
-    of the open segments and speeds up the next call; `kv_mask` (B, P) is False, or 0, where these are padding. The
-    cache is never saved, and without it the open segments are read again. `pages` holds, for each row, the embeddings
-    that fell out of `bank`, if the model keeps pages.
+    tokens of each memory, and the embeddings of r of them stand behind `prompt`. A neural cache takes `bank_ids` too,
+    and `bank_keys` (B, c, L' - 1, d), see `NeuralCache`. `kv_cache` holds the keys and values of the open segments and
+    speeds up the next call; `kv_mask` (B, P) is False, or 0, where these are padding. The cache is never saved, and
+    without it the open segments are read again. `pages` holds, for each row, the embeddings that fell out of `bank`,
+    if the model keeps pages.
 
     A call does not change its state: keep a state to branch off from it later. `position` and `segment` count the
     tokens and the full segments of the longest row; `padded` is True if the paper mode has read padding. `signature`
@@ -175,6 +177,7 @@ class HMTState:
     opening_prompt: Tensor | None = None
     prompt: Tensor | None = None
     bank_ids: Tensor | None = None
+    bank_keys: Tensor | None = None
     pages: tuple[MemoryPages, ...] | None = field(default=None, repr=False)
     padded: bool = False
     signature: dict = field(default_factory=dict)
@@ -196,11 +199,13 @@ class HMTState:
         """Make the state before the first token; `HMTWrapper.new_state` calls this."""
         ids = torch.zeros(batch, 0, dtype=torch.long, device=device)
         mask = torch.zeros(batch, 0, dtype=torch.bool, device=device)
-        bank, bank_ids = torch.zeros(batch, 0, width, dtype=dtype, device=device), None
-        if signature["recall_tokens"]:
-            bank_ids = ids.new_zeros(batch, 0, signature["segment_length"])
-        lengths = (0,) * batch
-        return cls(bank, ids, ids, mask, ids, mask, lengths, bank_ids=bank_ids, signature=signature, pages=pages)
+        bank, length = torch.zeros(batch, 0, width, dtype=dtype, device=device), signature["segment_length"]
+        state = cls(bank, ids, ids, mask, ids, mask, (0,) * batch, signature=signature, pages=pages)
+        if signature["recall_tokens"] or signature["neural_cache"]:
+            state.bank_ids = ids.new_zeros(batch, 0, length)
+        if signature["neural_cache"]:
+            state.bank_keys = bank.new_zeros(batch, 0, length - 1, width)
+        return state
 
     @property
     def position(self) -> int:
@@ -216,6 +221,18 @@ class HMTState:
     def valid(self) -> Tensor:
         """False where a row has no such memory, (B, c)."""
         return self.ends > 0
+
+    @property
+    def neural_cache(self) -> NeuralCache | None:
+        """The neural cache of the remembered segments, if the model has one."""
+        if self.bank_keys is None or self.bank_ids is None:
+            return None
+        return NeuralCache(self.bank_keys, self.bank_ids, self.valid)
+
+    def _of_memories(self) -> dict[str, Tensor]:
+        """Return the tensors that have a column for each memory, by name."""
+        named = self.tensors()
+        return {name: named[name] for name in ("bank", "ends", "bank_ids", "bank_keys") if name in named}
 
     def latest(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the newest memories of each row, (B, count, d), and False for a row that has none, (B, 1)."""
@@ -262,14 +279,14 @@ class HMTState:
             if not 0 <= number < len(places):
                 raise IndexError(f"Row {row} has {len(places)} memories; {number} is not one of their numbers.")
         columns = [places[i] for i in indices if i >= len(paged)]
-        bank, ends, pages = self.bank.clone(), self.ends.clone(), list(self.pages or ())
-        bank[row, columns] = ends[row, columns] = 0
-        bank_ids = [] if self.bank_ids is None else [self.bank_ids]
+        named, pages = self._of_memories(), list(self.pages or ())
+        named["bank"], named["ends"] = self.bank.clone(), self.ends.clone()
+        named["bank"][row, columns] = named["ends"][row, columns] = 0
         if pages:  # whose embeddings have the numbers of their segments: the columns stay in their places
             pages[row] = pages[row].forget([places[i] for i in indices if i < len(paged)])
         elif self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
-            _, bank, ends, *bank_ids = align(ends > 0, bank, ends, *bank_ids, left=False)
-        return replace(self, bank=bank, ends=ends, bank_ids=next(iter(bank_ids), None), pages=tuple(pages) or None)
+            named = dict(zip(named, align(named["ends"] > 0, *named.values(), left=False)[1:]))
+        return replace(self, **named, pages=tuple(pages) or None)
 
     def merge(self, other: "HMTState") -> "HMTState":
         """Join the memories of this text and those of `other`, as if its text had followed; goes on where it does.
@@ -294,15 +311,14 @@ class HMTState:
         length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
         read = [n - n % length for n in self.lengths]
         moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
-        bank, ends, pages = torch.cat([self.bank, other.bank], 1), torch.cat([self.ends, moved], 1), self.pages
+        theirs, pages = other._of_memories() | {"ends": moved}, self.pages
+        named = {name: torch.cat([x, theirs[name]], 1) for name, x in self._of_memories().items()}
         # rows of unequal length have gaps between the texts; with pages, what was forgotten keeps its number
-        kept = torch.cat([self._taken(), other._taken()], 1) if pages else ends > 0
-        bank_ids = []
-        if self.bank_ids is not None and other.bank_ids is not None:
-            bank_ids = [torch.cat([self.bank_ids, other.bank_ids], 1)]
-        kept, bank, ends, *bank_ids = align(kept, bank, ends, *bank_ids, left=False)
+        kept = torch.cat([self._taken(), other._taken()], 1) if pages else named["ends"] > 0
+        kept, *moved = align(kept, *named.values(), left=False)
+        named = dict(zip(named, moved))
         if pages:
-            beyond = [x[:, :-size] for x in (bank, ends > 0, kept)]
+            beyond = [x[:, :-size] for x in (named["bank"], named["ends"] > 0, kept)]
             pages = tuple(row.append(x[of_row], valid[of_row]) for row, x, valid, of_row in zip(pages, *beyond))
             pages = tuple(row.append(x.embeddings, x.valid) for row, x in zip(pages, other.pages or ()))
         begin = [n < length for n in other.lengths]
@@ -310,9 +326,7 @@ class HMTState:
             other = other.without_kv_cache()
         return replace(
             other,
-            bank=bank[:, -size:],
-            ends=ends[:, -size:],
-            bank_ids=bank_ids[0][:, -size:] if bank_ids else None,
+            **{name: x[:, -size:] for name, x in named.items()},
             pages=pages,
             lengths=tuple(a + b for a, b in zip(read, other.lengths)),
             sensory_ids=where_rows(begin, self.sensory_ids, other.sensory_ids),

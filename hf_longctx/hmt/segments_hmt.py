@@ -18,6 +18,7 @@ from transformers import Cache
 
 from .backbone_hmt import fork
 from .memory_hmt import HMTState, mean_memory, pad_front, where_rows
+from .neural_cache_hmt import NeuralCache, keys_of
 from .packing_hmt import Chunk
 
 
@@ -32,6 +33,7 @@ class Pass(NamedTuple):
     first, stop: for each row, the tokens `first` to `stop` - 1 of its segment get logits.
     offset: the column of token 0 of each row; it may lie before the pass.
     begins: the position id of column 0 of each row; None leaves positions to the backbone.
+    neural_cache: what is mixed into the logits, if anything.
     """
 
     chunk: Chunk
@@ -41,6 +43,7 @@ class Pass(NamedTuple):
     stop: list[int]
     offset: list[int]
     begins: list[int] | None = None
+    neural_cache: NeuralCache | None = None
 
     def columns(self, least: list[int]) -> list[int]:
         """Return the columns of the tokens that get logits and do not come before `least` of their row, in order."""
@@ -133,6 +136,7 @@ class Segments:
         self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
         self.output_recall, self.embed = output_recall, self.lm.model.get_input_embeddings()
         self.j, self.k = self.config.summary_length, self.config.sensory_tokens
+        self.caches = self.config.neural_cache_weight is not None
         self.run: Callable[..., Any] = self.run_once
         if model.gradient_checkpointing and model.training and torch.is_grad_enabled():
             self.run = partial(model._gradient_checkpointing_func, self.run_once)
@@ -154,6 +158,8 @@ class Segments:
 
     def segments_per_batch(self, state: HMTState) -> int:
         """Return how many segments go through the backbone together, where they need no memory."""
+        if self.caches:  # which hold the tokens of all segments before
+            return 1
         return max(1, self.config.summary_batch // len(state.bank))
 
     def recall(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
@@ -200,8 +206,13 @@ class Segments:
         total = sums + (embeddings - embeddings.detach()).to(sums).sum(1, keepdim=True)
         return embeddings, numbers, mean_memory(bank, state.valid, total, counts)
 
-    def close_segment(self, state: HMTState, chunk: Chunk, memory: Tensor, full: list[bool]) -> HMTState:
-        """Return the state after the segment of the `full` rows, with its memory (B, m, d) and its sensory tokens."""
+    def close_segment(
+        self, state: HMTState, chunk: Chunk, memory: Tensor, full: list[bool], hidden: Tensor | None = None
+    ) -> HMTState:
+        """Return the state after the segment of the `full` rows, with its memory (B, m, d) and its sensory tokens.
+
+        For a neural cache, `hidden` are the last hidden states of its tokens, (B, L', d).
+        """
         config, pages = self.config, state.pages
         bank = torch.cat([state.bank, memory.to(state.bank)], 1)
         begins = torch.tensor(chunk.segments, device=bank.device)[:, None].expand(memory.shape[:2])
@@ -212,15 +223,21 @@ class Segments:
             # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
             dropped = zip(state.bank[:, :1], state.valid[:, :1])
             pages = tuple(row.append(*x) if drop else row for row, x, drop in zip(pages, dropped, drops))
-        sensory_ids, bank_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :], None
-        if state.bank_ids is not None:
-            bank_ids = torch.cat([state.bank_ids, chunk.ids[:, None, : config.segment_length]], 1)[:, -kept:]
+        sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
+        bank_ids, bank_keys = state.bank_ids, state.bank_keys
+        if bank_ids is not None:
+            bank_ids = torch.cat([bank_ids, chunk.ids[:, None, : config.segment_length]], 1)[:, -kept:]
+        if bank_keys is not None:
+            assert hidden is not None
+            keys = keys_of(hidden[:, None, :-1].detach())
+            bank_keys = torch.cat([bank_keys, keys.to(bank_keys)], 1)[:, -kept:]
         closed = replace(
             state,
             pages=pages,
             bank=bank[:, -kept:],
             ends=ends[:, -kept:],
             bank_ids=bank_ids,
+            bank_keys=bank_keys,
             sensory_ids=sensory_ids,
             sensory_mask=torch.ones_like(sensory_ids, dtype=torch.bool),
             opening_prompt=None,
@@ -240,18 +257,20 @@ class Segments:
         """Run passes of one shape together: their outputs, the last hidden states (R, P, d), and the cache."""
         columns, targets, positions = sorted({c for one in passes for c in one.columns(one.first)}), None, None
         kept = sorted({c for one in passes for c in one.columns(one.chunk.returned)})
-        embeds, scored = torch.cat([one.embeds for one in passes]), None
+        embeds, scored, neural_cache = torch.cat([one.embeds for one in passes]), None, passes[0].neural_cache
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
         if passes[0].begins is not None:
             begins = torch.tensor([begin for one in passes for begin in one.begins or ()], device=embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
-        if kept != columns and torch.is_grad_enabled() and self.lm.can_skip_logits(embeds.device):
+        skips = kept != columns and torch.is_grad_enabled() and neural_cache is None
+        if skips and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)
             assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, columns, targets, kv_cache, positions, bool(kept))
+            arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), neural_cache)
+            logits, hidden, loss, kv_cache = self.run(*arguments)
         rows = [[] for _ in passes]
         if logits is not None and kept:
             rows = [one.returned(x, columns) for one, x in zip(passes, logits.chunk(len(passes)))]
@@ -267,8 +286,9 @@ class Segments:
         kv_cache: Cache | None = None,
         positions: Tensor | None = None,
         keep_logits: bool = True,
+        neural_cache: NeuralCache | None = None,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
-        """Run the backbone once. Arguments as in `Backbone.run`, but for the `columns` that get logits.
+        """Run the backbone once. Arguments as in `Backbone.run` and `Pass`, but for the `columns` that get logits.
 
         With gradient checkpointing, `run` makes the backward pass compute it again.
 
@@ -280,7 +300,9 @@ class Segments:
         kv_cache = None if kv_cache is None else fork(kv_cache)
         skip_padding = self.config.recall_mode != "paper"
         logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, positions)
-        loss = None
+        loss, weight = None, self.config.neural_cache_weight
+        if logits is not None and neural_cache is not None and weight is not None:
+            logits = neural_cache.mix(logits, hidden[:, keep], weight)
         if logits is not None and targets is not None:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
             loss = self.model.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)

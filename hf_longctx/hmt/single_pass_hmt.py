@@ -23,6 +23,10 @@ With `recall_tokens`, r tokens of the remembered segments (`search_hmt.py`) stan
 follows is r positions later. Once they are found, the first part is read behind them, as [tokens, sensory tokens,
 x[:j]], and gives the keys and values that the second part sees.
 
+With `neural_cache_weight`, the prediction of a neural cache of the remembered segments (`neural_cache_hmt.py`) is
+mixed into all logits. A segment whose beginning an earlier call has read is read again as a whole when it is full,
+because all its hidden states become keys.
+
 Rows that stand at the same place of their segments are read together. Others are read apart, but for steps below
 caches that stand side by side.
 """
@@ -43,11 +47,15 @@ from .segments_hmt import Pass, PassOutput, Recall, SegmentOutput, Segments
 
 
 class FirstPart(NamedTuple):
-    """What the first part of a segment leaves: the query (B, 1, d), logits, and a cache without the summary token."""
+    """What the first part of a segment leaves: the query (B, 1, d), logits, and a cache without the summary token.
+
+    For a neural cache, `hidden` are the last hidden states of its tokens, (B, j, d).
+    """
 
     query: Tensor
     output: PassOutput
     kv_cache: Cache | None
+    hidden: Tensor | None
 
 
 class SinglePassSegments(Segments):
@@ -147,7 +155,9 @@ class SinglePassSegments(Segments):
         if state.kv_mask is not None:
             mask = torch.cat([state.kv_mask, state.kv_mask.new_ones(embeds.shape[:2])], 1)
         begins = [read + (self.front + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
-        one = Pass(chunk, 1, embeds, chunk.first, chunk.counts, [-read for read in chunk.read], begins)
+        offset = [-read for read in chunk.read]
+        cache = state.neural_cache if self.caches else None
+        one = Pass(chunk, 1, embeds, chunk.first, chunk.counts, offset, begins, cache)
         outputs, _, kv_cache = self.run_passes([one], mask, state.kv_cache)
         return replace(state, kv_cache=kv_cache, kv_mask=mask), outputs, SegmentOutput()
 
@@ -167,7 +177,8 @@ class SinglePassSegments(Segments):
             embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(rows, -1, -1)], 1)
         first = [min(stop, max(self.j * part * later, token)) for token in chunk.first]
         begin = start + (self.front + self.k) * later
-        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows)
+        cache = state.neural_cache if self.caches else None
+        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows, cache)
 
     def new_cache(self) -> Cache:
         """Make an empty cache."""
@@ -192,13 +203,14 @@ class SinglePassSegments(Segments):
                     cache.crop(-1)
             caches = [None] * len(alike) if cache is None else split(cache, len(alike))
             queries = hidden[:, -1:].clone().chunk(len(alike))  # a view would keep all hidden states alive
-            firsts += map(FirstPart, queries, outputs, caches)
+            tokens = [hidden[:, -start : self.j - start]] if self.caches else [None] * len(alike)
+            firsts += map(FirstPart, queries, outputs, caches, tokens)
         return firsts
 
     def prompt_of(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
         """Recall a prompt, and the tokens that are read again behind it, (B, 1 + r, d)."""
         prompt, recall = self.recall(state, chunk, query)
-        if state.bank_ids is not None:
+        if self.front > 1 and state.bank_ids is not None:
             ids = find_tokens(chunk.ids[:, : self.j], state.bank_ids, state.valid, self.front - 1)
             prompt = torch.cat([prompt, self.embed(ids).to(prompt)], 1)
         return prompt, recall
@@ -244,9 +256,11 @@ class SinglePassSegments(Segments):
             keeps: whether a later call continues the cache.
         """
         count, read, later = chunk.counts[0], chunk.read[0], chunk.segments[0] > 0
-        full, outputs, recall, memory = count == self.length, [], None, None
+        full, outputs, recall, memory, hidden = count == self.length, [], None, None, None
+        whole = full and self.caches
+        state = state.without_kv_cache() if whole else state
         kv_cache = state.kv_cache if read and not torch.is_grad_enabled() else None
-        if later and (read < self.j or (kv_cache is None and self.cuts)):
+        if later and (read < self.j or (kv_cache is None and (self.cuts or whole))):
             first = first or self.first_parts(state, [chunk])[0]
             outputs, kv_cache = [first.output], first.kv_cache if count < self.j else None
             if prompted and read < self.j:
@@ -271,7 +285,12 @@ class SinglePassSegments(Segments):
         if full:
             memory = memory if self.config.recurrence or not later else self.memory_of(state, chunk)
             assert memory is not None
-            state = self.close_segment(state, chunk, memory, [True] * len(chunk.counts))
+            if whole:
+                assert hidden is not None
+                hidden = hidden[:, -1 - self.length + self.j * later : -1]
+                if first is not None and first.hidden is not None:
+                    hidden = torch.cat([first.hidden, hidden], 1)
+            state = self.close_segment(state, chunk, memory, [True] * len(chunk.counts), hidden)
         kept = kv_cache if keeps else None
         return replace(state, kv_cache=kept, kv_mask=None), outputs, SegmentOutput(recall, memory if full else None)
 

@@ -120,6 +120,21 @@ CONFIG = [
             {"recall_tokens": 2, "recall_mode": "three_pass"},
             "a recall of the single",
         ),
+        (
+            "a neural cache without weight",
+            {"neural_cache_weight": 0.0},
+            "neural_cache_weight is 0.0; it must be above 0",
+        ),
+        ("a neural cache alone", {"neural_cache_weight": 1.0}, "neural_cache_weight is 1.0; it must be above 0"),
+        *(
+            (f"a neural cache with {name}={x}", {"neural_cache_weight": 0.1, name: x}, "that of the single-pass mode")
+            for name, x in {
+                "recall": False,
+                "recall_mode": "three_pass",
+                "recurrence": False,
+                "recalled_pages": 2,
+            }.items()
+        ),
         ("stretches that do not fill a segment", {"recall_tokens": 3}, "must divide segment_length, 512"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing', which this version of tr"),
         ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; .* segment_length"),

@@ -27,6 +27,7 @@ KINDS = [
     {"memory_size": 1},
     SINGLE,
     SINGLE | {"recurrence": False},
+    SINGLE | {"neural_cache_weight": 0.5},
 ]
 WITHOUT_CACHE = [pytest.param(x, False, marks=[] if x == SINGLE else SLOW, id=f"{x}-no cache") for x in KINDS]
 

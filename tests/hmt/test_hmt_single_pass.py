@@ -22,7 +22,7 @@ def plain_single(model, row):
     One pass reads a segment, with the summary token of the query in the middle, which nothing behind it sees.
     """
     c, memory, backbone = model.config, model.memory, model.backbone
-    embed, j, bank, logits = backbone.get_input_embeddings(), c.summary_length, [], []
+    embed, j, bank, logits, pairs = backbone.get_input_embeddings(), c.summary_length, [], [], []
 
     def recall(q):
         if not c.recall:
@@ -51,6 +51,17 @@ def plain_single(model, row):
         best = max(range(len(stretches)), key=lambda i: (scores[i], i))
         return embed(torch.tensor(stretches[best]))
 
+    def mix(logits, hidden):
+        """The logits (n, V) with the neural cache of `pairs`, of a key and the token that came next."""
+        mixed = []
+        for z, h in zip(logits, hidden):
+            p = z.softmax(0) * (1 - c.neural_cache_weight)
+            scores = torch.stack([30 * torch.cosine_similarity(h, key, 0) for key, _ in pairs]).softmax(0)
+            for score, (_, token) in zip(scores, pairs):
+                p[token] += c.neural_cache_weight * score
+            mixed.append(p.log() + z.logsumexp(0))
+        return torch.stack(mixed)
+
     def read(prompt, again, sensory, first, second):
         """Logits and last hidden states; a column is its kind, which decides what sees it, and its position."""
         close = memory.summary_token
@@ -76,20 +87,25 @@ def plain_single(model, row):
         tokens = [i for i, (kind, _) in enumerate(columns[:-1]) if kind in ("token", "behind")][len(sensory) :]
         query = next(i for i, (kind, _) in enumerate(columns) if kind == "query")
         hidden = out.hidden_states[-1][0]
-        return out.logits[0, tokens], hidden[query : query + 1], hidden[-1:]
+        return out.logits[0, tokens], hidden[query : query + 1], hidden[-1:], hidden[tokens]
 
     for start in range(0, len(row), c.segment_length):
         x = embed(row[start : start + c.segment_length])
         sensory = embed(row[max(0, start - c.sensory_tokens) : start])
         prompt = again = x[:0]
         if bank:  # a query depends on x[:j] alone
-            early, query, _ = read(x[:0], x[:0], sensory, x[:j], x[:0])
+            early, query, _, states = read(x[:0], x[:0], sensory, x[:j], x[:0])
             prompt = recall(query)
             if c.recall_tokens and len(x) >= j:
                 again = read_again(start)
-        out, _, made = read(prompt, again, sensory, x[:j], x[j:])
-        logits.append(torch.cat([early, out[j:]]) if len(again) else out)
+        out, _, made, hidden = read(prompt, again, sensory, x[:j], x[j:])
+        if len(again):
+            out, hidden = torch.cat([early, out[j:]]), torch.cat([states, hidden[j:]])
+        logits.append(mix(out, hidden) if pairs else out)
         bank.append(made)
+        if c.neural_cache_weight:
+            pairs += zip(hidden[:-1], row[start + 1 : start + len(x)].tolist())
+            pairs = pairs[-c.memory_size * (c.segment_length - 1) :]
     return torch.cat(logits)
 
 
@@ -102,6 +118,8 @@ SETTINGS = [
     {"recall": False},
     {"recall_tokens": 2, "sensory_tokens": 0},
     {"recall_tokens": 8, "memory_size": 2},
+    {"neural_cache_weight": 0.2, "memory_size": 2},
+    {"neural_cache_weight": 0.5, "recall_tokens": 4},
 ]
 
 
@@ -130,7 +148,7 @@ def test_no_position_sees_a_later_token(make_single, tokens, settings):
 
 
 CHUNKED = [({}, False), ({}, True), ({"sum_fraction": 0.9}, False), ({"recall": False}, False)]
-CHUNKED += [({"recall_tokens": 4}, False)]
+CHUNKED += [({"recall_tokens": 4}, False), ({"neural_cache_weight": 0.2}, False)]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +192,9 @@ def test_each_token_is_read_once(make_single, tokens):
     assert {length for _, length in shapes} == {1, 2, 4}  # a segment begins with 3 sensory tokens
 
 
-@pytest.mark.parametrize("recurrence", [True, False])
-def test_checkpointing_gives_the_same_gradients(make_single, tokens, recurrence):
-    model, results = make_single(recurrence=recurrence).train(), []
+@pytest.mark.parametrize("settings", [{"neural_cache_weight": 0.2}, {}, {"recurrence": False}], ids=str)
+def test_checkpointing_gives_the_same_gradients(make_single, tokens, settings):
+    model, results = make_single(**settings).train(), []
     for checkpointing in (False, True):
         if checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

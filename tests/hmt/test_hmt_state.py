@@ -204,7 +204,7 @@ def test_a_memory_can_be_seen_and_forgotten(make_wrapper, tokens, mode):
 MODES = [
     {"recall_mode": "three_pass"},
     {"recall_mode": "single_pass"},
-    {"recall_mode": "single_pass", "recall_tokens": 4},
+    {"recall_mode": "single_pass", "recall_tokens": 4, "neural_cache_weight": 0.2},
     {"recall_mode": "single_pass", "recurrence": False},
 ]
 

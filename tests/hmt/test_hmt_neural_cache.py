@@ -1,0 +1,92 @@
+"""The neural cache: what it is worth, its dtype and its pieces. `test_hmt_single_pass.py` has its definition."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from streams import stream
+from tiny_hmt import VOCAB
+
+from hf_longctx import FoxConfig, FoxForCausalLM
+from hf_longctx.hmt import HMTConfig, HMTWrapper, neural_cache_hmt
+from hf_longctx.hmt.neural_cache_hmt import NeuralCache
+
+
+@torch.no_grad()
+def test_what_was_read_is_predicted(make_wrapper, tokens):
+    """The last segment repeats segment 1; each prediction but that of its first token is in the cache."""
+    model, text = make_wrapper(neural_cache_weight=0.2), torch.cat([tokens[:, :32], tokens[:, 8:16]], 1)
+    state = model(text[:, :32], use_cache=True).state
+
+    def loss(state):
+        return model(text[:, 32:], state=state, labels=text[:, 32:]).loss
+
+    own, without = loss(state), loss(replace(state, bank_keys=None))
+    assert own < without - 1
+    assert loss(replace(state, bank_ids=state.bank_ids.flip(0))) > without  # of the other row
+    assert loss(state.forget(1).forget(1, row=1)) > without  # also what is left costs something
+    forgotten = state.forget(0, 1, 2, 3).forget(0, 1, 2, 3, row=1)
+    assert torch.equal(loss(forgotten), loss(replace(forgotten, bank_keys=None)))
+
+
+def random_cache(dtype):
+    torch.manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.randn(2, 3, 4, 16), dim=-1).to(dtype)
+    valid = torch.tensor([[False, True, True], [True, True, True]])
+    return NeuralCache(keys, torch.randint(VOCAB, (2, 3, 5)), valid), torch.randn(2, 7, VOCAB), torch.randn(2, 7, 16)
+
+
+def test_columns_are_mixed_in_pieces(monkeypatch):
+    cache, logits, hidden = random_cache(torch.float32)
+    whole = cache.mix(logits, hidden, 0.3)
+    assert not torch.equal(whole, logits)
+    monkeypatch.setattr(neural_cache_hmt, "SCORES_AT_ONCE", 2 * 12 * 3)
+    # pieces of a product may be summed in another order
+    torch.testing.assert_close(cache.mix(logits, hidden, 0.3), whole, rtol=0, atol=64 * torch.finfo(whole.dtype).eps)
+
+
+def test_logits_keep_their_dtype_and_their_scale():
+    """In bfloat16, cosines are rounded to 2^-9, and 30 times as much is the error of their exponents."""
+    cache, logits, hidden = random_cache(torch.bfloat16)
+    mixed = cache.mix(logits.bfloat16(), hidden.bfloat16(), 0.3)
+    assert mixed.dtype == torch.bfloat16
+    exact = random_cache(torch.float64)[0].mix(logits.double(), hidden.double(), 0.3)
+    torch.testing.assert_close(mixed.double(), exact, rtol=2**-8, atol=2 * 30 * 2**-9)
+    torch.testing.assert_close(exact.logsumexp(2), logits.double().logsumexp(2), rtol=1e-12, atol=0)
+
+
+def test_a_token_without_probability_has_finite_gradients():
+    cache, logits, hidden = random_cache(torch.float32)
+    logits[..., 0] = -1e4
+    logits.requires_grad_()
+    hidden.requires_grad_()
+    mixed = cache.mix(logits, hidden, 0.3)
+    mixed.sum().backward()
+    assert mixed.isfinite().all() and logits.grad.isfinite().all() and hidden.grad.isfinite().all()
+    assert hidden.grad.any()
+
+
+@torch.no_grad()
+def test_a_backbone_whose_cache_cannot_be_cut(tokens):
+    """FoX reads the first part of a segment again behind the prompt; keys are of its first reading."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    fox = FoxForCausalLM(FoxConfig.pro(**sizes)).double().eval()
+    settings = dict(segment_length=8, sensory_tokens=3, memory_size=3, neural_cache_weight=0.2)
+    model = HMTWrapper.from_backbone(fox, HMTConfig(**settings)).eval()
+    assert not model.lm.cuts(13)
+    whole = model(tokens, use_cache=True)
+    logits, state = stream(model, tokens, [5, 3, 1, 14, 2, 11, 7])
+    allowed = 64 * torch.finfo(torch.float32).eps  # FoX sums its gates in float32
+    torch.testing.assert_close(logits, whole.logits, atol=allowed, rtol=0)
+    torch.testing.assert_close(state.bank_keys, whole.state.bank_keys, atol=allowed, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_keys_are_of_the_dtype_of_the_model_after_loading_too(make_wrapper, tokens, tmp_path, dtype):
+    model = make_wrapper(neural_cache_weight=0.2).to(dtype)
+    with torch.no_grad():
+        state = model(tokens, use_cache=True).state
+        state.save(tmp_path / "state", model)
+        loaded = type(state).load(tmp_path / "state", model)
+    assert loaded.bank_keys.dtype == dtype and torch.equal(loaded.bank_keys, state.bank_keys)
