@@ -113,12 +113,12 @@ def measure(args):
     yield from measure_parts(measure_one, keys, args)
 
 
-def gain(rows, reading, scored):
-    """What a reading gains over the longer window, in nats per token: the mean over tokens, and its standard error.
+def gain(rows, reading, scored, reference="longer window"):
+    """What a reading gains over another one, in nats per token: the mean over tokens, and its standard error.
 
     Segments are independent, tokens of one are not.
     """
-    differences = np.array([x["losses"][scored]["longer window"] - x["losses"][scored][reading] for x in rows])
+    differences = np.array([x["losses"][scored][reference] - x["losses"][scored][reading] for x in rows])
     tokens = np.array([x["tokens"][scored] for x in rows])
     total = max(1, tokens.sum())
     mean = differences.sum() / total

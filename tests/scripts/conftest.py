@@ -39,5 +39,7 @@ def smollm2(load, monkeypatch, tmp_path):
     monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
     for name in ("rope_smollm2", "rope_moments", "llama_to_fox"):
         monkeypatch.setattr(load(name), "FOLDER", tmp_path / "model")
-    for name in ("rope_smollm2", "llama_to_fox", "hmt_facts", "hmt_perplexity", "hmt_recall_tokens", "hmt_wrapping"):
+    for name in ("facts", "perplexity", "recall_tokens", "neural_cache", "wrapping"):
+        monkeypatch.setattr(load(f"hmt_{name}"), "TEXT", tmp_path / "text")
+    for name in ("rope_smollm2", "llama_to_fox"):
         monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")

@@ -25,6 +25,10 @@ TINY = {  # rows of the result, and options
         4,
         "--segment-length 32 --sensory-tokens 4 --earliest 6 --segments 1 --seeds 0 2",
     ),
+    "hmt_neural_cache": (
+        2,
+        "--segment-length 16 --sensory-tokens 4 --segments 5 --earliest 2 --seeds 0 2",
+    ),
     "hmt_perplexity": (
         17,
         "--segment-length 16 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --segments 2 --text-length 64 "

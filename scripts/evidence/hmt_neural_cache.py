@@ -1,0 +1,123 @@
+"""Does a neural cache of what HMT remembers lower the perplexity of novels, around an untrained SmolLM2?
+
+    python -m scripts.evidence.hmt_neural_cache
+
+HMT reads a stretch of a novel with `neural_cache_weight`, and so remembers its segments (`own book`), or it has the
+memories of as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many
+positions (`window`), and in windows that are one segment longer. All tokens of the later segments are scored. A memory
+can matter where a token has occurred earlier in the stretch and not within the longer window: these tokens are counted
+apart.
+
+Stretches are drawn from two novels, other ones for each seed. The weight, and the sharpness of the cache, were chosen
+on Moby Dick. Every stretch is kept when it is done.
+"""
+
+import itertools
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from transformers import set_seed
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from scripts.bench import common
+from scripts.evidence.hmt_recall_tokens import BOOKS, SCORED, gain, tokens_of
+from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
+from scripts.evidence.parts import make_parser, measure_parts, require
+
+
+WINDOW = "window"
+READINGS = (WINDOW, "longer window", "own book", "other book")  # in the order of `one_stretch`
+FORM = """
+| read | tokens of earlier segments | all tokens |
+| {name} | {far} | {all} |
+"""
+
+
+def stretch_of(book, number, seed, args):
+    """A stretch of a book, (segments * L' + 1,)."""
+    tokens, size = tokens_of(book, args.backbone), args.segments * args.segment_length
+    order = torch.randperm((len(tokens) - 1) // size, generator=torch.Generator().manual_seed(0))
+    start = int(order[number * 3 + seed]) * size  # seeds 0, 1 and 2 share no stretch
+    return tokens[start : start + size + 1]
+
+
+@torch.no_grad()
+def one_stretch(number, seed, model, args):
+    """Sums of -log p over the tokens of each scored segment, by reading, and how many there are."""
+    length, k, segments, state = args.segment_length, args.sensory_tokens, [], None
+    texts = torch.stack([stretch_of(book, number, seed, args) for book in BOOKS]).to(args.device)
+    for place, begin in enumerate(range(0, args.segments * length, length)):
+        ids, targets = texts[:, begin : begin + length], texts[:, begin + 1 : begin + length + 1]
+        own = model(ids, state=state, use_cache=True)
+        if place >= args.earliest:
+            far = max(0, begin - k - length)  # where the longer window begins
+            logits = [model.backbone(texts[:, i : begin + length]).logits[:, -length:] for i in (begin - k, far)]
+            other = replace(state.select_rows([1, 0]), sensory_ids=state.sensory_ids)
+            logits = torch.stack([*logits, own.logits, model(ids, state=other, use_cache=False).logits])
+            losses = F.cross_entropy(
+                logits.double().flatten(0, 2), targets.repeat(len(logits), 1, 1).flatten(), reduction="none"
+            )
+            losses = losses.view(len(READINGS), len(BOOKS), length).cpu()
+            for row, book in enumerate(BOOKS):
+                text = texts[row].tolist()
+                earlier = set(text[:far])
+                is_far = [
+                    x in earlier and x not in text[far:i] for i, x in enumerate(text[begin + 1 :][:length], begin + 1)
+                ]
+                parts = {"far": losses[:, row][:, is_far], "all": losses[:, row]}
+                segments.append(
+                    {
+                        "book": book,
+                        "segment": place,
+                        "tokens": {"far": sum(is_far), "all": length},
+                        "losses": {
+                            name: dict(zip(READINGS, (round(x, 4) for x in part.sum(1).tolist())))
+                            for name, part in parts.items()
+                        },
+                    }
+                )
+        state = own.state
+    return {"seed": seed, "stretch": number, "segments": segments}
+
+
+def measure(args):
+    require(BACKBONES[args.backbone], TEXT)
+    settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens}
+    config = HMTConfig(**settings, neural_cache_weight=args.weight)
+    set_seed(0)
+    model = HMTWrapper.from_backbone(load_backbone(args), config).eval()
+
+    def measure_one(number, seed, args):
+        return one_stretch(number, seed, model, args)
+
+    yield from measure_parts(measure_one, itertools.product(range(args.stretches), args.seeds), args)
+
+
+def table(result):
+    s, lines = result["settings"], []
+    rows = [segment | {"seed": row["seed"]} for row in result["rows"] for segment in row["segments"]]
+    parts = {"": rows} | {f", {book}": [row for row in rows if row["book"] == book] for book in BOOKS}
+    parts |= {f", seed {seed}": [row for row in rows if row["seed"] == seed] for seed in s["seeds"]}
+    for reading in READINGS[1:]:
+        for name, part in parts.items() if reading == "own book" else [("", rows)]:
+            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, WINDOW)) for x in SCORED}
+            lines.append({"name": reading + name} | gains)
+    far = sum(row["tokens"]["far"] for row in rows)
+    text = (
+        f"Nats per token gained over a window of as many positions, ± one standard error over {len(rows)} segments of "
+        f"{s['segment_length']} tokens; {s['sensory_tokens']} tokens before each are read with it, and {s['segment_length']} more "
+        f"by the longer window. {far} tokens had occurred in an earlier segment and not within the longer window."
+    )
+    return f"{text}\n\n{common.markdown(lines, FORM)}"
+
+
+def main(arguments=None):
+    sizes = {"segment_length": 128, "sensory_tokens": 32, "weight": 0.1, "segments": 40, "earliest": 8, "stretches": 1}
+    parser = make_parser(__spec__.name, __doc__, "hmt_neural_cache_{backbone}", **sizes, seeds=[0, 1, 2], device="cpu")
+    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
+    common.run(parser, measure, table, arguments)
+
+
+if __name__ == "__main__":
+    main()
