@@ -4,7 +4,7 @@
 
 HMT reads a stretch of a novel with `neural_cache_weight`, and so remembers its segments (`own book`), or it has the
 memories of as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many
-positions (`window`), and in windows that are one segment longer. All tokens of the later segments are scored. A memory
+positions (`window`), in windows that are one segment longer, and with all of the stretch before them. All tokens of the later segments are scored. A memory
 can matter where a token has occurred earlier in the stretch and not within the longer window: these tokens are counted
 apart.
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from transformers import set_seed
+from transformers import DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
@@ -27,7 +27,7 @@ from scripts.evidence.parts import make_parser, measure_parts, require
 
 
 WINDOW = "window"
-READINGS = (WINDOW, "longer window", "own book", "other book")  # in the order of `one_stretch`
+READINGS = (WINDOW, "longer window", "whole context", "own book", "other book")  # in the order of `one_stretch`
 FORM = """
 | read | tokens of earlier segments | all tokens |
 | {name} | {far} | {all} |
@@ -45,16 +45,19 @@ def stretch_of(book, number, seed, args):
 @torch.no_grad()
 def one_stretch(number, seed, model, args):
     """Sums of -log p over the tokens of each scored segment, by reading, and how many there are."""
-    length, k, segments, state = args.segment_length, args.sensory_tokens, [], None
+    length, k, segments = args.segment_length, args.sensory_tokens, []
+    state, kv_cache = None, DynamicCache(config=model.backbone.config)
     texts = torch.stack([stretch_of(book, number, seed, args) for book in BOOKS]).to(args.device)
     for place, begin in enumerate(range(0, args.segments * length, length)):
         ids, targets = texts[:, begin : begin + length], texts[:, begin + 1 : begin + length + 1]
         own = model(ids, state=state, use_cache=True)
+        whole = model.backbone(ids, past_key_values=kv_cache, use_cache=True)
         if place >= args.earliest:
             far = max(0, begin - k - length)  # where the longer window begins
             logits = [model.backbone(texts[:, i : begin + length]).logits[:, -length:] for i in (begin - k, far)]
             other = replace(state.select_rows([1, 0]), sensory_ids=state.sensory_ids)
-            logits = torch.stack([*logits, own.logits, model(ids, state=other, use_cache=False).logits])
+            logits += [whole.logits, own.logits, model(ids, state=other, use_cache=False).logits]
+            logits = torch.stack(logits)
             losses = F.cross_entropy(
                 logits.double().flatten(0, 2), targets.repeat(len(logits), 1, 1).flatten(), reduction="none"
             )
