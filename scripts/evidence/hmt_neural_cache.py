@@ -4,9 +4,9 @@
 
 HMT reads a stretch of a novel with `neural_cache_weight`, and so remembers its segments (`own book`), or it has the
 memories of as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many
-positions (`window`), in windows that are one segment longer, and with all of the stretch before them. All tokens of the later segments are scored. A memory
-can matter where a token has occurred earlier in the stretch and not within the longer window: these tokens are counted
-apart.
+positions (`window`), in windows that are one segment longer, and with all of the stretch before (`whole context`). All
+tokens of the later segments are scored. A memory can matter where a token has occurred earlier in the stretch and not
+within the longer window: these tokens are counted apart.
 
 Stretches are drawn from two novels, other ones for each seed. The weight, and the sharpness of the cache, were chosen
 on Moby Dick. Every stretch is kept when it is done.
