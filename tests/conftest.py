@@ -1,5 +1,6 @@
 """Shared fixtures: the golden data, which lives beside the repository and not in it."""
 
+import gc
 import json
 import tempfile
 from collections import Counter
@@ -59,6 +60,10 @@ def pytest_configure(config):
     commands.prepare(folder.name)
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported by now is searched by no collection
 
 
 def pytest_terminal_summary(terminalreporter, config):

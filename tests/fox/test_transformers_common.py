@@ -93,6 +93,8 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
 
     def setUp(self):
         self.model_tester = FoxModelTester(self.make_config, rope="rope" in self._testMethodName)
+        if "matches_sdpa" in self._testMethodName:
+            self.all_model_classes = (FoxForCausalLM,)  # the attention of the others is the same
         self.config_tester = ConfigTester(self, config_class=FoxConfig, hidden_size=32)
         for table, name in NAMES.items():
             patch = mock.patch.dict(getattr(modeling_auto, table), fox=name)

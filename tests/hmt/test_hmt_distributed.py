@@ -12,7 +12,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 
 def step(kind):
     """In both processes: the mean loss and the gradients of `kind`, compared with those of the whole batch."""
-    rank, ids = dist.get_rank(), torch.randint(3, 61, (4, 43), generator=torch.Generator().manual_seed(2))
+    rank, ids = dist.get_rank(), torch.randint(3, 61, (4, 19), generator=torch.Generator().manual_seed(2))
     causal = {"recall_mode": "three_pass"}
     for settings in (
         {},
@@ -21,9 +21,9 @@ def step(kind):
         causal | {"recall": False, "memory_tokens": 2},
         {"recall_mode": "paper"},
     ):
-        for length in (43, 6):  # a text of one segment recalls nothing
+        for length in (19, 6) if settings.get("recall", True) else (19,):  # a text of one segment recalls nothing
             torch.manual_seed(0)
-            config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3, **settings)
+            config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=2, **settings)
             alone = HMTWrapper.from_backbone(tiny_llama(), config).train()
             model, batch = copy.deepcopy(alone), ids[:, :length]
             expected = alone(batch, labels=batch).loss
@@ -43,7 +43,7 @@ def step(kind):
                 loss.backward()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
-            eps = torch.finfo(torch.float32).eps  # the loss is a float32 mean of up to 168 positive terms
+            eps = torch.finfo(torch.float32).eps  # the loss is a float32 mean of up to 72 positive terms
             torch.testing.assert_close(mean / 2, expected.detach(), atol=0, rtol=64 * eps)
             named = dict((model.module if kind == "ddp" else model).named_parameters())
             for name, parameter in alone.named_parameters():

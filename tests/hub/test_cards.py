@@ -244,10 +244,10 @@ EVIL = "x | <img src=x onerror=alert(1)> [a](javascript:x)\n# y"
 
 
 def leaves(value, path=()):
-    """The paths of all values in a JSON document."""
+    """The paths of all values in a JSON document, of a list those of its first one."""
     yield path
     for key, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     ):
         yield from leaves(inner, (*path, key))
 

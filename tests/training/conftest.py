@@ -1,17 +1,6 @@
 """Fixtures of runs: a small model for them, and processes of their own."""
 
-import gc
-
 import pytest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen_imports():
-    """Let Trainer, which collects garbage at the end of each training, not search what is imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -187,12 +187,11 @@ def settings(folder, output, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, processes", [("killed after a checkpoint", 1), ("killed inside a save", 2)])
-def test_a_run_goes_on_with_its_states(fault, processes, apart, stage_1, tmp_path):
+def test_a_run_goes_on_with_its_states(apart, stage_1, tmp_path):
     whole, part = settings(stage_1, tmp_path / "whole"), settings(stage_1, tmp_path / "part")
-    assert apart(whole, processes=processes) == 0
-    assert apart(part, *FAULTS[fault], processes=processes) in (143, -signal.SIGKILL)
-    assert apart(part, processes=processes) == 0
+    assert apart(whole, processes=2) == 0
+    assert apart(part, *FAULTS["killed inside a save"], processes=2) == -signal.SIGKILL
+    assert apart(part, processes=2) == 0
     assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
     names = os.listdir(tmp_path / "part" / "checkpoints" / f"checkpoint-{STEPS}" / "states")
     assert sorted(names) == ["0.safetensors", "2.safetensors"]
