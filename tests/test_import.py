@@ -26,7 +26,7 @@ ORDERS = [
 ]
 # An order of imports takes a process that has imported neither transformers nor this package. What both need is there.
 IMPORT_IN_FORKS = f"""
-import os, sys, torch._dynamo, torch.distributed.tensor
+import os, sys, huggingface_hub, scipy.optimize, torch._dynamo, torch.distributed.tensor
 assert "transformers" not in sys.modules
 for order in {ORDERS}:
     if os.fork() == 0:

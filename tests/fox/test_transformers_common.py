@@ -89,12 +89,13 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
         FoxForTokenClassification,
         FoxForQuestionAnswering,
     )
+    training_overfit_steps, training_overfit_learning_rate = 60, 5e-3
     test_can_init_all_missing_weights_before_2023 = True  # it looks for a year at the top of the file
 
     def setUp(self):
         self.model_tester = FoxModelTester(self.make_config, rope="rope" in self._testMethodName)
-        if "matches_sdpa" in self._testMethodName:
-            self.all_model_classes = (FoxForCausalLM,)  # the attention of the others is the same
+        if "eager_matches" in self._testMethodName or "torch_dtype" in self._testMethodName:
+            self.all_model_classes = (FoxForCausalLM,)  # in attention and dtypes the others are the same
         self.config_tester = ConfigTester(self, config_class=FoxConfig, hidden_size=32)
         for table, name in NAMES.items():
             patch = mock.patch.dict(getattr(modeling_auto, table), fox=name)

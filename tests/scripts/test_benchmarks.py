@@ -99,6 +99,7 @@ def test_vllm(load, tmp_path, monkeypatch):
     assert [row["cache_bytes_per_token"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [4] * 3
 
 
+@pytest.mark.slow
 def test_neighbours(load, tmp_path, capsys, monkeypatch):
     """Traced and not compiled, as ten graphs take inductor a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -118,7 +119,7 @@ def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         tiles = bench.launched_tiles("cpu")
         patch.setitem(tiles, 16, tiles[16])  # restores what --tile replaces
-        bench.main(f"--device cpu --tile forward=64,32,1,1 --output {tmp_path}/x.json".split())
+        bench.main(f"--device cpu --lengths 32 --tile forward=64,32,1,1 --output {tmp_path}/x.json".split())
     result = json.loads((tmp_path / "x.json").read_text())
     rows = {section: [row for row in result["rows"] if row["section"] == section] for section in bench.TABLES}
     assert result["settings"]["tile"] == ["forward=64,32,1,1"]
@@ -143,9 +144,10 @@ def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "some_flash", SimpleNamespace(flash_attn_func=flash))
     inputs = bench.draw(1, 2, 40, 16, "cpu", grad=False)
     assert (peers.folded_flash("some_flash", 32)(*inputs) - bench.ours(*inputs)).abs().max() < 1e-4
-    faded = bench.draw(1, 2, 300, 16, "cpu", log_f=-0.3, grad=False)
+    faded = bench.draw(1, 2, 260, 16, "cpu", log_f=-0.3, grad=False)
+    expected = bench.ours(*faded)
     for first_blocks in (None, torch.tensor([[[0, 0, 1], [0, 0, 1]]], dtype=torch.int32)):
-        assert (bench.flex(first_blocks)(*faded) - bench.ours(*faded)).abs().max() < 1e-4
+        assert (bench.flex(first_blocks)(*faded) - expected).abs().max() < 1e-4
 
 
 def test_contenders_take_turns_and_the_first_round_warms_up(load):
