@@ -100,10 +100,10 @@ def measure(args):
 def table(result):
     s, lines = result["settings"], []
     rows = [segment | {"seed": row["seed"]} for row in result["rows"] for segment in row["segments"]]
-    parts = {"": rows} | {f", {book}": [row for row in rows if row["book"] == book] for book in BOOKS}
+    parts = {f", {book}": [row for row in rows if row["book"] == book] for book in BOOKS}
     parts |= {f", seed {seed}": [row for row in rows if row["seed"] == seed] for seed in s["seeds"]}
     for reading in READINGS[1:]:
-        for name, part in parts.items() if reading == "own book" else [("", rows)]:
+        for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
             gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, WINDOW)) for x in SCORED}
             lines.append({"name": reading + name} | gains)
     far = sum(row["tokens"]["far"] for row in rows)

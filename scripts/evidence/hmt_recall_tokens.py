@@ -126,14 +126,12 @@ def gain(rows, reading, scored, reference="longer window"):
 
 
 def table(result):
-    rows, s = result["rows"], result["settings"]
-    lines = []
+    rows, s, lines = result["rows"], result["settings"], []
+    parts = {f", seed {seed}": [row for row in rows if row["seed"] == seed] for seed in s["seeds"]}
     for reading in READINGS[1:]:
-        lines.append({"name": reading} | {x: "{:+.3f} ± {:.3f}".format(*gain(rows, reading, x)) for x in SCORED})
-        for seed in sorted({row["seed"] for row in rows}):
-            of_seed = [row for row in rows if row["seed"] == seed]
-            values = {x: "{:+.3f} ± {:.3f}".format(*gain(of_seed, reading, x)) for x in SCORED}
-            lines.append({"name": f"{reading}, seed {seed}"} | values)
+        for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
+            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x)) for x in SCORED}
+            lines.append({"name": reading + name} | gains)
     far = sum(row["tokens"]["far"] for row in rows)
     text = (
         f"Nats per token gained over a window of as many positions, ± one standard error over {len(rows)} segments of "
