@@ -29,7 +29,7 @@ KINDS = [
     SINGLE | {"recurrence": False},
     SINGLE | {"neural_cache_weight": 0.5},
 ]
-WITHOUT_CACHE = [pytest.param(x, False, marks=[] if x == SINGLE else SLOW, id=f"{x}-no cache") for x in KINDS]
+WITHOUT_CACHE = [pytest.param(x, False, id=f"{x}-no cache") for x in ({}, SINGLE)]
 
 
 @pytest.mark.parametrize(

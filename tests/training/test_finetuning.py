@@ -77,10 +77,7 @@ def logits(model):
     [
         (False, "lora"),
         (True, "fox-from-llama"),
-        pytest.param(True, "lora", marks=SLOW),
-        pytest.param(False, "fox-from-llama", marks=SLOW),
         pytest.param(False, "rope-extend", marks=SLOW),
-        pytest.param(True, "rope-extend", marks=SLOW),
     ],
     indirect=["llama"],
 )
