@@ -371,7 +371,7 @@ class HMTState:
             raise ValueError(
                 f"select_rows takes a list of numbers of rows, here of 0 to {rows - 1}, and not {chosen.tolist()}."
             )
-        state = replace(self, pages=None).map(lambda x: x.index_select(0, chosen.to(x.device)))
+        state = replace(self, pages=None).map(lambda x: take_rows(x, chosen.to(x.device)))
         rows = chosen.tolist()
         pages = self.pages and tuple(self.pages[row] for row in rows)
         return replace(state, lengths=tuple(self.lengths[row] for row in rows), pages=pages)
@@ -524,9 +524,18 @@ def where_rows(rows: list[bool], new: Tensor | None, old: Tensor | None) -> Tens
     return torch.where(chosen, new, old)
 
 
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Take `rows` (n,), long, of x (B, ...). Copies of one row share its memory, as do the beams of one text."""
+    alike = x.stride(0) == 0  # shared already
+    if not alike and (rows != rows[0]).any():
+        return x.index_select(0, rows)
+    row = x[:1] if alike else x.index_select(0, rows[:1])
+    return row.expand(len(rows), *x.shape[1:])
+
+
 def pad_front(x: Tensor, width: int) -> Tensor:
     """Put zeros before `x` (n, ...), to (width, ...)."""
     return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 
-__all__ = ["HMTMemory", "HMTState", "mean_memory", "pad_front", "where_rows"]
+__all__ = ["HMTMemory", "HMTState", "mean_memory", "pad_front", "take_rows", "where_rows"]

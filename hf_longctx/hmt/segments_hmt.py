@@ -217,7 +217,8 @@ class Segments:
         bank = torch.cat([state.bank, memory.to(state.bank)], 1)
         begins = torch.tensor(chunk.segments, device=bank.device)[:, None].expand(memory.shape[:2])
         ends = torch.cat([state.ends, (begins + 1) * config.segment_length], 1)
-        kept = (config.memory_size or bank.shape[1]) if config.recall else config.memory_tokens
+        # of rows that close in turn, each would leave the others a column without a memory
+        kept = (config.memory_size or 1 + max(chunk.segments)) if config.recall else config.memory_tokens
         if pages is not None:
             drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
             # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive

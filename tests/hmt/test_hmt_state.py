@@ -98,6 +98,27 @@ def test_memory_does_not_grow(make_wrapper, tokens):
     assert state.kv_cache.get_seq_length() <= model.config.positions_per_segment
 
 
+@torch.no_grad()
+def test_rows_that_close_segments_in_turn_take_no_more_columns(make_wrapper, tokens):
+    model, mask = make_wrapper(memory_size=None), torch.ones_like(tokens)
+    mask[1, :3] = 0
+    _, state = stream(model, tokens, CHUNKS["one by one"], mask)
+    assert state.bank.shape[1] == 5
+
+
+@torch.no_grad()
+def test_copies_of_a_row_share_its_memory(make_wrapper, tokens):
+    """So that the beams of a text do not move its memories with each token."""
+    state = make_wrapper()(tokens, use_cache=True).state
+    beams = state.select_rows([1, 1, 1])
+    bank = beams.bank
+    beams.reorder_cache(torch.tensor([2, 0, 0]))
+    assert bank.data_ptr() == beams.bank.data_ptr() and bank.untyped_storage().nbytes() == 4 * 16 * 8
+    assert torch.equal(beams.bank, state.bank[[1, 1, 1]]) and torch.equal(beams.open_ids, state.open_ids[[1, 1, 1]])
+    beams.reorder_cache(torch.tensor([1, 2]))
+    assert beams.bank.shape == (2, 4, 16)
+
+
 def test_detach_cuts_the_gradient(make_wrapper, tokens):
     for detach in (False, True):
         model = make_wrapper(recall_mode="three_pass")
