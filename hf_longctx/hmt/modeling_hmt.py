@@ -268,7 +268,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             use_cache: return the state. Default: True with a state, else False.
             logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions, a long tensor (n,).
                 The loss is that of all labels, whatever is kept: with 1, memory does not grow with T times the
-                vocabulary, unless the head is no plain linear layer and training runs without gradient checkpointing.
+                vocabulary, unless training runs without gradient checkpointing, and there is a neural cache or a head
+                that is no plain linear layer.
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).

@@ -125,7 +125,7 @@ CONFIG = [
             {"neural_cache_weight": 0.0},
             "neural_cache_weight is 0.0; it must be above 0",
         ),
-        ("a neural cache alone", {"neural_cache_weight": 1.0}, "neural_cache_weight is 1.0; it must be above 0"),
+        ("a neural cache alone", {"neural_cache_weight": 1}, "neural_cache_weight is 1; it must be above 0"),
         *(
             (f"a neural cache with {name}={x}", {"neural_cache_weight": 0.1, name: x}, "that of the single-pass mode")
             for name, x in {
