@@ -320,7 +320,7 @@ def plan(args):
 def measure(args):
     until = time.monotonic() + 60 * args.minutes
     if args.device == "cpu":
-        args.tokens, args.width = 64, 32
+        args.tokens, args.width = 64, 16
         args.lengths, args.head_dim = args.lengths or [64], args.head_dim or [16]
     args.lengths = args.lengths or [2048, 4096, 8192, 16384, 32768, 65536, 131072]
     args.head_dim = args.head_dim or [64, 128]
