@@ -195,7 +195,11 @@ def make_empty_model(run: ResolvedSettings, tokenizer) -> Any:
     model: Any = base
     if run.recipe == "hmt":
         sizes = {name: getattr(run, name) for name in ("segment_length", "sensory_tokens", "recall_mode")}
-        model = HMTWrapper.from_backbone(base, HMTConfig(**sizes, recall=config.model_type == "hmt"))
+        if config.model_type == "hmt":
+            config.recall = True  # as in the stage that comes next
+        model = HMTWrapper.from_backbone(
+            base, config if config.model_type == "hmt" else HMTConfig(**sizes, recall=False)
+        )
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
             module.float()

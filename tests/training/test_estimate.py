@@ -14,6 +14,7 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.cli import main
+from hf_longctx.hmt import HMTConfig
 from hf_longctx.training.estimate import LiveMemory, estimate, savings
 from hf_longctx.training.model_init import quantization
 from hf_longctx.training.recipes import FinetuneSettings
@@ -59,6 +60,16 @@ def test_every_recipe_has_an_estimate(recipe, config):
     found = estimate(settings(config, recipe=recipe, **longer))
     assert 0 <= found.gradients < found.optimizer and found.activations > 0
     assert 2 * 2 * 500 * 32 < found.weights < found.peak  # embeddings in bfloat16
+
+
+def test_the_settings_of_a_saved_memory_count(config, tmp_path):
+    backbone, sizes, found = LlamaConfig.from_pretrained(config), {"segment_length": 16, "sensory_tokens": 4}, {}
+    for more in ({}, {"recall_tokens": 16}, {"neural_cache_weight": 0.1}):
+        HMTConfig(**sizes, **more, backbone_config=backbone).save_pretrained(tmp_path)
+        found[str([*more])] = estimate(settings(tmp_path, recipe="hmt", **sizes))
+    plain, again, cache = found.values()
+    assert again.activations > 1.2 * plain.activations
+    assert cache.logits > 2 * plain.logits  # which are never in memory at once without a cache
 
 
 def test_weights_in_4_bits_are_those_of_a_model_that_is_read(tmp_path):
