@@ -46,7 +46,8 @@ class HMTConfig(PreTrainedConfig):
         neural_cache_weight: The tokens of remembered segments are kept, with the hidden states that predicted them.
             Their neural cache (`neural_cache_hmt.py`) has this weight in each prediction of the single-pass mode, such
             as 0.1. It needs no training. A state then holds d numbers for each remembered token (177 MB in bfloat16 at
-            d = 576 and the defaults). None: no cache.
+            d = 576 and the defaults); in a training, each segment of a call keeps them for its gradients. None: no
+            cache.
         recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
             another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each),
             gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).

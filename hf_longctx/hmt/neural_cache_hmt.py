@@ -1,7 +1,7 @@
 """The neural cache of remembered tokens: `neural_cache_weight` of `HMTConfig`.
 
 A remembered token is likely to come again where the text reads as it did before it (Grave, Joulin and Usunier,
-arXiv 1612.04426, eq. 3 to 5; without a bound, arXiv 1711.02604). Each token x_{i+1} of the remembered segments has a
+arXiv 1612.04426, eq. 3 to 5; the unbounded one: arXiv 1711.02604). Each token x_{i+1} of the remembered segments has a
 key, the last hidden state h_i from which it was predicted, at length one. With the last hidden state h_t
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
