@@ -163,16 +163,25 @@ def test_without_a_tag_nothing_is_pinned_and_that_is_said(llama):
 
 
 @pytest.mark.parametrize(
-    "mode, sentence", [("paper", "the first 4 tokens of a segment are read before"), ("three_pass", "")]
+    "settings, sentence",
+    [
+        ({"recall_mode": "paper"}, "the first 4 tokens of a segment are read before"),
+        ({"recall_mode": "three_pass"}, ""),
+        ({"recall_tokens": 4, "neural_cache_weight": 0.1}, ""),
+    ],
+    ids=str,
 )
-def test_a_card_of_an_hmt_names_what_looks_ahead(tmp_path, mode, sentence):
-    settings = HMTConfig(segment_length=8, sensory_tokens=2, recall_mode=mode)
+def test_a_card_of_an_hmt_names_what_looks_ahead(tmp_path, settings, sentence):
+    more = "; 4 tokens read again; a neural cache of weight 0.1" if "recall_tokens" in settings else ""
+    settings = HMTConfig(segment_length=8, sensory_tokens=2, **settings)
     hmt = HMTWrapper.from_backbone(LlamaForCausalLM(LLAMA), settings)
     hmt.save_pretrained(tmp_path)
     text = with_card(build_bundle(tmp_path), "alice/hmt", "v1").text("README.md")
     assert ("**It looks ahead**" in text) == bool(sentence) and sentence in text
     assert "| claimed | any length | segment by segment | [config.json](config.json) |" in text
-    assert "segments of 8 tokens and the 2 before them; 300 memory embeddings" in text
+    mode = settings.recall_mode.replace("_", r"\_")
+    memory = f"300 memory embeddings are kept; recall: {mode}{more} |"
+    assert f"segments of 8 tokens and the 2 before them; {memory}" in text
 
 
 def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
