@@ -147,19 +147,27 @@ def test_no_position_sees_a_later_token(make_single, tokens, settings):
     assert min(here) > 1e-3
 
 
-CHUNKED = [({}, False), ({}, True), ({"sum_fraction": 0.9}, False), ({"recall": False}, False)]
-CHUNKED += [({"recall_tokens": 4}, False), ({"neural_cache_weight": 0.2}, False)]
+CHUNKED = {
+    "ragged": [
+        ({}, False),
+        ({}, True),
+        ({"sum_fraction": 0.9}, False),
+        ({"recall": False}, False),
+        ({"recall_tokens": 4}, False),
+        ({"neural_cache_weight": 0.2}, False),
+    ],
+    "one by one": [({"recall_tokens": 4}, False), ({"neural_cache_weight": 0.2}, False)],
+    "at j": [({}, False), ({"sum_fraction": 0.9}, True)],
+    "segments": [({"neural_cache_weight": 0.2}, True)],
+}
 
 
 @pytest.mark.parametrize(
     "chunks, settings, gradients",
     [
-        pytest.param(
-            *(chunks, settings, gradients),
-            marks=[] if chunks == "ragged" or (settings, gradients) == ({}, False) else pytest.mark.slow,
-        )
-        for chunks in CHUNKS
-        for settings, gradients in CHUNKED
+        pytest.param(chunks, *case, marks=[] if chunks == "ragged" or case == ({}, False) else pytest.mark.slow)
+        for chunks, cases in CHUNKED.items()
+        for case in cases
     ],
     ids=str,
 )
