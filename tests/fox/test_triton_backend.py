@@ -157,7 +157,7 @@ def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cach
 @pytest.mark.parametrize(
     "variant, options",
     [
-        ("pro with a window", dict(max_new_tokens=9)),
+        ("pro with a window", dict(max_new_tokens=8)),
         ("llama", dict(max_new_tokens=4, cache_implementation="static", disable_compile=True)),
     ],
     ids=["dynamic", "static"],
@@ -278,10 +278,10 @@ def test_autocast_and_checkpointing():
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 
-def compiled(model):
+def compiled(model, **options):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    return torch.compile(model, fullgraph=True, backend="aot_eager")
+    return torch.compile(model, fullgraph=True, backend="aot_eager", **options)
 
 
 def graphs():
@@ -289,16 +289,13 @@ def graphs():
 
 
 @pytest.mark.slow
-def test_training_on_rows_of_any_length_compiles_twice():
-    """For the first length, and for all others."""
-    model = make("pro with rope")
-    model.model.forward = compiled(model.model.forward)
-    for length in (20, 25, 30):
+def test_training_on_rows_of_any_length_compiles_to_one_graph():
+    model = make("llama")
+    model.model.forward = compiled(model.model.forward, dynamic=True)
+    for length in (20, 25):
         ids, mask = draw(1, length), holes(1, length, (0, 9))
-        check(
-            loss_and_gradients(model, ids, mask)[0], loss_and_gradients(make("pro with rope", "eager"), ids, mask)[0]
-        )
-    assert graphs() == 2
+        check(loss_and_gradients(model, ids, mask)[0], loss_and_gradients(make("llama", "eager"), ids, mask)[0])
+    assert graphs() == 1
 
 
 @pytest.mark.slow

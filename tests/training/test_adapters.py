@@ -53,7 +53,7 @@ def hmt(tied):
 
 
 ADAPTERS = [
-    *((model, None, "") for model in (fox, llama, gpt2, mamba)),
+    *((model, None, "") for model in (gpt2, mamba)),
     (fox, "q_proj,g_proj", ""),
     (fox, None, "f_proj"),
     (fox, None, f"{NORMS},embed_tokens"),

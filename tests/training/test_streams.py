@@ -175,6 +175,7 @@ def stage_1(tmp_path_factory):
     (folder / "texts").mkdir()
     for number, document in enumerate(stdlib_text("held_out")[:30000].split("\n\n\n")):
         (folder / "texts" / f"{number:03}.txt").write_text(document)
+    (folder / "other.txt").write_text(stdlib_text("held_out")[:400])
     return folder
 
 
@@ -182,7 +183,7 @@ def settings(folder, output, **changes):
     """Chunks that are shorter than a segment, four streams in two passes, and evaluations in between."""
     sizes = dict(sequence_length=16, batch_tokens=64, per_device_batch_size=2, steps=STEPS, save_steps=2, eval_steps=2)
     sizes |= dict(segment_length=24, sensory_tokens=4, learning_rate=1e-2, lora_dropout=0.1, carry_state=True)
-    texts = dict(data=str(folder / "texts"), eval_data=str(folder / "texts" / "000.txt"))
+    texts = dict(data=str(folder / "texts"), eval_data=str(folder / "other.txt"))
     return FinetuneSettings(model=str(folder), recipe="hmt", output=str(output), **texts | sizes | changes)
 
 
