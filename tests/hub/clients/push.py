@@ -14,13 +14,14 @@ from pathlib import Path
 import checks
 from huggingface_hub import HfApi, ModelCard, get_session, hf_hub_download
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import FoxConfig, HMTConfig, cli, fox
 from hf_longctx.hub.verify import main as verify
 
 
-DEMO, HMT_DEMO = sys.argv[1:]
+LARGE, HMT_DEMO = sys.argv[1:]
+DEMO = "demo"  # a copy with few weights, which main makes
 TINY = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 api = HfApi()
 
@@ -47,7 +48,7 @@ def titles(repo):
 def check_a_killed_push_leaves_nothing_and_can_be_repeated():
     turn(slow=100)
     if (child := os.fork()) == 0:
-        push(DEMO, "alice/killed")
+        push(LARGE, "alice/killed")
         os._exit(0)
     while not api.repo_exists("alice/killed"):
         time.sleep(0.05)
@@ -124,7 +125,7 @@ def check_private():
 
 def check_old_weights_do_not_stay_beside_new_ones():
     model = AutoModelForCausalLM.from_pretrained(DEMO)
-    model.save_pretrained("shards", max_shard_size="1MB")
+    model.save_pretrained("shards", max_shard_size="200KB")
     line, head = "removes model.safetensors, which alice/fox-private has", api.repo_info("alice/fox-private").sha
     for revision in ([], ["--revision", "new"]):
         assert line in push("shards", "alice/fox-private", "--dry-run", *revision)
@@ -224,4 +225,8 @@ def check_what_the_hub_refuses_is_one_line():
 
 
 if __name__ == "__main__":
+    shutil.copytree(LARGE, DEMO)
+    config = AutoConfig.from_pretrained(LARGE)
+    config.update(TINY | {"vocab_size": config.vocab_size, "num_key_value_heads": 2, "head_dim": 16})
+    AutoModelForCausalLM.from_config(config).save_pretrained(DEMO)
     checks.run(dict(globals()))
