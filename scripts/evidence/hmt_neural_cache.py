@@ -21,13 +21,12 @@ from transformers import DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
-from scripts.evidence.hmt_recall_tokens import BOOKS, SCORED, gain, tokens_of
+from scripts.evidence.hmt_recall_tokens import BOOKS, gain_lines, tokens_of
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require
 
 
-WINDOW = "window"
-READINGS = (WINDOW, "longer window", "whole context", "own book", "other book")  # in the order of `one_stretch`
+READINGS = ("window", "longer window", "whole context", "own book", "other book")  # in the order of `one_stretch`
 FORM = """
 | read | tokens of earlier segments | all tokens |
 | {name} | {far} | {all} |
@@ -98,14 +97,11 @@ def measure(args):
 
 
 def table(result):
-    s, lines = result["settings"], []
+    s = result["settings"]
     rows = [segment | {"seed": row["seed"]} for row in result["rows"] for segment in row["segments"]]
     parts = {f", {book}": [row for row in rows if row["book"] == book] for book in BOOKS}
     parts |= {f", seed {seed}": [row for row in rows if row["seed"] == seed] for seed in s["seeds"]}
-    for reading in READINGS[1:]:
-        for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
-            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, WINDOW)) for x in SCORED}
-            lines.append({"name": reading + name} | gains)
+    lines = gain_lines(rows, READINGS, parts)
     far = sum(row["tokens"]["far"] for row in rows)
     text = (
         f"Nats per token gained over a window of as many positions, ± one standard error over {len(rows)} segments of "

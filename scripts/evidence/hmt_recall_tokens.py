@@ -113,7 +113,7 @@ def measure(args):
     yield from measure_parts(measure_one, keys, args)
 
 
-def gain(rows, reading, scored, reference="longer window"):
+def gain(rows, reading, scored, reference):
     """What a reading gains over another one, in nats per token: the mean over tokens, and its standard error.
 
     Segments are independent, tokens of one are not.
@@ -125,13 +125,21 @@ def gain(rows, reading, scored, reference="longer window"):
     return mean, math.sqrt(((differences - mean * tokens) ** 2).sum()) / total
 
 
-def table(result):
-    rows, s, lines = result["rows"], result["settings"], []
-    parts = {f", seed {seed}": [row for row in rows if row["seed"] == seed] for seed in s["seeds"]}
-    for reading in READINGS[1:]:
+def gain_lines(rows, readings, parts):
+    """Lines of a table: what all readings gain over the first, and `own book` also in `parts`, {name: rows}."""
+    reference, *others = readings
+    lines = []
+    for reading in others:
         for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
-            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x)) for x in SCORED}
+            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, reference)) for x in SCORED}
             lines.append({"name": reading + name} | gains)
+    return lines
+
+
+def table(result):
+    rows, s = result["rows"], result["settings"]
+    parts = {f", seed {seed}": [row for row in rows if row["seed"] == seed] for seed in s["seeds"]}
+    lines = gain_lines(rows, READINGS, parts)
     far = sum(row["tokens"]["far"] for row in rows)
     text = (
         f"Nats per token gained over a window of as many positions, ± one standard error over {len(rows)} segments of "
