@@ -3,16 +3,17 @@
 import gc
 import json
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import mean
 
-import commands
-import mistakes
 import pytest
-from processes import TwoProcesses
 
 
-GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT.parent / "shared" / "golden"
+DURATIONS = ROOT / "scripts" / "results" / "durations.json"
+SLOW = 0.2  # seconds of one case of a test, with its fixtures
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +27,18 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def two_processes():
     """Runs a function in two processes at once, see processes.py."""
+    from processes import TwoProcesses
+
     processes = TwoProcesses()
     yield processes
     processes.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Let no collection search what imports and tests have left: each training and each manager collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -51,43 +61,66 @@ UPSTREAM_MARKS = """
 
 
 def pytest_addoption(parser):
-    parser.addoption("--durations-json", metavar="PATH", help="write the seconds of each test file to this JSON")
+    parser.addoption(
+        "--durations-json", metavar="PATH", help="write the seconds of the files and the slow tests to a JSON"
+    )
 
 
 def pytest_configure(config):
-    folder = tempfile.TemporaryDirectory()
-    config.add_cleanup(folder.cleanup)
-    commands.prepare(folder.name)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # it runs tests itself
+        import commands  # and torch, which takes seconds
+
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        commands.prepare(folder.name)
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 
 
-def pytest_collection_finish():
-    gc.freeze()  # what is imported by now is searched by no collection
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests as slow that were slow when all were measured last, or start processes."""
+    slow = {
+        f"{file}::{test}"
+        for file, found in json.loads(DURATIONS.read_text())["files"].items()
+        for test in found["slow"]
+    }
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow or "two_processes" in item.fixturenames:
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter, config):
     reports = [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")]
-    counts = mistakes.count(report for report in reports if report.outcome == "passed" and report.when == "call")
+    passed = [report for report in reports if report.outcome == "passed" and report.when == "call"]
+    counts = Counter(outcome for report in passed for name, outcome in report.user_properties if name == "mistake")
     if counts:
         terminalreporter.write_line(
             f"bad input: {counts.total()} mistakes, {counts['refused']} refused with one clear error, "
             f"{counts['harmless']} harmless"
         )
-    for report in reports:
-        if report.when == "call" and (hops := dict(report.user_properties).get("hops")):
+    for report in passed:
+        if hops := dict(report.user_properties).get("hops"):
             terminalreporter.write_line("{}: {} functions, {} changes of file".format(report.nodeid, *hops))
     if path := config.getoption("durations_json"):
         write_durations(Path(path), reports, config.getoption("numprocesses", None) or 1)
 
 
 def write_durations(path, reports, processes):
-    """Write the seconds of each file, its fixtures included, the slowest file first."""
+    """Write the seconds of each file, its fixtures included, and its slow tests; the slowest file first."""
     from scripts.bench.common import machine
 
-    seconds = Counter()
+    cases, files, tests = Counter(), Counter(), defaultdict(list)
     for report in reports:
-        seconds[report.nodeid.partition("::")[0]] += getattr(report, "duration", 0)  # a file that is skipped has none
-    files = {name: round(total, 1) for name, total in seconds.most_common()}
-    result = {"machine": machine(), "processes": processes}
-    path.write_text(json.dumps(result | {"seconds": round(seconds.total(), 1), "files": files}, indent=1) + "\n")
+        if report.outcome != "skipped":
+            cases[report.nodeid] += report.duration
+    for node, seconds in cases.items():
+        file, _, test = node.partition("[")[0].partition("::")
+        files[file] += seconds
+        tests[file, test].append(seconds)
+    slow = {test for test, seconds in tests.items() if mean(seconds) > SLOW}
+    result = {"machine": machine(), "processes": processes, "seconds": round(files.total(), 1), "files": {}}
+    for file, seconds in files.most_common():
+        found = sorted(test for other, test in slow if other == file)
+        result["files"][file] = {"seconds": round(seconds, 1), "slow": found}
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -5,7 +5,6 @@ A row is `refused(name, call, says)`: the call raises one clear error that match
 A call takes the argument that the table's test hands to it, such as a small model.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -45,8 +44,3 @@ def refused(name, call, says, error=CLEAR_ERRORS):
 
 def harmless(name, call):
     return Mistake(name, call)
-
-
-def count(reports) -> Counter:
-    """Count the mistakes that were refused and those that are harmless, in pytest's reports of passed tests."""
-    return Counter(outcome for report in reports for name, outcome in report.user_properties if name == "mistake")

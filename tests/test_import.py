@@ -38,7 +38,6 @@ for order in {ORDERS}:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_the_auto_classes_know_fox():
     assert run(IMPORT_IN_FORKS).split() == ["FoxForCausalLM"] * len(ORDERS)

@@ -55,7 +55,6 @@ def short_text(monkeypatch):
 with_python = [path for path in READMES if any(language == "python" for language, _ in blocks(path))]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("short_text", "short_replies")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 @pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
@@ -73,7 +72,6 @@ def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
         assert printed.getvalue() == (output if following == "text" else "")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("short_text", "short_replies")
 @pytest.mark.parametrize(
     "command",
@@ -85,7 +83,6 @@ def test_commands_work(command, small_cards, tmp_path, monkeypatch):
     assert cli.main(shlex.split(command, comments=True)[1:]) == 0
 
 
-@pytest.mark.slow
 def test_demo(tmp_path):
     """scripts/demo without its environment, which the one that runs this test replaces."""
     assert {"scripts/demo", "scripts/test"} <= set(commands(ROOT / "README.md"))

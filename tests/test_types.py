@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ty") is None, reason="needs it: pip install ty")
 def test_types_agree():
     command = [sys.executable, "-m", "ty", "check", "-v", "--python", sys.prefix, "--output-format", "concise"]

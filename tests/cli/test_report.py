@@ -38,7 +38,6 @@ def test_nothing_to_measure(tmp_path, capsys):
     assert error.count("error: ") == 1 and "nowhere" in error
 
 
-@pytest.mark.slow
 def test_processes_write_one_report(folder, tmp_path):
     """Two processes have the environment that torchrun gives them."""
     llama, text, output = tmp_path / "llama", tmp_path / "text.txt", tmp_path / "report"

@@ -98,7 +98,6 @@ def chat(client, prompt, **options):
     return client.chat.completions.create(messages=messages, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("client", [""], ids=["one at a time"], indirect=True)
 @pytest.mark.parametrize("bad", [dict(temperature=-1), dict(max_tokens=-1)], ids=str)
 def test_values_that_cannot_be_used_are_the_callers_mistake(client, bad):
@@ -107,7 +106,6 @@ def test_values_that_cannot_be_used_are_the_callers_mistake(client, bad):
             chat(client, PROMPTS[0], **bad)
 
 
-@pytest.mark.slow
 def test_the_openai_client_gets_what_generate_gives(client, expected):
     first = chat(client, PROMPTS[0]).choices[0]
     assert (first.message.content, first.finish_reason) == (expected[0], "length")
@@ -198,7 +196,6 @@ def test_an_hmt_has_no_continuous_batching(in_process, hmt_folder):
     assert reply.status_code == 400 and "HMT has no continuous batching" in reply.text
 
 
-@pytest.mark.slow
 def test_an_hmt_is_served(hmt_folder):
     model, tokenizer = HMTWrapper.from_pretrained(hmt_folder), AutoTokenizer.from_pretrained(hmt_folder)
     prompt = " ".join(PROMPTS)

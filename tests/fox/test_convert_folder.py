@@ -299,7 +299,6 @@ print(memory("VmHWM") - before)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the memory peak that Linux reports")
 def test_memory_stays_below_two_shards(tmp_path):
     """safetensors holds a copy of the tensors while it writes them."""

@@ -13,7 +13,6 @@ from transformers import Trainer, TrainingArguments
 from hf_longctx.fox import FoxForCausalLM
 
 
-pytestmark = pytest.mark.slow
 VARIANT = "pro with grouped heads and rope"
 RATE = 0.5
 CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"

@@ -20,7 +20,6 @@ def assert_same(got, want):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["pro with grouped heads and rope", "pro with a window"])
 def test_a_static_cache_is_compiled_once_and_whole(variant):
     """One graph for all tokens and both calls; with a sliding window a second one, once the window is full."""

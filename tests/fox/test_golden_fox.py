@@ -92,7 +92,7 @@ def test_generate(golden):
         assert check(case, t, "expected/scores", torch.stack(out.logits, dim=1))
 
 
-OPERATORS = ["folded", "reference", pytest.param("triton", marks=[*runs_triton, pytest.mark.slow])]
+OPERATORS = ["folded", "reference", pytest.param("triton", marks=runs_triton)]
 
 
 @pytest.mark.parametrize("backend", OPERATORS)

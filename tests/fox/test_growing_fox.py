@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from tiny_fox import TINY, check_logits, few_variants, logits, make, make_from, tokens
+from tiny_fox import TINY, check_logits, every_variant, logits, make, make_from, tokens
 from torch.func import functional_call, jvp
 from transformers import DynamicCache, StaticCache
 
@@ -67,7 +67,7 @@ def decode(model, ids, cache, first=9):
     )
 
 
-@few_variants
+@every_variant
 def test_a_step_in_place_is_an_ordinary_step(variant, monkeypatch):
     model, ids = make(variant), tokens(2, 9 + FREE + 4)
     cache = DynamicCache(config=model.config)
@@ -85,14 +85,8 @@ def test_a_step_in_place_is_an_ordinary_step(variant, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "seed, dtype",
-    [
-        pytest.param(seed, dtype, marks=[] if seed == number else pytest.mark.slow, id=f"{seed}-{dtype}")
-        for seed in range(4)
-        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64))
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("seed", range(4))
 def test_random_models_decode_as_they_read(seed, dtype):
     """Of any number of rows and heads, padded on the left, from every kind of cache."""
     draw = torch.Generator().manual_seed(seed)

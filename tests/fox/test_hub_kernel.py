@@ -100,7 +100,6 @@ def test_older_versions_of_the_library_get_the_same_functions(kernel):
     assert set(kernel.__all__) <= set(vars(older)) and older.FOX_INTERFACE == kernel.FOX_INTERFACE
 
 
-@pytest.mark.slow
 def test_logits_and_gradients_are_the_same(without_own_kernels):
     ids, kwargs = rows("left padding")
     want, expected = loss_and_gradients(make("llama"), ids, **kwargs)
@@ -110,7 +109,6 @@ def test_logits_and_gradients_are_the_same(without_own_kernels):
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 
-@pytest.mark.slow
 def test_decoding_is_the_same(without_own_kernels):
     def run(model):
         past, seen = CACHES["static"](model.config), holes(2, 20, (0, 0), (0, 6))

@@ -111,7 +111,6 @@ def test_gradients_of_packed_documents(variant, checkpointing):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, borders", [("pro with grouped heads and rope", "position ids"), ("llama", "cu_seq_lens")]
 )

@@ -95,7 +95,6 @@ for loss in (
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 def test_a_fifth_of_the_memory_although_weights_in_bfloat16_are_copied():
     pieces, plain = map(int, run(["python", "-c", MEASURE]).stdout.split())

@@ -75,9 +75,8 @@ def calls():
         yield pytest.param(backend, case, FP32, id=f"{backend}, {case}, float32", marks=marks)
         few = ("grouped heads", "head of 80", "packed, window")
         if (dtype := IN_16_BITS.get(case)) and (backend == "folded" or case in few):
-            slow = [pytest.mark.slow] if backend == "triton" and case != "grouped heads" else []
             name = f"{backend}, {case}, {str(dtype).removeprefix('torch.')}"
-            yield pytest.param(backend, case, dtype, id=name, marks=[*marks, *slow])
+            yield pytest.param(backend, case, dtype, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("backend, case, dtype", list(calls()))
@@ -153,7 +152,7 @@ def test_sinks_of_triton_and_of_a_wrong_shape_are_refused():
         ("folded", False),
         ("reference", True),
         pytest.param("triton", True, marks=runs_triton),
-        pytest.param("triton", False, marks=[*runs_triton, pytest.mark.slow]),
+        pytest.param("triton", False, marks=runs_triton),
     ],
 )
 def test_padding_may_hold_nan(backend, between):

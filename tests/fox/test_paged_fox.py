@@ -1,6 +1,5 @@
 """Continuous batching gives the tokens and the log-probabilities of `generate`."""
 
-import gc
 import inspect
 
 import pytest
@@ -24,14 +23,6 @@ VARIANTS = [
     "only v shift, shared norm, biases",
     "no gate",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """Without the objects of the test run: a manager collects garbage twice when it stops."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def generate_batch(model, prompts, new=6, batching=None, keep=False, **settings):

@@ -11,7 +11,6 @@ from hf_longctx.fox.backend_fox import logit_bound_of_norms
 
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
         reason="plans are those of transformers 5.23",

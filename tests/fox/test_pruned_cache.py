@@ -31,7 +31,6 @@ VARIANTS = {
     "YaRN": lambda: FoxConfig(**TINY, rope_parameters=YARN),
     "YaRN and QK-norm": lambda: FoxConfig.pro(**TINY, rope_parameters=YARN),
 }
-SLOW = pytest.mark.slow
 
 
 def make(variant, backend="sdpa", layers=2):
@@ -147,13 +146,7 @@ def test_no_query_loses_more_than_the_tolerance(kind, gates, tolerance, group, g
         assert most > tolerance / 10, "no bound can be much tighter; is this one what the theorem says?"
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        *("YaRN", "only v shift, shared norm, biases"),
-        *(pytest.param(name, marks=SLOW) for name in ("grouped heads", "YaRN and QK-norm")),
-    ],
-)
+@pytest.mark.parametrize("variant", ["YaRN", "only v shift, shared norm, biases", "grouped heads", "YaRN and QK-norm"])
 def test_no_input_exceeds_the_bound_of_the_weights(variant):
     """Inputs that climb towards the largest logit come close to the bound, and never above it."""
     model = make(variant, "eager")
@@ -185,10 +178,8 @@ def test_no_input_exceeds_the_bound_of_the_weights(variant):
     assert ratios[-1].max() > 0.7, "the bound is far from anything an input can do"
 
 
-CLOSE = [("llama", "sdpa", 1e-6), ("YaRN and QK-norm", "sdpa", 1e-6), ("one gate per key head", "eager", 1e-3)]
-MORE = [(variant, "sdpa", 1e-6) for variant in VARIANTS if (variant, "sdpa", 1e-6) not in CLOSE]
-MORE += [("llama", "eager", 1e-3), ("grouped heads", "eager", 1e-3)]
-CLOSE += [pytest.param(*case, marks=SLOW) for case in MORE]
+CLOSE = [(variant, "sdpa", 1e-6) for variant in VARIANTS]
+CLOSE += [(variant, "eager", 1e-3) for variant in ("llama", "grouped heads", "one gate per key head")]
 
 
 @pytest.mark.parametrize("variant, backend, tolerance", CLOSE)
@@ -220,9 +211,7 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["greedy", "prompt lookup", *(pytest.param(x, marks=SLOW) for x in ("beams", "chunked prefill"))]
-)
+@pytest.mark.parametrize("kind", ["greedy", "prompt lookup", "beams", "chunked prefill"])
 def test_generation_is_that_of_the_full_cache(kind):
     model, options = make("grouped heads"), GENERATION[kind]
     rows = 1 if "prompt_lookup_num_tokens" in options else 3

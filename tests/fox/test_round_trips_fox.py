@@ -68,7 +68,6 @@ def words(ids):
     return " ".join(WORDS[i] for i in ids)
 
 
-@pytest.mark.slow
 def test_remote_code_without_the_package_and_without_triton(tmp_path):
     """Each head from its folder and from the folder that remote code saves; the decoder from that of another model."""
     torch.manual_seed(0)
@@ -138,7 +137,6 @@ def test_a_text_generation_pipeline(variant, tokenizer, tmp_path):
             assert answer["generated_token_ids"][-6:] == model.generate(ids, **settings)[0, -6:].tolist()
 
 
-@pytest.mark.slow
 def test_torch_export():
     """As transformers exports: not strict, without a cache, the length of the text left open."""
     model = make("pro")
@@ -156,7 +154,6 @@ def test_torch_export():
     assert not in_place
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.treespec:FutureWarning")  # transformers reads one as torch no longer likes
 def test_an_export_decodes_what_it_has_read():
     """The graphs of transformers.exporters for a prompt and for a token after it pass the sum and the shift on."""

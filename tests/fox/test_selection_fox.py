@@ -174,9 +174,7 @@ def test_calls_that_the_fastest_cannot_compute_take_another(machine, used, monke
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "fastest", ["sdpa", pytest.param("forgetting_triton", marks=[skip_without_triton, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("fastest", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)])
 def test_while_compiling_what_was_found_before_is_taken(fastest, machine, monkeypatch):
     torch.compiler.reset()
     monkeypatch.setattr(selection_fox, "CANDIDATES", [fastest])

@@ -62,7 +62,6 @@ def share_rows(cases):
     return {name: learn(shard, **case) for name, case in cases.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES, pytest.param(TRITON, marks=skip_without_triton)], ids=["torch", "triton"])
 def test_loss_and_gradients_are_those_of_one_process(cases, two_processes):
     learnt = two_processes(share_rows, cases)
@@ -84,7 +83,6 @@ def call_in_context_parallel():
             return str(error)
 
 
-@pytest.mark.slow
 def test_context_parallel_of_torch_is_refused(two_processes):
     assert "has replaced the attention" in two_processes(call_in_context_parallel)
 

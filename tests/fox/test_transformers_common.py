@@ -29,14 +29,6 @@ common = load("test_modeling_common")
 ConfigTester = load("test_configuration_common").ConfigTester
 TrainingTesterMixin = load("test_training_mixin").TrainingTesterMixin
 
-SLOW = (
-    "test_bc_torch_dtype",
-    "test_generate_compilation_all_outputs",
-    "test_generate_compile_model_forward_fullgraph",
-    "test_static_cache_no_recompile_with_smaller_length",
-    "test_training_overfit",
-)
-
 # transformers' tests find out by the class name in these tables which labels a model takes.
 NAMES = {
     "MODEL_MAPPING_NAMES": "FoxModel",
@@ -117,20 +109,10 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
         self.config_tester.run_common_tests()
 
 
-def marked(tests):
-    """Class decorator: mark the slow tests, as far as this transformers has them."""
-    for name in SLOW:
-        if hasattr(tests, name):
-            setattr(tests, name, pytest.mark.slow(getattr(tests, name)))
-    return tests
-
-
-@marked
 class TestFoxLlama(FoxTests, unittest.TestCase):
     make_config = FoxConfig
     all_model_classes = (FoxForCausalLM,)  # the other heads do not depend on the blocks, and have those of Pro below
 
 
-@marked
 class TestFoxPro(FoxTests, unittest.TestCase):
     make_config = FoxConfig.pro

@@ -16,7 +16,7 @@ from hf_longctx.fox import FoxConfig, FoxForCausalLM, FoxModel
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
     pytest.skip("plans are those of transformers 5.23", allow_module_level=True)
-pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+pytestmark = pytest.mark.upstream
 
 tensor_parallel, sharded = load("test_tensor_parallel_mixin"), load("test_fsdp_mixin")
 

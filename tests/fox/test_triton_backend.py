@@ -33,7 +33,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy speaks up at exp2(-inf), log2(0)
 ]
-SLOW = pytest.mark.slow
 SMALL = TINY | dict(num_hidden_layers=1, num_key_value_heads=2)
 VARIANTS = {
     "llama": lambda: FoxConfig(**SMALL),
@@ -107,10 +106,10 @@ def rows(kind):
     [
         ("one gate per key head", "causal"),
         ("window", "packed"),
-        pytest.param("llama", "left padding", marks=SLOW),
-        pytest.param("no gate", "right padding", marks=SLOW),
-        pytest.param("pro with rope", "packed", marks=SLOW),
-        pytest.param("pro with a window", "padding in the middle", marks=SLOW),
+        ("llama", "left padding"),
+        ("no gate", "right padding"),
+        ("pro with rope", "packed"),
+        ("pro with a window", "padding in the middle"),
     ],
 )
 def test_logits_and_gradients_of_all_parameters_equal_eager(variant, kind):
@@ -130,11 +129,11 @@ CACHES = {
 
 
 CHUNKED = [  # variant, padding of two rows, chunks, cache: pair-wise
-    pytest.param("llama", None, [20, 1, 17], "static", marks=SLOW),
+    ("llama", None, [20, 1, 17], "static"),
     ("one gate per key head", [(0, 0), (0, 15)], [19, 19], "dynamic"),
-    pytest.param("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic", marks=SLOW),
+    ("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic"),
     ("pro with a window", [(0, 3), (22, 25)], [20, 17, 1], "static"),
-    pytest.param("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static", marks=SLOW),
+    ("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static"),
 ]
 
 
@@ -153,7 +152,6 @@ def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cach
     check(torch.cat(pieces, dim=1)[real], want[real])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, options",
     [
@@ -288,7 +286,6 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
 def test_training_on_rows_of_any_length_compiles_to_one_graph():
     model = make("llama")
     model.model.forward = compiled(model.model.forward, dynamic=True)
@@ -298,7 +295,6 @@ def test_training_on_rows_of_any_length_compiles_to_one_graph():
     assert graphs() == 1
 
 
-@pytest.mark.slow
 def test_decoding_with_a_static_cache_compiles_to_one_graph():
     """One graph for every step: how many keys there are is known to the device only."""
     ids, model = draw(1, 20), make("llama")
@@ -421,7 +417,6 @@ for model in (installed, remote):
 """
 
 
-@pytest.mark.slow
 def test_remote_code_beside_the_package(tmp_path):
     """Each copy of the files has operators of its own."""
     make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "model")

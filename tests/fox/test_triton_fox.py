@@ -53,7 +53,7 @@ def check_output(o, inputs, **options):
         ((2, 2, 2, 1, 1, 16), torch.bfloat16),
         ((1, 8, 2, 1, 150, 32), torch.bfloat16),
         ((1, 3, 1, 5, 150, 20), torch.float32),
-        pytest.param((1, 4, 1, 16, 100, 16), torch.float32, marks=pytest.mark.slow),
+        ((1, 4, 1, 16, 100, 16), torch.float32),
         ((3, 2, 1, 2, 90, 16), torch.float16),
     ],
     ids=["first token", "one token", "five tokens", "64 rows", "padded"],
@@ -262,12 +262,11 @@ def set_products(monkeypatch):
     [
         ((1, 2, 1, 21, 75, 16), {}, torch.float32, 2),
         ((2, 2, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (0, 0))}, torch.float32, 1),
-        pytest.param(
+        (
             (1, 2, 1, 61, 61, 16),
             {"cu_seqlens": torch.tensor([0, 1, 18, 18, 50, 61], device=DEVICE), "window": 20},
             torch.bfloat16,
             2,
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["more keys than queries", "padding", "packed"],
@@ -481,7 +480,6 @@ def test_same_inputs_same_bits():
     check_same_bits(draw(1, 2, 1, 33, 45, 16, dtype=torch.bfloat16), 1)
 
 
-@pytest.mark.slow
 def test_custom_ops_are_registered_correctly():
     q, k, v, log_f, _ = draw(1, 2, 1, 5, 9, 16)
     c = log_f.double().cumsum(-1)

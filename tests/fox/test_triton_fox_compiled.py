@@ -48,7 +48,6 @@ def check(rows, capability, dtype):
                 assert PRODUCTS[capability] in row["tensor_core"], row
 
 
-@pytest.mark.slow
 def test_a_common_size(tmp_path):
     """With bounds, which adds loops to those that run without."""
     kernels = ["dkdv", "forward"]

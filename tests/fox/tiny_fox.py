@@ -30,13 +30,6 @@ NO_TRITON = why_not(8, device=torch.device("cpu"))
 BACKENDS = ["sdpa"] if NO_TRITON else ["sdpa", "forgetting_triton"]
 skip_without_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-few_variants = pytest.mark.parametrize(  # in the fast tier; every one in all tests
-    "variant",
-    [
-        name if "pro with" in name or name == "no gate" else pytest.param(name, marks=pytest.mark.slow)
-        for name in VARIANTS
-    ],
-)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
 with_and_without_window = pytest.mark.parametrize(
     "variant", ["llama", "pro with grouped heads and rope", "window", "pro with a window"]

@@ -5,9 +5,7 @@ import torch
 
 
 CHUNKS = {"one by one": [1] * 43, "ragged": [5, 3, 1, 14, 2, 11, 7], "at j": [4] * 10 + [3], "segments": [8] * 5 + [3]}
-ragged_is_fast = pytest.mark.parametrize(
-    "chunks", [pytest.param(x, marks=[pytest.mark.slow] * (name != "ragged"), id=name) for name, x in CHUNKS.items()]
-)
+in_chunks = pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 
 
 def stream(model, ids, chunks, mask=None, between=lambda state: state):

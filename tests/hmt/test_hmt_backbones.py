@@ -52,14 +52,9 @@ BACKBONES = {
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
 READ_AGAIN = WITHOUT_CACHE | {f"{name}ForCausalLM" for name in ("Gemma2", "Fox", "ModernBertDecoder")}
-SLOW = pytest.mark.slow
-# One of each kind, for the fast tier.
-FAST = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in ("Llama", "Fox", "Gemma2", "Lfm2", "Roberta"))}
 
 
-@pytest.fixture(
-    params=[name if name in FAST else pytest.param(name, marks=SLOW) for name in BACKBONES], scope="module"
-)
+@pytest.fixture(params=BACKBONES, scope="module")
 def models(request):
     """Two wrappers around each backbone, in eval mode. The tests share them and leave them as they are."""
     model_class = getattr(hf_longctx if request.param.startswith("Fox") else transformers, request.param)
@@ -79,7 +74,7 @@ def model(models):
     return models["three_pass"]
 
 
-both_modes = pytest.mark.parametrize("mode", ["single_pass", pytest.param("three_pass", marks=SLOW)])
+both_modes = pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
 
 
 def assert_same_logits(actual, expected, largest=None):
@@ -164,7 +159,7 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-@pytest.mark.parametrize("mode, padding", [("single_pass", 5), pytest.param("three_pass", 16, marks=SLOW)])
+@pytest.mark.parametrize("mode, padding", [("single_pass", 5), ("three_pass", 16)])
 def test_a_padded_row_is_as_alone(models, tokens, mode, padding):
     """No recurrence, convolution, window or position bias sees padding."""
     model = models[mode]

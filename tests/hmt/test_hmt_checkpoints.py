@@ -276,7 +276,6 @@ for folder, copy in (("hub", "again"), ("again", "third")):  # a loaded model ca
 """
 
 
-@pytest.mark.slow
 def test_remote_code_without_the_package(make_wrapper, tmp_path):
     model = make_wrapper()
     model.save_pretrained(tmp_path / "hub")

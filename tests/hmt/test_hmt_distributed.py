@@ -57,7 +57,6 @@ def step(kind):
                 torch.testing.assert_close(model(half).logits, alone(half).logits, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch.distributed is not built in")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes(two_processes, kind):

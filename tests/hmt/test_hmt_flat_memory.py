@@ -22,7 +22,6 @@ for tokens in (10_000, 30_000):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
 def test_generating_from_30k_tokens(tmp_path):
     """From a path, with new tokens beyond a segment. Attending to 30k tokens at once would take gigabytes."""

@@ -10,7 +10,6 @@ from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorSt
 
 
 SINGLE = {"recall_mode": "single_pass"}
-SLOW = pytest.mark.slow
 
 
 def teacher_forced(model, ids, prompt_length, mask=None):
@@ -98,7 +97,7 @@ def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens)
 
 @pytest.mark.parametrize(
     "arguments, padding",
-    [({}, 5), ({"num_beams": 2}, 0), *(pytest.param(*x, marks=SLOW) for x in (({}, 0), ({"num_beams": 2}, 5)))],
+    [({}, 5), ({"num_beams": 2}, 0), ({}, 0), ({"num_beams": 2}, 5)],
     ids=str,
 )
 def test_what_past_key_values_have_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):

@@ -73,7 +73,7 @@ def test_every_stored_case_is_listed(golden):
     assert {c["name"] for c in manifest["cases"]} == set(CASES)
 
 
-@pytest.mark.parametrize("scope", ["last", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scope", ["last", "all"])
 def test_values_and_gradients(case, scope):
     model = case.wrapper()
     model.config.loss_scope = scope

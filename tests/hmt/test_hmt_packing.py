@@ -33,9 +33,9 @@ def close(a, b):
     "left, settings",
     [
         (True, {}),
-        pytest.param(False, {}, marks=pytest.mark.slow),
-        pytest.param(True, {"recall": False}, marks=pytest.mark.slow),
-        pytest.param(True, PAGED, marks=pytest.mark.slow),
+        (False, {}),
+        (True, {"recall": False}),
+        (True, PAGED),
         (False, SINGLE),
         (True, SINGLE | PAGED),
         (True, PARALLEL),

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from streams import ragged_is_fast, stream
+from streams import in_chunks, stream
 from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -112,7 +112,7 @@ def test_what_was_forgotten_is_not_saved(make_wrapper, tokens, tmp_path):
     torch.testing.assert_close(later, expected, atol=ROUNDING, rtol=0)
 
 
-@ragged_is_fast
+@in_chunks
 def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
     model, mask = make_wrapper(**PAGED), torch.ones_like(tokens)
     mask[1, :13] = 0
@@ -284,7 +284,6 @@ def test_cost_grows_with_the_square_root(kind):
         assert len(pages.members) <= 4 * root
 
 
-@pytest.mark.slow
 def test_a_fact_ten_thousand_segments_back():
     """A real query finds its memory among ten thousand unrelated ones; without pages it is gone."""
     torch.manual_seed(0)

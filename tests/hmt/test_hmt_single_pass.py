@@ -164,11 +164,7 @@ CHUNKED = {
 
 @pytest.mark.parametrize(
     "chunks, settings, gradients",
-    [
-        pytest.param(chunks, *case, marks=[] if chunks == "ragged" or case == ({}, False) else pytest.mark.slow)
-        for chunks, cases in CHUNKED.items()
-        for case in cases
-    ],
+    [(chunks, *case) for chunks, cases in CHUNKED.items() for case in cases],
     ids=str,
 )
 def test_any_chunking_is_one_piece(make_single, tokens, chunks, gradients, settings):
@@ -213,7 +209,6 @@ def test_checkpointing_gives_the_same_gradients(make_single, tokens, settings):
     assert model.memory.wq.grad.any()
 
 
-@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama-demo", "fox-demo"])
 def test_wrapping_costs_nothing_before_training(name):

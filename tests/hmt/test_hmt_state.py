@@ -12,11 +12,8 @@ from tiny_hmt import ROUNDING, tiny_llama
 from hf_longctx.hmt import HMTState, HMTWrapper
 
 
-@pytest.mark.parametrize(
-    "chunks, gradients",
-    [*((name, False) for name in CHUNKS), ("ragged", True)]
-    + [pytest.param(name, True, marks=pytest.mark.slow) for name in CHUNKS if name != "ragged"],
-)
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
     """With gradients there is no key/value cache: the open segment is read again."""
     model, chunks = make_wrapper(), CHUNKS[chunks]

@@ -222,7 +222,6 @@ for kept in (1, 0):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
 def test_a_loss_without_logits_takes_a_fifth_of_the_memory():
@@ -256,7 +255,6 @@ def test_summaries_go_through_together(make_wrapper, tokens):
     torch.testing.assert_close(one_by_one(tokens[:, :40]).logits, together, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.slow
 def test_an_export_is_of_one_length(tokens):
     model = HMTWrapper.from_backbone(tiny_llama(num_hidden_layers=1), HMTConfig(segment_length=8, sensory_tokens=3))
     options = {"kwargs": {"use_cache": False}, "strict": False}
@@ -267,7 +265,6 @@ def test_an_export_is_of_one_length(tokens):
         torch.export.export(model, (tokens[:, :20],), dynamic_shapes=lengths, **options)
 
 
-@pytest.mark.slow
 def test_a_compiled_backbone_is_one_graph_per_shape(tokens):
     config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4)
     model, graphs = HMTWrapper.from_backbone(tiny_llama(num_hidden_layers=1), config), []
@@ -355,7 +352,7 @@ def trained(model, rows, folder, **arguments):
     return trainer
 
 
-@pytest.mark.parametrize("scope", ["all", pytest.param("last", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scope", ["all", "last"])
 def test_trainer_accumulates_exactly(make_wrapper, tokens, tmp_path, llama, scope):
     """Two accumulated rows make the step of one batch of two."""
     start, results = {n: p.clone() for n, p in llama.named_parameters()}, []

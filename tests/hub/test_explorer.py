@@ -182,7 +182,6 @@ def address(hub, publish, bare_python, tmp_path):
             app.terminate()
 
 
-@pytest.mark.slow
 def test_a_visitor(page, address, hub, tmp_path):
     from playwright.sync_api import expect
 

@@ -89,7 +89,6 @@ def test_a_dry_run_needs_no_hub(capsys):
     assert "build/torch-cuda/metadata.json" in printed and "torch-ext/forgetting_attention/__init__.py" in printed
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is that of a CPU, which interprets it")
 def test_a_fox_loads_the_kernel_by_its_name(run_client, publish, tmp_path):
     pytest.importorskip("triton")

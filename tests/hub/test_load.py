@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from demo_model import DEMO, VOCABULARY
 from safetensors.torch import save_file
@@ -22,7 +21,6 @@ TINY = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hid
 SETTINGS = dict(segment_length=16, sensory_tokens=4)
 
 
-@pytest.mark.slow
 def test_without_the_package(run_client, publish, tmp_path):
     tokenizer, expected, commits = AutoTokenizer.from_pretrained(DEMO), {}, {}
     ids = expected["ids"] = torch.randint(3, VOCABULARY, (1, 50), generator=torch.Generator().manual_seed(0))

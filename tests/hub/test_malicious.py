@@ -5,7 +5,6 @@ import json
 import pickle
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -74,7 +73,6 @@ class Touch:
         return Path.touch, (Path(self.path),)
 
 
-@pytest.mark.slow
 def test_hostile_repositories(hub, run_client, publish, tmp_path):
     ran = str(tmp_path / "ran")
 

@@ -390,7 +390,6 @@ def test_a_gated_base_is_there(monkeypatch, adapter):
         pin_base(build_bundle(adapter))
 
 
-@pytest.mark.slow
 def test_pushes(run_client):
     pytest.importorskip("peft")
     run_client("push.py", DEMO, DEMO.with_name("hmt-demo"), package=True)

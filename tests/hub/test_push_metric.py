@@ -42,7 +42,6 @@ def test_a_line_that_would_not_load_is_not_printed(capsys):
     assert "push to alice/position_loss" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_spaces(run_client, publish):
     pytest.importorskip("evaluate")
     for name in NAMES:

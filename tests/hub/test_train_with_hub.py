@@ -7,7 +7,6 @@ from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.hub import build_bundle
 
 
-@pytest.mark.slow
 def test_adapters_trainer_and_datasets(run_client, publish, tmp_path):
     for name in ("peft", "accelerate", "datasets"):
         pytest.importorskip(name)

@@ -12,7 +12,6 @@ from hf_longctx.metrics import ForgettingCurve
 from hf_longctx.metrics.curve import protocol as core
 
 
-slow = pytest.mark.slow
 PROTOCOLS = ["reference", "adaptive"]
 DATA = [{"data_type": "order"}, {"data_type": "random", "id_range": (3, 7)}]
 
@@ -90,7 +89,6 @@ def share_the_work(folder):
         assert repr(caught.value) == expected
 
 
-@slow
 def test_two_processes_share_the_work(counting, tmp_path, two_processes):
     """Each reads about half, has a journal of its own, and returns the JSON of one process; both end if one fails."""
     two_processes(share_the_work, tmp_path)

@@ -21,8 +21,6 @@ from hf_longctx.metrics.run.model import position_limit, weights_hash
 
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
 
-slow = pytest.mark.slow
-
 
 def forgetting_curve(model, tokens, *, journal=None, tokens_per_pass=None, progress=False, **options):
     return measure(model, tokens, run=Run(journal, tokens_per_pass, progress), **options)
@@ -58,7 +56,7 @@ def assert_reproduces(curve, run, tolerance):
 
 
 @pytest.mark.filterwarnings("ignore:length .* needs .* positions")  # several of them go beyond what the model claims
-@pytest.mark.parametrize("name", ["order_log9_r3_s4", pytest.param("random_linear12_r10_s2", marks=slow)])
+@pytest.mark.parametrize("name", ["order_log9_r3_s4", "random_linear12_r10_s2"])
 def test_recorded_curve(trained, tokens, recorded, name):
     run = recorded[name]
     curve = forgetting_curve(trained, None if run["data_type"] == "random" else tokens, **settings_of(run))

@@ -147,7 +147,6 @@ def test_hmt_reads_beyond_the_claim_of_its_backbone(tokenizer):
     assert counts(result) == {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in expected.points}
 
 
-@pytest.mark.slow  # lm-eval reads all of its own tasks
 def test_the_command_runs_lm_eval(tmp_path, capsys):
     command = ["lm-eval", "run", "--model", "hf-longctx", "--tasks", "forgetting_curve", "--log_samples"]
     command += ["--model_args", f"pretrained={DEMO},dtype=float32", "--output_path", str(tmp_path)]

@@ -60,7 +60,6 @@ def measured(capsys):
     return [name for name, title in TITLES.items() if f"{title}:" in lines]
 
 
-@pytest.mark.slow
 def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tmp_path, capsys):
     options = dict(context_length=600, train_length=512, repeats=1, corpus_name="Python: a text", progress=True)
     report = measure_all(llama, tokenizer, tokens, tmp_path, **options)

@@ -120,6 +120,5 @@ def hash_while_spread():
     assert weights_hash(model) == hashed
 
 
-@pytest.mark.slow
 def test_a_model_spread_over_processes_is_the_same_model(two_processes):
     two_processes(hash_while_spread)

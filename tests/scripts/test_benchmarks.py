@@ -99,7 +99,6 @@ def test_vllm(load, tmp_path, monkeypatch):
     assert [row["cache_bytes_per_token"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [4] * 3
 
 
-@pytest.mark.slow
 def test_neighbours(load, tmp_path, capsys, monkeypatch):
     """Traced and not compiled, as ten graphs take inductor a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -109,7 +108,6 @@ def test_neighbours(load, tmp_path, capsys, monkeypatch):
     assert all(row["floor_ms"] > 0 for row in rows if row["name"] != "attention layer")
 
 
-@pytest.mark.slow  # interprets
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):

@@ -35,7 +35,6 @@ TINY = {  # rows of the result, and options
         "--texts 4 --seeds 0 1",
     ),
 }
-SLOW = ("hmt_facts", "hmt_perplexity", "llama_to_fox")
 
 
 def fork(command, check):
@@ -45,7 +44,7 @@ def fork(command, check):
 
 
 @pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in TINY])
+@pytest.mark.parametrize("name", TINY)
 def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, monkeypatch):
     module = load(name)
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=fork), raising=False)
@@ -74,7 +73,6 @@ def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, miss
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.slow
 def test_seven_billion_at_a_tiny_size(load, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'hf-longctx[quantized]'")
     size = "--layers 1 --hidden 128 --recipes lora hmt"

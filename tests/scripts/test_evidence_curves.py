@@ -20,7 +20,6 @@ def make(tmp_path):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_script_makes_picture_table_and_curves(tmp_path):
     first = make(tmp_path)
     curves = {file.stem: ForgettingCurve.from_json(file.read_text()) for file in (tmp_path / "out").glob("*.json")}

@@ -68,7 +68,6 @@ def test_shuffled_memories_are_those_of_another_text(proof, recipe, model):
     assert not torch.allclose(other.logits[:, -10:], model(input_ids=ids).logits[:, -10:])
 
 
-@pytest.mark.slow
 def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys):
     """Every method runs; runs that have a row are not repeated; tables and a picture are made of the rows."""
     pytest.importorskip("matplotlib")

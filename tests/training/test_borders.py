@@ -72,9 +72,7 @@ def test_the_borders_are_those_of_documents_and_rows():
     assert found["max_length_q"] == found["max_length_k"] == 4 and found["cu_seq_lens_q"].dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    "checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointed"]
-)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 def test_rows_with_borders_have_the_losses_of_rows_with_a_mask(checkpointing, llama, tmp_path):
     evaluated = dict(eval_data=str(tmp_path / "text"), eval_steps=3)
     with_mask = losses(llama("mask", **evaluated))

@@ -50,9 +50,7 @@ def test_parts_are_those_of_a_step_with_data(config):
     assert found.gradients + found.activations + found.logits == pytest.approx(of_step, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["lora", "fox-from-llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rope-extend", "hmt"))]
-)
+@pytest.mark.parametrize("recipe", ["lora", "fox-from-llama", "rope-extend", "hmt"])
 def test_every_recipe_has_an_estimate(recipe, config):
     longer = {"sequence_length": 256, "batch_tokens": 256} if recipe == "rope-extend" else {}
     if recipe == "hmt":
@@ -85,7 +83,6 @@ def test_weights_in_4_bits_are_those_of_a_model_that_is_read(tmp_path):
     assert estimate(run).weights - adapter == pytest.approx(sum(x.nbytes for x in tensors), rel=0.01)
 
 
-@pytest.mark.slow
 def test_what_saves_memory_is_told_and_saves_it(config, capsys):
     run = settings(config, sequence_length=128, batch_tokens=512, per_device_batch_size=4)
     before = estimate(run)

@@ -37,9 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(0))
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def llama(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
@@ -77,7 +74,7 @@ def logits(model):
     [
         (False, "lora"),
         (True, "fox-from-llama"),
-        pytest.param(False, "rope-extend", marks=SLOW),
+        (False, "rope-extend"),
     ],
     indirect=["llama"],
 )
@@ -140,7 +137,7 @@ def test_optimizer_compilation_and_checkpointed_layers_are_those_of_trainer(llam
     assert training_arguments(settings(llama, tmp_path).resolve(), tmp_path).optim == TrainingArguments("x").optim
 
 
-@pytest.mark.parametrize("recipe", ["fox-from-llama", *(pytest.param(x, marks=SLOW) for x in ("rope-extend", "hmt"))])
+@pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])
 def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(recipe, llama, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(base)
@@ -218,7 +215,7 @@ def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(merged))
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.1, id="ours"), pytest.param(0.0, id="of PEFT alone", marks=SLOW)])
+@pytest.mark.parametrize("dropout", [0.1, 0.0], ids=["ours", "of PEFT alone"])
 def test_an_adapter_is_trained_on(dropout, llama, tmp_path):
     assert train(settings(llama, tmp_path / "first", train_in_full="norm", lora_rank=3, lora_dropout=dropout)) == 0
     first = tmp_path / "first" / "model"
@@ -249,7 +246,7 @@ def test_an_adapter_is_trained_on(dropout, llama, tmp_path):
         train(whole)
 
 
-@pytest.mark.parametrize("full", [pytest.param(True, id="full", marks=SLOW), pytest.param(False, id="lora")])
+@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch, capsys):
     losses, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
 
@@ -283,7 +280,7 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tm
 
 @pytest.mark.parametrize(
     "owner, method",
-    [(LlamaForCausalLM, "save_pretrained"), pytest.param(ResumableTrainer, "save_model", marks=SLOW)],
+    [(LlamaForCausalLM, "save_pretrained"), (ResumableTrainer, "save_model")],
 )
 def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
     owner, method, llama, tmp_path, monkeypatch
@@ -334,7 +331,6 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
 
 
-@SLOW
 def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path, capsys):
     run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=512, batch_tokens=512, steps=1)
     dry_run(run)
@@ -373,7 +369,6 @@ def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_r
         extend_rope(smollm2, run)
 
 
-@SLOW
 def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hf_longctx.training.trainer.StepLR", lambda optimizer, step_size, gamma: StepLR(optimizer, 2, gamma)

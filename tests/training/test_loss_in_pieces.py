@@ -58,7 +58,7 @@ def loss_and_gradients(model, **options):
     return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", [*list(MODELS)[:-1], pytest.param("falcon_h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_the_models_own(name):
     model, options = make_model(name), {"num_items_in_batch": torch.tensor(77)}
     assert fits(model)

@@ -33,7 +33,6 @@ def run(tmp_path):
     return FinetuneSettings(output=str(tmp_path / "run"), measure_steps=2, **paths, **sizes)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*few repeats")
 def test_curves_and_samples_are_those_of_the_model_and_leave_the_training_alone(run, tmp_path, capsys):
     assert train(replace(run, measure_steps=None, output=str(tmp_path / "plain"))) == 0

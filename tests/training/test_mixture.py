@@ -71,17 +71,7 @@ def mixture(tmp_path, llama):
     return FinetuneSettings(text_column="body", **paths, **sizes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ({"streaming": True}, {"repeated_rows": 0.5}, {"packing": False})
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [{}, {"streaming": True}, {"repeated_rows": 0.5}, {"packing": False}], ids=str)
 def test_a_mixture_goes_on_to_the_same_bytes(changes, mixture, tmp_path, capsys):
     run = replace(mixture, **changes)
     whole = replace(run, output=str(tmp_path / "whole"))

@@ -57,14 +57,7 @@ def test_a_step_is_that_of_muon_and_that_of_adamw_also_after_loading():
         assert torch.equal(p, q), name
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        pytest.param({"full": True, "gate_learning_rate": 1.0}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [{}, {"full": True, "gate_learning_rate": 1.0}], ids=str)
 def test_a_run_with_muon_goes_on_to_the_same_bytes(changes, tmp_path):
     FoxForCausalLM(FoxConfig(vocab_size=VOCABULARY, **SIZES)).save_pretrained(tmp_path / "fox")
     (tmp_path / "text.txt").write_text("The fox forgets what it no longer needs. " * 40)

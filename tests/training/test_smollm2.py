@@ -20,7 +20,6 @@ from hf_longctx.training.run import train
 FOLDER = Path(os.environ.get("HF_LONGCTX_SMOLLM2") or Path.home() / ".cache" / "hf_longctx" / "smollm2")
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is missing: python -m scripts.fetch_smollm2"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]

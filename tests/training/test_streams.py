@@ -187,7 +187,6 @@ def settings(folder, output, **changes):
     return FinetuneSettings(model=str(folder), recipe="hmt", output=str(output), **texts | sizes | changes)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_its_states(apart, stage_1, tmp_path):
     whole, part = settings(stage_1, tmp_path / "whole"), settings(stage_1, tmp_path / "part")
     assert apart(whole, processes=2) == 0
@@ -198,7 +197,6 @@ def test_a_run_goes_on_with_its_states(apart, stage_1, tmp_path):
     assert sorted(names) == ["0.safetensors", "2.safetensors"]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path):
     # small steps: AdamW makes what sums of another order round to as large as any gradient
     changes = {"lora_dropout": 0.0, "learning_rate": 1e-4}
@@ -212,7 +210,6 @@ def test_a_run_goes_on_with_another_number_of_processes(apart, stage_1, tmp_path
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-@pytest.mark.slow
 def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):
     """The second one reads in each process what the first one writes in one of them, before that goes on."""
     llama = tiny_llama(VOCABULARY)

@@ -492,7 +492,6 @@ def test_a_mistake_that_is_found_late_can_be_mended_in_the_same_folder(kit):
     assert (kit.path / "run" / "data" / "tokens.npy").stat().st_mtime_ns == tokens  # packed once
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule, steps", [("warmup_stable_decay", 11), ("cosine", 2)])
 def test_a_run_is_made_longer_if_its_learning_rate_did_not_know_its_end(schedule, steps, kit):
     sizes = dict(schedule=schedule, warmup_steps=0, save_steps=steps - 1)

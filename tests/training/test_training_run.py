@@ -101,7 +101,6 @@ def test_a_run_stops_after_its_hours_and_is_as_long_as_its_epochs(text, tmp_path
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, math.ceil(0.1 * rows / 4) + 1))
 
 
-@pytest.mark.slow
 def test_the_loss_of_other_texts_is_measured_whole_and_leaves_the_training_alone(text, tmp_path, capsys):
     """Three rows, which are fewer than two forward passes, of a text that a stream would repeat without end."""
     (tmp_path / "other").mkdir()
@@ -150,7 +149,6 @@ def test_every_step_of_a_schedule_learns_and_the_warmup_is_linear(name, steps, w
     assert rates[True][warmup:] == rates[False][warmup:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, streaming",
     [*((fault, False) for fault in FAULTS), ("killed after a checkpoint", True)],
@@ -164,7 +162,6 @@ def test_a_run_goes_on_as_if_nothing_had_happened(fault, streaming, apart, unint
     assert metrics(tmp_path) == uninterrupted(streaming=streaming)
 
 
-@pytest.mark.slow
 def test_two_processes_with_shards_go_on_too(apart, uninterrupted, text, tmp_path):
     run = settings(text, tmp_path)
     assert apart(run, *FAULTS["killed inside a save"], processes=2, sharded=True) != 0
@@ -176,7 +173,6 @@ def test_two_processes_with_shards_go_on_too(apart, uninterrupted, text, tmp_pat
     assert len(states) == 2 and not torch.equal(*states)  # of dropout
 
 
-@pytest.mark.slow
 def test_processes_share_rows_and_go_on_too(apart, uninterrupted, evaluated, text, tmp_path):
     sharing = evaluated | dict(sequence_parallel=2, activation_checkpointing=True)
     run = settings(text, tmp_path, **sharing)
@@ -191,14 +187,12 @@ def test_processes_share_rows_and_go_on_too(apart, uninterrupted, evaluated, tex
             assert line[name] == pytest.approx(expected[name], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_shards_that_share_rows_divide_a_step(uninterrupted, evaluated):
     one, two = uninterrupted(**evaluated), uninterrupted(2, sharded=True, dropout=0.0, sequence_parallel=2)
     losses = [line["loss"] for line in one if "loss" in line]
     assert [line["loss"] for line in two] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_accelerate_launches_processes_that_divide_a_step(apart, uninterrupted, evaluated, text, tmp_path):
     """What is launched keeps its environment, in which forks then train: they need not import torch anew."""
     script = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
@@ -219,7 +213,6 @@ def test_accelerate_launches_processes_that_divide_a_step(apart, uninterrupted, 
     assert len(states) == 2, "two processes trained"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe, sharded", [("fox-from-llama", True), ("rope-extend", False)])
 def test_processes_train_one_adapter_and_measure_together(recipe, sharded, apart, text, tmp_path):
     torch.manual_seed(0)
