@@ -7,7 +7,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import mean
 
+import commands
 import pytest
+from processes import TwoProcesses
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,8 +29,6 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def two_processes():
     """Runs a function in two processes at once, see processes.py."""
-    from processes import TwoProcesses
-
     processes = TwoProcesses()
     yield processes
     processes.stop()
@@ -67,12 +67,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # it runs tests itself
-        import commands  # and torch, which takes seconds
-
-        folder = tempfile.TemporaryDirectory()
-        config.add_cleanup(folder.cleanup)
-        commands.prepare(folder.name)
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    commands.prepare(folder.name)
+    config.add_cleanup(gc.unfreeze)  # of quick_collections: at the end, all is let go
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 
