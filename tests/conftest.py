@@ -70,6 +70,7 @@ def pytest_configure(config):
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     commands.prepare(folder.name)
+    config.add_cleanup(commands.ADDRESS.close)
     config.add_cleanup(gc.unfreeze)  # of quick_collections: at the end, all is let go
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
@@ -86,6 +87,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.partition("[")[0] in slow or "two_processes" in item.fixturenames:
             item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    commands.draw_coarsely()
 
 
 def pytest_terminal_summary(terminalreporter, config):
