@@ -98,6 +98,9 @@ OPERATORS = ["folded", "reference", pytest.param("triton", marks=runs_triton)]
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_operator(golden, backend):
     for case, t in load_cases(golden / "fox", "op"):
+        if backend == "triton" and DEVICE == "cpu":  # interpreted; no head feels another, and rows differ in padding
+            rows = slice(None) if "inputs/seq_start" in t else slice(-1, None)
+            t = {name: x[rows, -1:] if x.ndim > 2 else x[rows] for name, x in t.items()}
         inputs = {name: t[f"inputs/{name}"].requires_grad_() for name in ("q", "k", "v", "log_fgate")}
         options = {"scale": case["call"]["sm_scale"], "backend": backend}
         if "inputs/seq_start" in t:
