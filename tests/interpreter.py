@@ -1,28 +1,80 @@
-"""Where there is no GPU, Triton interprets its kernels; import this before Triton. Here it is three times as fast.
+"""Where there is no GPU, Triton interprets its kernels; import this before Triton. Here it is several times as fast.
 
 By itself, the interpreter replaces the functions of Triton's language at each call of a kernel and of a function in
-one, each time by the same; and it computes for each sum of integers whether it overflows, to tell nobody. What is
-replaced here is private: `test_hooks.py` says when it has moved, and the kernels are then interpreted slowly.
+one, each time by the same; it computes for each sum of integers whether it overflows, to tell nobody; and it makes the
+type and the shape of each intermediate result anew. What is replaced here is private: `test_hooks.py` says when it has
+moved, and the kernels are then interpreted slowly.
 """
 
 import contextlib
+import functools
+import math
 import os
 from types import SimpleNamespace
 
 import torch
 
 
-def speed_up(interpreter):
+def replace_once(interpreter):
+    """Replace the functions of Triton's language in each module once, and pass them what they need at once."""
     replace, done = interpreter._patch_lang, set()
 
-    def replace_once(function):
+    def _patch_lang(function):
         if function.__module__ not in done:
             replace(function)
             done.add(function.__module__)
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = replace_once
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    def _patch_attr(owner, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)  # which checks that `_semantic` is passed
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_lang, interpreter._patch_attr = _patch_lang, _patch_attr
+
+
+def remember_types(interpreter):
+    """Make what depends on types and shapes alone once."""
+    core, dtypes, blocks = interpreter.tl.core, {}, {}
+    find_dtype, equal = interpreter._get_np_dtype, core.dtype.__eq__
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def _get_np_dtype(dtype):
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = find_dtype(dtype)
+        return dtypes[dtype.name]
+
+    def with_element_ty(self, element_ty):
+        key = element_ty.name, *self.shape.values
+        if key not in blocks or blocks[key].element_ty != element_ty:
+            blocks[key] = core.block_type(element_ty, self.shape)
+        return blocks[key]
+
+    @functools.cache
+    def describe(*shape):
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    def make_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = describe(*(type.shape.values if type.is_block() else ()))
+
+    def broadcast_impl_value(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        if a.is_block() == b.is_block() and (a is b or not a.is_block() or a.shape.values == b.shape.values):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    interpreter._get_np_dtype = _get_np_dtype
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    core.tensor.__init__ = make_tensor
+    core.block_type.with_element_ty = with_element_ty
+    core.block_type.to_ir = lambda self, builder: self
 
 
 if not torch.cuda.is_available():
@@ -30,4 +82,6 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError, AttributeError):
         from triton.runtime import interpreter
 
-        speed_up(interpreter)
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        replace_once(interpreter)
+        remember_types(interpreter)

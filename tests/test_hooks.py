@@ -20,6 +20,7 @@ GENERATION = "transformers.generation.utils:GenerationMixin"
 BATCHING = "transformers.generation.continuous_batching"
 SHARDS = "accelerate.data_loader"
 INTERPRETER = "triton.runtime.interpreter"
+LANGUAGE = "triton.language.core"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_load_best_model", TRAINER, "def _load_best_model(self)", "the model of the lowest eval_loss is written"),
@@ -112,6 +113,38 @@ HOOKS = [
         "tests interpret kernels faster",
     ),
     ("sanitize_overflow", INTERPRETER, "sanitize_overflow: bool", "tests interpret kernels faster"),
+    ("_patch_attr", INTERPRETER, "_patch_attr(pkg, name, member, builder, scope)", "tests interpret kernels faster"),
+    ("_get_np_dtype", INTERPRETER, "def _get_np_dtype(tt_dtype):", "tests interpret kernels faster"),
+    (
+        "TensorHandle",
+        INTERPRETER,
+        "if not _validate_np_data_size(self.data, self.dtype)",
+        "tests interpret kernels faster",
+    ),
+    (
+        "broadcast_impl_value",
+        "triton.language.semantic",
+        "def broadcast_impl_value(self, lhs: TensorTy,",
+        "tests interpret kernels faster",
+    ),
+    (
+        "make_tensor",
+        f"{LANGUAGE}:tensor",
+        "self.shape = tuple([constexpr(s) for s in self.shape])",
+        "tests interpret kernels faster",
+    ),
+    (
+        "with_element_ty",
+        f"{LANGUAGE}:block_type",
+        "return block_type(scalar_ty, self.shape)",
+        "tests interpret kernels faster",
+    ),
+    (
+        "to_ir",
+        f"{LANGUAGE}:block_type",
+        "get_block_ty(self.element_ty.to_ir(builder), self.shape)",
+        "tests interpret kernels faster",
+    ),
     ("HF_HUB_OFFLINE", "huggingface_hub.constants", "return HF_HUB_OFFLINE", "forks of tests are offline, or not"),
     ("HF_HUB_OFFLINE", "datasets.config", "HF_HUB_OFFLINE =", "forks of tests are offline, or not"),
     ("HF_MODULES_CACHE", "transformers.dynamic_module_utils", "HF_MODULES_CACHE", "forks of tests keep code apart"),
