@@ -225,7 +225,7 @@ def check_what_the_hub_refuses_is_one_line():
 
 
 if __name__ == "__main__":
-    shutil.copytree(LARGE, DEMO)
+    shutil.copytree(LARGE, DEMO, ignore=shutil.ignore_patterns("*.png", "*.md", "forgetting_curve.json", "tokenizer*"))
     config = AutoConfig.from_pretrained(LARGE)
     config.update(TINY | {"vocab_size": config.vocab_size, "num_key_value_heads": 2, "head_dim": 16})
     AutoModelForCausalLM.from_config(config).save_pretrained(DEMO)
