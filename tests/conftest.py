@@ -52,6 +52,14 @@ def short_replies(monkeypatch):
     )
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Let pictures be empty files, where it does not matter how they look: to draw is slow."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
+    content = b"\x89PNG"
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: Path(path).write_bytes(content))
+
+
 # Marks that transformers' own tests carry (transformers_sdist.py).
 UPSTREAM_MARKS = """
     accelerate_tests executorch_export_test flash_attn_3_test flash_attn_4_test flash_attn_test generate

@@ -55,7 +55,7 @@ def short_text(monkeypatch):
 with_python = [path for path in READMES if any(language == "python" for language, _ in blocks(path))]
 
 
-@pytest.mark.usefixtures("short_text", "short_replies")
+@pytest.mark.usefixtures("short_text", "short_replies", "undrawn")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 @pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
@@ -72,7 +72,7 @@ def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
         assert printed.getvalue() == (output if following == "text" else "")
 
 
-@pytest.mark.usefixtures("short_text", "short_replies")
+@pytest.mark.usefixtures("short_text", "short_replies", "undrawn")
 @pytest.mark.parametrize(
     "command",
     dict.fromkeys(x for path in READMES for x in commands(path) if x.startswith("hf-longctx ")),

@@ -20,6 +20,7 @@ from hf_longctx.metrics import (
 )
 
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 # how a tiny model is measured in a moment
 QUICK = {
     "curve": "--max-length 30 --points 3 --repeats 2 --text stdlib",

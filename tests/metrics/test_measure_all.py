@@ -9,9 +9,6 @@ from demo_model import DEMO, VOCABULARY
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-
-pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
-
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.metrics import ForgettingCurve, PositionLoss, measure_all
 from hf_longctx.metrics.output import run_measurement
@@ -21,6 +18,7 @@ from hf_longctx.metrics.retrieval.measure import encoder
 from hf_longctx.metrics.retrieval.wording import wording
 
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 TITLES = {name: result_class.title for name, (result_class, _) in METRICS.items()}
 
 
