@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from tiny_fox import check_logits, logits, make, tokens, with_and_without_window
+from tiny_fox import VARIANTS, check_logits, logits, make, make_from, tokens, with_and_without_window
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 
@@ -30,7 +30,9 @@ def test_a_static_cache_is_compiled_once_and_whole(variant):
         graphs.append(graph)
         return graph.forward
 
-    model, ids = make(variant), tokens(2, 9)
+    config = VARIANTS[variant]()
+    config.num_hidden_layers = 1
+    model, ids = make_from(config), tokens(2, 9)
     options = CompileConfig(backend=backend, fullgraph=True, mode=None)
     options._compile_all_devices = True  # `generate` leaves models on a CPU as they are
     for mask in (torch.ones_like(PADDED), PADDED):
