@@ -42,6 +42,7 @@ def remember_types(interpreter):
     core, dtypes, blocks = interpreter.tl.core, {}, {}
     find_dtype, equal = interpreter._get_np_dtype, core.dtype.__eq__
     broadcast = interpreter.TritonSemantic.broadcast_impl_value
+    convert = interpreter.TritonSemantic.binary_op_type_checking_impl
 
     def _get_np_dtype(dtype):
         if dtype.name not in dtypes:
@@ -68,9 +69,17 @@ def remember_types(interpreter):
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
+    def binary_op_type_checking_impl(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and not (div_or_mod or lhs.dtype.is_ptr()):
+            return broadcast_impl_value(self, lhs, rhs)
+        return convert(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
     interpreter._get_np_dtype = _get_np_dtype
     interpreter.TensorHandle.__post_init__ = lambda self: None
     interpreter.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    interpreter.TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.tensor.__init__ = make_tensor
     core.block_type.with_element_ty = with_element_ty

@@ -128,6 +128,12 @@ HOOKS = [
         "tests interpret kernels faster",
     ),
     (
+        "binary_op_type_checking_impl",
+        "triton.language.semantic",
+        "arithmetic_check=True,\n                                     div_or_mod=False)",
+        "tests interpret kernels faster",
+    ),
+    (
         "make_tensor",
         f"{LANGUAGE}:tensor",
         "self.shape = tuple([constexpr(s) for s in self.shape])",
