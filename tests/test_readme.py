@@ -87,7 +87,7 @@ def test_demo(tmp_path):
     """scripts/demo without its environment, which the one that runs this test replaces."""
     assert {"scripts/demo", "scripts/test"} <= set(commands(ROOT / "README.md"))
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(200)))
+    text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(30)))
     done = run(["python", ROOT / "scripts" / "demo.py", text, "--max-length", "24", "--output", tmp_path / "out"])
     assert done.returncode == 0, done.stderr
     pictures = re.findall(r"^Picture of .+: +(.+)$", done.stdout, re.MULTILINE)
