@@ -2,14 +2,13 @@
 
 import gc
 import json
+import os
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import mean
 
-import commands
 import pytest
-from processes import TwoProcesses
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +28,8 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def two_processes():
     """Runs a function in two processes at once, see processes.py."""
+    from processes import TwoProcesses
+
     processes = TwoProcesses()
     yield processes
     processes.stop()
@@ -68,18 +69,28 @@ UPSTREAM_MARKS = """
 """
 
 
-def pytest_addoption(parser):
+def runs_tests(options):
+    """Return whether this process does; otherwise it hands them to others, and need not import torch."""
+    return "PYTEST_XDIST_WORKER" in os.environ or not getattr(options, "numprocesses", None)
+
+
+def pytest_addoption(parser, pluginmanager):
+    if runs_tests(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
+        import interpreter  # noqa: F401 (before a conftest below imports Triton)
     parser.addoption(
         "--durations-json", metavar="PATH", help="write the seconds of the files and the slow tests to a JSON"
     )
 
 
 def pytest_configure(config):
-    folder = tempfile.TemporaryDirectory()
-    config.add_cleanup(folder.cleanup)
-    commands.prepare(folder.name)
-    config.add_cleanup(commands.ADDRESS.close)
-    config.add_cleanup(gc.unfreeze)  # of quick_collections: at the end, all is let go
+    if runs_tests(config.option):
+        import commands
+
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        commands.prepare(folder.name)
+        config.add_cleanup(commands.ADDRESS.close)
+        config.add_cleanup(gc.unfreeze)  # of quick_collections: at the end, all is let go
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 
@@ -98,6 +109,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    import commands
+
     commands.draw_coarsely()
 
 

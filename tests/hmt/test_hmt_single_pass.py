@@ -215,7 +215,7 @@ def test_wrapping_costs_nothing_before_training(name):
     """The perplexity of a novel is that of windows of as many tokens, also just behind the recalls."""
     folder = Path(__file__).parents[2] / "model_cards"
     text = gzip.decompress((folder / "held_out.txt.gz").read_bytes()).decode()[:100_000]
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(folder / name)(text).input_ids)[: 6 * 640].view(6, 640)
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(folder / name)(text).input_ids)[: 4 * 640].view(4, 640)
     backbone = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     torch.manual_seed(0)
     model = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=128, sensory_tokens=16))
