@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT.parent / "shared" / "golden"
 DURATIONS = ROOT / "scripts" / "results" / "durations.json"
-SLOW = 0.2  # seconds of one case of a test, with its fixtures
+SLOW = 0.3  # seconds of one case of a test, with its fixtures
 
 
 @pytest.fixture(scope="session")
