@@ -55,7 +55,7 @@ def short_replies(monkeypatch):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Let pictures be empty files, where it does not matter how they look: to draw is slow."""
+    """Let files of pictures have the first bytes of one, where it does not matter how they look: to draw is slow."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
     content = b"\x89PNG"
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: Path(path).write_bytes(content))

@@ -20,7 +20,8 @@ GENERATION = "transformers.generation.utils:GenerationMixin"
 BATCHING = "transformers.generation.continuous_batching"
 SHARDS = "accelerate.data_loader"
 INTERPRETER = "triton.runtime.interpreter"
-LANGUAGE = "triton.language.core"
+LANGUAGE = "triton.language"
+FASTER = "tests interpret kernels faster"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_load_best_model", TRAINER, "def _load_best_model(self)", "the model of the lowest eval_loss is written"),
@@ -104,53 +105,23 @@ HOOKS = [
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
     ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),
-    ("_patch_lang", INTERPRETER, "patch_scope = _patch_lang(self.fn)", "tests interpret kernels faster"),
-    ("restore", INTERPRETER, "patch_scope.restore()", "tests interpret kernels faster"),
-    (
-        "interpreter_builder.options",
-        INTERPRETER,
-        "self.options = InterpreterOptions()",
-        "tests interpret kernels faster",
-    ),
-    ("sanitize_overflow", INTERPRETER, "sanitize_overflow: bool", "tests interpret kernels faster"),
-    ("_patch_attr", INTERPRETER, "_patch_attr(pkg, name, member, builder, scope)", "tests interpret kernels faster"),
-    ("_get_np_dtype", INTERPRETER, "def _get_np_dtype(tt_dtype):", "tests interpret kernels faster"),
-    (
-        "TensorHandle",
-        INTERPRETER,
-        "if not _validate_np_data_size(self.data, self.dtype)",
-        "tests interpret kernels faster",
-    ),
-    (
-        "broadcast_impl_value",
-        "triton.language.semantic",
-        "def broadcast_impl_value(self, lhs: TensorTy,",
-        "tests interpret kernels faster",
-    ),
+    ("_patch_lang", INTERPRETER, "patch_scope = _patch_lang(self.fn)", FASTER),
+    ("restore", INTERPRETER, "patch_scope.restore()", FASTER),
+    ("interpreter_builder.options", INTERPRETER, "self.options = InterpreterOptions()", FASTER),
+    ("sanitize_overflow", INTERPRETER, "sanitize_overflow: bool", FASTER),
+    ("_patch_attr", INTERPRETER, "_patch_attr(pkg, name, member, builder, scope)", FASTER),
+    ("_get_np_dtype", INTERPRETER, "def _get_np_dtype(tt_dtype):", FASTER),
+    ("TensorHandle", INTERPRETER, "if not _validate_np_data_size(self.data, self.dtype)", FASTER),
+    ("broadcast_impl_value", f"{LANGUAGE}.semantic", "def broadcast_impl_value(self, lhs: TensorTy,", FASTER),
     (
         "binary_op_type_checking_impl",
-        "triton.language.semantic",
+        f"{LANGUAGE}.semantic",
         "arithmetic_check=True,\n                                     div_or_mod=False)",
-        "tests interpret kernels faster",
+        FASTER,
     ),
-    (
-        "make_tensor",
-        f"{LANGUAGE}:tensor",
-        "self.shape = tuple([constexpr(s) for s in self.shape])",
-        "tests interpret kernels faster",
-    ),
-    (
-        "with_element_ty",
-        f"{LANGUAGE}:block_type",
-        "return block_type(scalar_ty, self.shape)",
-        "tests interpret kernels faster",
-    ),
-    (
-        "to_ir",
-        f"{LANGUAGE}:block_type",
-        "get_block_ty(self.element_ty.to_ir(builder), self.shape)",
-        "tests interpret kernels faster",
-    ),
+    ("make_tensor", f"{LANGUAGE}.core:tensor", "self.shape = tuple([constexpr(s) for s in self.shape])", FASTER),
+    ("with_element_ty", f"{LANGUAGE}.core:block_type", "return block_type(scalar_ty, self.shape)", FASTER),
+    ("to_ir", f"{LANGUAGE}.core:block_type", "get_block_ty(self.element_ty.to_ir(builder), self.shape)", FASTER),
     ("HF_HUB_OFFLINE", "huggingface_hub.constants", "return HF_HUB_OFFLINE", "forks of tests are offline, or not"),
     ("HF_HUB_OFFLINE", "datasets.config", "HF_HUB_OFFLINE =", "forks of tests are offline, or not"),
     ("HF_MODULES_CACHE", "transformers.dynamic_module_utils", "HF_MODULES_CACHE", "forks of tests keep code apart"),

@@ -20,7 +20,6 @@ from hf_longctx.metrics import (
 )
 
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 # how a tiny model is measured in a moment
 QUICK = {
     "curve": "--max-length 30 --points 3 --repeats 2 --text stdlib",
@@ -29,6 +28,13 @@ QUICK = {
     "lines": "--lines 3 10 --repeats 2 --no-replies",
     "several": "--lengths 800 900 --needles 2 --repeats 2 --text stdlib",
 }
+
+
+@pytest.fixture(autouse=True)
+def one_picture(request):
+    """Let each command draw in one test."""
+    if request.node.originalname != "test_a_command_writes_and_tells_what_it_measured":
+        request.getfixturevalue("undrawn")
 
 
 def measure(folder, output, command, options=""):
