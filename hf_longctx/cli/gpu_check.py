@@ -64,7 +64,7 @@ def run(args: Namespace) -> None:
             f"PyTorch {torch.__version__} sees no CUDA GPU here. --device cpu is a dry run in Triton's interpreter."
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     from ..fox import gpu_check
 
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -356,10 +356,11 @@ def forward_kernel(
     scale2 = scale * LOG2E
     b_o = tl.zeros([BM, BD], tl.float32)
     b_l = tl.zeros([BM], tl.float32)
-    fixed = False
     if KNOWN:
         bound2 = tl.load(p_bound + i_bh) * LOG2E
         fixed = bound2 <= MAX_FIXED
+    else:
+        fixed: tl.constexpr = False  # or both branches below would be compiled
     if fixed:
         b_o, b_l, bound2 = forward_span(
             b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,

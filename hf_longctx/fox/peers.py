@@ -102,7 +102,8 @@ def flex(first_blocks=None):
 
     def attention(q, k, v, log_f):
         c, mask = log_f.cumsum(-1), block_mask(log_f.shape[2], q.device)
-        decayed = lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j]  # noqa: E731
+        c_j = c.clone()  # a tensor with a gradient may be indexed once
+        decayed = lambda s, b, h, i, j: s + c[b, h, i] - c_j[b, h, j]  # noqa: E731
         return flex_functions()[0](q, k, v, score_mod=decayed, block_mask=mask)
 
     return attention

@@ -54,6 +54,18 @@ def test_a_wrong_implementation_is_named_and_never_ranked(monkeypatch, tmp_path,
     assert (tmp_path / "new" / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_current_gpu_is_that_of_the_option(monkeypatch, tmp_path):
+    """torch.cuda.set_device takes no device without a number."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(gpu_check, "check_gpu", lambda device, minutes: [MACHINE])
+    monkeypatch.setattr(gpu_check, "plot", lambda rows, path: None)
+    for device in ("cuda", "cuda:1"):
+        assert not cli.main(["gpu-check", "--device", device, "--output", str(tmp_path / "x.json")])
+    assert chosen == [0, 1]
+
+
 def test_rates_count_the_products_of_causal_attention():
     config = FoxConfig.pro(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     found = {}

@@ -6,9 +6,9 @@ No GPU is needed: registers, spills, shared memory and tensor-core instructions 
 cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
 follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
-a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding
-and pruning, 1 with them; --products are those of `Tile`, of the forward pass; --kv-heads of eight heads share the
-gates of the keys, which are those of a cache.
+a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding,
+pruning and a bound of the logits, 1 with them; --products are those of `Tile`, of the forward pass; --kv-heads of
+eight heads share the gates of the keys, which are those of a cache.
 
 Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
 a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
@@ -115,7 +115,7 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
         q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
         c, lse = torch.empty(B, H, T, dtype=torch.float64), torch.empty(B, H, T)
         if kernel in ("split_sum", "forward"):
-            fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H), scale)
+            fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H) if bounded else None, scale)
         else:
             fox.launch_backward(do, lse, q, k, v, c, first, first, o, lse, scale)
     else:
