@@ -68,7 +68,8 @@ def run(args):
         return
     print(loading_lines(bundle, args.repo, commit.oid))
     if args.verify:
-        print(verify_push(args.folder, bundle.hashes(), args.repo, commit.oid, bundle.auto_class))
+        contents = bundle.text("hf_longctx.json")
+        print(verify_push(args.folder, contents, args.repo, commit.oid, bundle.auto_class))
 
 
 def send(bundle, args, repo_type="model"):

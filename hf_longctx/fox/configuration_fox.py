@@ -153,8 +153,7 @@ class FoxConfig(PreTrainedConfig):
                 f"this folder has FoX format version {self.format_version}, but the installed code reads up to "
                 f"version {FORMAT_VERSION}. Upgrade: pip install -U hf-longctx (or use trust_remote_code=True)."
             )
-        self._check_names(kwargs)
-        self._check_values(kwargs)
+        self._check_fields(kwargs)
         self.check_heads()
         self._check_gates()
         if self.intermediate_size is None:
@@ -254,17 +253,12 @@ class FoxConfig(PreTrainedConfig):
                     f"{name}={factors}; it must be a list of head_dim / 2 numbers, one for each frequency."
                 )
 
-    def _check_names(self, kwargs):
-        """Raise ValueError for names that are not fields, unless they come from a saved configuration."""
-        if "model_type" in kwargs:
-            return
-        for name in kwargs:
-            if name not in BASE_NAMES and not name.startswith("_") and not hasattr(type(self), name):
-                closest = difflib.get_close_matches(name, type(self).__annotations__)
-                hint = f"; close to it: {', '.join(closest)}" if closest else ""
-                raise ValueError(f"{name!r} is not a field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
-
-    def _check_values(self, kwargs):
+    def _check_fields(self, kwargs):
+        unknown = [x for x in kwargs if x not in BASE_NAMES and not x.startswith("_") and not hasattr(type(self), x)]
+        if unknown and "model_type" not in kwargs:  # to a saved configuration, other programs add names
+            closest = difflib.get_close_matches(unknown[0], type(self).__annotations__)
+            hint = f"; close to it: {', '.join(closest)}" if closest else ""
+            raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             size = getattr(self, name)

@@ -2,11 +2,13 @@
 
 import fnmatch
 import hashlib
+import io
 import json
 import math
 import os
 import pickletools
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,6 +79,7 @@ class Bundle:
         documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.
         samples: what `hf-longctx generate --json` printed, by the name of its file.
         base_has_code: whether the base of an adapter has code of its own.
+        is_adapter: whether it is an adapter, and no model.
     """
 
     files: dict[str, Path | bytes]
@@ -87,10 +90,7 @@ class Bundle:
     documents: dict[str, dict] = field(default_factory=dict)
     samples: dict[str, dict] = field(default_factory=dict)
     base_has_code: bool = False
-
-    @property
-    def is_adapter(self) -> bool:
-        return ADAPTER in self.files
+    is_adapter: bool = False
 
     @property
     def base(self) -> tuple[str, str | None] | None:
@@ -117,31 +117,17 @@ class Bundle:
         """Whether it needs trust_remote_code: for its own code, or for that of the FoX that it adapts."""
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
-    def read(self, path: str) -> bytes:
-        content = self.files[path]
-        return content if isinstance(content, bytes) else content.read_bytes()
-
-    def text(self, path: str) -> str:
+    def text(self, path: str, errors: str = "strict") -> str:
         """Return one file as text, without the byte order mark of some editors; "" without such a file.
 
         Raises:
-            ValueError: it is not UTF-8.
+            ValueError: it is not UTF-8, and `errors`, as in `bytes.decode`, does not say what to do then.
         """
+        content = self.files.get(path, b"")
         try:
-            return self.read(path).decode("utf-8-sig") if path in self.files else ""
+            return (content if isinstance(content, bytes) else content.read_bytes()).decode("utf-8-sig", errors)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error}).") from error
-
-    def hashes(self) -> dict[str, str]:
-        """Return the sha256 of every file, by its path; weights take long."""
-        hashes = {}
-        for path, content in self.files.items():
-            if isinstance(content, bytes):
-                hashes[path] = hashlib.sha256(content).hexdigest()
-            else:
-                with content.open("rb") as file:
-                    hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
-        return hashes
 
 
 def build_bundle(folder: str | os.PathLike) -> Bundle:
@@ -162,7 +148,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     evaluations = [f"{EVALUATIONS}/{path.name}" for path in sorted((folder / EVALUATIONS).glob("*.yaml"))]
     check_names(folder, [*names, *evaluations])
     files: dict[str, Path | bytes] = {name: folder / name for name in evaluations}
-    results, documents, samples, base_type, checkpoint = {}, {}, {}, None, None
+    results, documents, samples, base_has_code, checkpoint = {}, {}, {}, False, None
     for path in (folder / name for name in names if (folder / name).is_file()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
             files[path.name] = path
@@ -189,11 +175,11 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         config = read_config(folder / "adapter_config.json")
         tensors = check_safetensors(folder / ADAPTER)
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
-        base_type = read_json(folder / BASE).get("model_type") if BASE in names else None
+        base_has_code = BASE in names and read_json(folder / BASE).get("model_type") in AUTO_MAPS
     else:
         raise ValueError(f"{folder} lacks config.json or adapter_config.json; give the folder of a saved model.")
     left_out = tuple(name for name in names if name not in files and name not in (CONTENTS, EVALUATIONS))
-    bundle = Bundle(files, left_out, config, tensors, results, documents, samples, base_type in AUTO_MAPS)
+    bundle = Bundle(files, left_out, config, tensors, results, documents, samples, base_has_code, checkpoint is None)
     if bundle.base is not None:
         adapter = "base_model_name_or_path of adapter_config.json"
         field = adapter if bundle.is_adapter else "backbone_name_or_path of config.json"
@@ -239,20 +225,14 @@ def check_names(folder, names):
             reasons.append("a pipe or device, and no file: remove it")
         elif path.is_symlink() and leads_outside(path, folder):
             reasons.append(f"a link to {path.resolve()}, outside of the folder: remove it")
-        elif path.is_file() and any(fnmatch.fnmatch(path.name, p) for p in TOKENIZER_FILES) and is_pickle(path):
-            reasons.append("a pickle, which can run code when it is loaded: remove it")
+        elif path.is_file() and any(fnmatch.fnmatch(path.name, p) for p in TOKENIZER_FILES):
+            content = path.read_bytes()
+            with suppress(ValueError):  # no opcode; a zip file is a pickle of PyTorch
+                if content.startswith(b"PK\x03\x04") or list(pickletools.genops(content)):
+                    reasons.append("a pickle, which can run code when it is loaded: remove it")
         errors += [f"{path.name} is {why}" for why in reasons[:1]]
     if errors:
         raise ValueError(f"{folder} cannot be pushed. {'. '.join(errors)}.")
-
-
-def is_pickle(path):
-    """Return whether a file is a pickle, of any protocol, or a zip file, as PyTorch's are."""
-    content = path.read_bytes()
-    try:
-        return content.startswith(b"PK\x03\x04") or bool(list(pickletools.genops(content)))
-    except ValueError:  # no opcode
-        return False
 
 
 def read_measurement(path, results, documents, samples):
@@ -275,7 +255,10 @@ def read_measurement(path, results, documents, samples):
 
 
 def auto_map_and_code(folder, config):
-    """Return config.json, with an auto_map where FoX or HMT lacks one, and the files of code that it needs."""
+    """Return config.json, with an auto_map where FoX or HMT lacks one, and the files of code that it needs.
+
+    They are the package's own, else the folder's, which alone says what the backbone of an HMT is.
+    """
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
     if not config.get("auto_map") and auto_map:
@@ -285,9 +268,20 @@ def auto_map_and_code(folder, config):
     modules = module_names("config.json", auto_map) | module_names(tokenizer.name, tokenizer_map)
     while modules:
         name = f"{modules.pop()}.py"
-        if name not in files:
-            files[name] = code = code_file(folder, name)
-            modules |= set(get_relative_imports(code))
+        if name in files:
+            continue
+        path = folder / name
+        if name == "custom_backbone_hmt.py" and path.is_file():
+            if not BACKBONE_CODE.fullmatch(path.read_text()):
+                raise ValueError(f"{path} is not what save_pretrained writes there; save the model again with it.")
+        else:
+            path = PACKAGE_CODE.get(name, path)
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} lacks {name}, which its auto_map needs; save the model again with save_pretrained."
+            )
+        files[name] = path
+        modules |= set(get_relative_imports(path))
     return files
 
 
@@ -308,26 +302,12 @@ def module_names(file, auto_map):
     return modules
 
 
-def code_file(folder, name):
-    """Return the package's own file, else the folder's, which alone says what the backbone of an HMT is."""
-    path = folder / name
-    if name == "custom_backbone_hmt.py" and path.is_file():
-        if not BACKBONE_CODE.fullmatch(path.read_text()):
-            raise ValueError(f"{path} is not what save_pretrained writes there; save the model again with it.")
-        return path
-    if name in PACKAGE_CODE:
-        return PACKAGE_CODE[name]
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} lacks {name}, which its auto_map needs; save the model again with save_pretrained."
-        )
-    return path
-
-
 def with_contents(bundle: Bundle, files: dict[str, bytes] | None = None) -> Bundle:
     """Return the bundle with other contents of some files, and a file of versions and the sha256 of every file."""
-    hashes = json.loads(bundle.read(CONTENTS))["sha256"] if CONTENTS in bundle.files else bundle.hashes()
-    hashes |= {path: hashlib.sha256(content).hexdigest() for path, content in (files or {}).items()}
+    hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # weights are hashed once
+    for path, content in (bundle.files if files is None else files).items():
+        with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+            hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
     versions = {"hf_longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     contents = {"versions": versions, "commit": commit(Path(__file__).parents[2])}
     text = json.dumps(contents | {"sha256": dict(sorted(hashes.items()))}, indent=2) + "\n"

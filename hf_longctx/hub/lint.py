@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from huggingface_hub import ModelCard, get_token, parse_eval_result_entries
+from huggingface_hub import get_token, parse_eval_result_entries
 
 from .bundle import EVALUATIONS, NOTES, Bundle
 from .card import CARD, UPSTREAM, model_index, read_card, read_settings, read_yaml
@@ -58,11 +58,29 @@ LOADERS = ("from_pretrained", "load", "load_dataset", "pipeline", "get_kernel", 
 
 def check(bundle: Bundle) -> None:
     """Raise ValueError with all that must not be pushed: tokens, paths of a machine, false statements of the card."""
-    errors = [*find_secrets(bundle), *evaluation_errors(bundle)]
+    errors, secret = [], get_token()
+    for path, content in sorted(bundle.files.items()):
+        if path.endswith(BINARY):
+            continue
+        if path.endswith(".safetensors") and isinstance(content, Path):
+            with content.open("rb") as file:  # metadata and names of tensors
+                text = file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
+        else:
+            text = bundle.text(path, errors="replace")
+        if SECRET.search(text) or (secret and secret in text):
+            errors.append(f"{path} holds a token or key; remove it, and revoke it if it was ever published")
+        if not ANY_PATH.fullmatch(path) and (where := MACHINE.search(text)):
+            errors.append(f"{path} names {where[0]}, a path of one machine; write a name that others can use")
+        if path.startswith(f"{EVALUATIONS}/"):
+            text = bundle.text(path)  # which has to be UTF-8
+            try:
+                if not parse_eval_result_entries(read_yaml(text)):
+                    errors.append(f"{path} is empty")
+            except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                errors.append(f"{path} is not a list of results as the Hub reads them ({reason})")
     if CARD in bundle.files:
-        text = bundle.text(CARD)
-        found = [*metadata_errors(bundle, read_card(text)), *text_errors(bundle, text)]
-        errors += [f"{CARD}: {error}" for error in found]
+        errors += [f"{CARD}: {error}" for error in card_errors(bundle, bundle.text(CARD))]
     if errors:
         raise ValueError(f"this cannot be pushed. {'. '.join(errors)}.")
 
@@ -102,39 +120,9 @@ def missing_fields(bundle: Bundle) -> list[str]:
     return [f"{CARD}: {line}" for line in missing]
 
 
-def find_secrets(bundle: Bundle) -> Iterator[str]:
-    """Yield errors for tokens in all files, and for paths of a machine, as far as they look like those we know."""
-    secret = get_token()
-    for path in sorted(bundle.files):
-        content = bundle.files[path]
-        if path.endswith(BINARY):
-            continue
-        if path.endswith(".safetensors") and isinstance(content, Path):
-            with content.open("rb") as file:  # metadata and names of tensors
-                text = file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
-        else:
-            text = bundle.read(path).decode(errors="replace")
-        if SECRET.search(text) or (secret and secret in text):
-            yield f"{path} holds a token or key; remove it, and revoke it if it was ever published"
-        where = None if ANY_PATH.fullmatch(path) else MACHINE.search(text)
-        if where:
-            yield f"{path} names {where[0]}, a path of one machine; write a name that others can use"
-
-
-def evaluation_errors(bundle: Bundle) -> Iterator[str]:
-    """Yield errors for results on registered benchmarks that the Hub would not read."""
-    for path in sorted(path for path in bundle.files if path.startswith(f"{EVALUATIONS}/")):
-        text = bundle.text(path)
-        try:
-            if not parse_eval_result_entries(read_yaml(text)):
-                yield f"{path} is empty"
-        except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-            yield f"{path} is not a list of results as the Hub reads them ({type(error).__name__}: {error})"
-
-
-def metadata_errors(bundle: Bundle, card: ModelCard) -> Iterator[str]:
-    """Yield errors of licence, task, base model and model-index."""
-    data = card.data
+def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
+    """Yield what is false in a card: licence, task, base model, model-index, links, and Python that does not parse."""
+    data = read_card(text).data
     names = data.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if name not in LICENSES:
@@ -150,10 +138,6 @@ def metadata_errors(bundle: Bundle, card: ModelCard) -> Iterator[str]:
         figure = figures.get((entry.dataset_name, entry.metric_name), entry.metric_value)
         if figure != entry.metric_value:
             yield f"model-index has {entry.metric_value} as {entry.metric_name}, and the result file {figure}"
-
-
-def text_errors(bundle: Bundle, text: str) -> Iterator[str]:
-    """Yield errors for links to files that are not pushed, and for blocks of Python that do not parse."""
     for match in LINK.finditer(COMMENT.sub("", CODE.sub("", text))):
         target = (match[1] or match[2]).partition("#")[0].partition("?")[0]
         if target and not re.match(r"[a-z]+:", target) and posixpath.normpath(target) not in bundle.files:

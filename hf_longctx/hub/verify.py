@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 TOKENS = 64
 
 
-def verify_push(folder: str | os.PathLike, hashes: dict[str, str], repo: str, commit: str, auto_class: str) -> str:
+def verify_push(folder: str | os.PathLike, contents: str, repo: str, commit: str, auto_class: str) -> str:
     """Load a commit in a fresh process, into an empty cache, and compare it with the folder that was pushed.
 
     Args:
         folder: the folder of a model, or of an adapter.
-        hashes: sha256 of every file, by its path.
+        contents: of hf_longctx.json, which has the sha256 of every other file.
         auto_class: the class of transformers, or of PEFT, that loads it; its first output, usually the logits, is
             compared.
 
@@ -39,6 +39,7 @@ def verify_push(folder: str | os.PathLike, hashes: dict[str, str], repo: str, co
     """
     path = str(Path(folder).resolve())  # of a shorter name, PEFT would ask the Hub
     model = load(path, auto_class)
+    hashes = json.loads(contents)["sha256"] | {"hf_longctx.json": hashlib.sha256(contents.encode()).hexdigest()}
     ids = torch.arange(TOKENS)[None] % model.config.get_text_config().vocab_size
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         save_file({"ids": ids, "output": model(input_ids=ids)[0]}, f"{temporary}/outputs.safetensors")
