@@ -5,6 +5,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 
+def is_exporting() -> bool:
+    """Return whether `torch.export` traces the call, by its flag: torch 2.11 compiles `is_exporting()` to True."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 class Shard(Protocol):
     """The part of each row that this process has, where N = `size` processes share the rows; t = T / N.
 

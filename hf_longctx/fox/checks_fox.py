@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import TransformersKwargs, is_torchdynamo_exporting
+from transformers.utils import TransformersKwargs
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, folded_width
+from .call_fox import is_exporting
 
 
 NO_QUANTIZED_CACHE = (
@@ -32,7 +33,7 @@ PART_OF_A_ROW = (
 def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard, kwargs: dict) -> None:
     """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_call`."""
     if (
-        is_torchdynamo_exporting()
+        is_exporting()
         and past_key_values is not None
         and any(hasattr(layer, "max_cache_len") for layer in past_key_values.layers)
     ):

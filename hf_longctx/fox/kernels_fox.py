@@ -360,7 +360,7 @@ def forward_kernel(
         bound2 = tl.load(p_bound + i_bh) * LOG2E
         fixed = bound2 <= MAX_FIXED
     else:
-        fixed: tl.constexpr = False  # or both branches below would be compiled
+        fixed: tl.constexpr = tl.constexpr(False)  # or both branches below would be compiled
     if fixed:
         b_o, b_l, bound2 = forward_span(
             b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,

@@ -143,7 +143,9 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
     """Expand a number, or a tensor that broadcasts to (B, Hq), to what kernels read: (B, Hq), fp32, contiguous."""
-    return torch.as_tensor(logit_bound, device=q.device, dtype=torch.float32).expand(q.shape[:2]).contiguous()
+    if not isinstance(logit_bound, torch.Tensor):
+        return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would wait for it
+    return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()
 
 
 @dataclass(eq=False)

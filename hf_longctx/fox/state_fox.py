@@ -23,10 +23,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
 )
-from transformers.utils import is_torchdynamo_exporting
 
 from .attention_fox import fold_token, unfold_decay
-from .call_fox import Call
+from .call_fox import Call, is_exporting
 from .growing_fox import Growing
 
 
@@ -65,7 +64,7 @@ class GrowingShiftLayer(ShiftLayer):
         if self.has_previous_state[0]:  # numbers of a token stay together in memory
             conv_states = torch.cat([self.conv_states[0].mT, conv_states.mT], dim=1).mT
         if not self.record_past:
-            if is_torchdynamo_exporting():  # one shape for all lengths; what precedes a text is 0
+            if is_exporting():  # one shape for all lengths; what precedes a text is 0
                 conv_states = F.pad(conv_states, (KEPT, 0))
             conv_states = conv_states[..., -KEPT:]
         self.conv_states[0] = conv_states
@@ -159,7 +158,7 @@ class CachedLayer:
 
     def keep_tokens(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
-        if not (self.layer.record_past or is_torchdynamo_exporting()):
+        if not (self.layer.record_past or is_exporting()):
             k, v = k[:, -KEPT:], v[:, -KEPT:]
         states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)

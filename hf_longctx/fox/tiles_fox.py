@@ -48,8 +48,8 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     },
     (90, 2): {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
-        64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
-        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 4, 2), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
     },
     (100, 2): {  # with 64 keys of 256 dimensions, the dk/dv pass no longer fits tensor memory and compiles to a trap
@@ -61,7 +61,7 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     # fp32 is for checking: one product is three tf32 products (`dot`) of operands split in registers, which spills
     (80, 4): {
         32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
-        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 2)),
+        64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
         128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 2)),
         256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),
     },
@@ -77,7 +77,8 @@ for rows in TILES.values():
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
     """Return the key of `TILES` for a capability such as 90, or the nearest below it; 12.x has the memory of 8.6."""
-    return max(key for key in TILES if key[1] == itemsize and key[0] <= (86 if capability >= 120 else capability))
+    memory = 86 if capability >= 120 else capability
+    return max([key for key in TILES if key[1] == itemsize and key[0] <= memory])  # torch 2.11 compiles no generator
 
 
 def capability_of(device: torch.device) -> int:
