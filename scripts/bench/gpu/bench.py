@@ -42,7 +42,7 @@ from scripts.bench import common
 
 
 ROUNDS = {"cuda": 100, "cpu": 1}
-SECONDS = 0.7  # for the rounds of one row, beyond the first three
+SECONDS = 0.3  # for the rounds of one contender, beyond the first three
 TABLES = {
     "attention": """
 | name | D | T | B | H | TFLOP/s forward | backward | of roofline forward | backward | difference from ours | error |
