@@ -1,7 +1,7 @@
 """Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
 
-The launchers are custom operators: torch.compile and autograd see each as one node of the graph. Three functions call
-them, on checked inputs: `triton_attention` starts from log f, `attention_from_sums` from its float64 running sum, and
+Where torch traces, the launchers are custom operators, each one node of the graph. Three functions call them, on
+checked inputs: `triton_attention` starts from log f, `attention_from_sums` from its float64 running sum, and
 `triton_decode` from a running sum that lies in parts in the keys of a cache.
 """
 
@@ -9,7 +9,10 @@ import contextlib
 
 import torch
 from torch import library
+from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .kernels_fox import (
     INTERPRETED,
@@ -245,6 +248,19 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
     return o
 
 
+# --- operators: what the launchers are to torch ----------------------------------------------------------------------
+
+
+def is_traced(*tensors: torch.Tensor) -> bool:
+    """Return whether a call has to be an operator: compiled, exported, transformed, or of tensors without data."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or not all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+    )
+
+
 if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
     # For a kernel of the Hub, it is the identifier in its metadata.
@@ -255,59 +271,37 @@ if triton is not None:
     # would compile G = 1 into the dk/dv pass in spite of `do_not_specialize`, drop enable_fp_fusion, and compile again
     # where a launcher chooses by the length, for pruning at each new number of key blocks (all as of torch 2.13); and
     # `wrap_triton` of torch 2.6 refuses interpreted kernels, which that of 2.13 takes.
-    def _operator(name, launcher, schema):
-        return library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
+    def _operator(launcher, fake, schema, backward=None, save=None):
+        """Make a launcher an operator of its name, and return a function that calls it, directly unless it is traced.
 
-    fox_running_sum = _operator("fox_running_sum", launch_running_sum, "(Tensor log_f, Tensor? query_end) -> Tensor")
-    fox_running_sum_backward = _operator(
-        "fox_running_sum_backward",
-        launch_running_sum_backward,
-        "(Tensor dc, Tensor log_f, Tensor? query_end) -> Tensor",
-    )
-    fox_prune = _operator(
-        "fox_prune",
-        launch_prune,
-        "(Tensor c, Tensor? key_start, Tensor bound, SymInt Tq, int query_block, int key_block, float tolerance)"
-        " -> Tensor",
-    )
-    fox_forward = _operator(
-        "fox_forward", launch_forward, f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)"
-    )
-    fox_backward = _operator(
-        "fox_backward",
-        launch_backward,
-        f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    )
-    fox_decode = _operator(
-        "fox_decode",
-        launch_decode,
-        "(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? key_start, Tensor? end, Tensor? bound, "
-        "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
-    )
+        An operator takes more of the host's time than its launcher: with gradients, three times as much.
 
-    @fox_running_sum.register_fake
-    def _(log_f, query_end):
-        return log_f.new_empty(log_f.shape, dtype=torch.float64)
+        Args:
+            fake: the launcher without launches.
+            backward, save: the backward pass and `setup_context`, as torch.autograd.Function has them.
+        """
+        name = launcher.__name__.replace("launch", "fox")
+        operator = library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+        differentiable = None
+        if backward is not None and save is not None:
+            operator.register_autograd(backward, setup_context=save)
 
-    @fox_running_sum_backward.register_fake
-    def _(dc, log_f, query_end):
-        return log_f.new_empty(log_f.shape)
+            def forward(ctx, *args):  # a `setup_context` apart has its arguments bound anew in each call
+                output = launcher(*args)
+                save(ctx, args, output)
+                return output
 
-    @fox_prune.register_fake
-    def _(c, key_start, bound, Tq, query_block, key_block, tolerance):
-        return c.new_empty(*c.shape[:2], Tq, dtype=torch.int32)
+            methods = dict(forward=staticmethod(forward), backward=staticmethod(once_differentiable(backward)))
+            differentiable = type(name, (Function,), methods)
 
-    @fox_forward.register_fake
-    def _(q, k, v, c, key_start, query_end, logit_bound, scale):
-        return _empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        def call(*args):
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            if is_traced(*tensors):
+                return operator(*args)
+            return differentiable.apply(*args) if differentiable and needs_grad(*tensors) else launcher(*args)
 
-    @fox_backward.register_fake
-    def _(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
-        return *map(_empty_output, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)
-
-    @fox_decode.register_fake
-    def _(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance):
-        return _empty_output(q)
+        return call
 
     def _save(ctx, inputs, output):
         *tensors, _, ctx.scale = inputs
@@ -317,10 +311,41 @@ if triton is not None:
         dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse: zeros where lse is not used
         return dq, dk, dv, dc.double(), None, None, None, None
 
-    fox_forward.register_autograd(_chain_rule, setup_context=_save)
-    fox_running_sum.register_autograd(
-        lambda ctx, dc: (fox_running_sum_backward(dc, *ctx.saved_tensors), None),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    fox_running_sum_backward = _operator(
+        launch_running_sum_backward,
+        lambda dc, log_f, query_end: log_f.new_empty(log_f.shape),
+        "(Tensor dc, Tensor log_f, Tensor? query_end) -> Tensor",
+    )
+    fox_running_sum = _operator(
+        launch_running_sum,
+        lambda log_f, query_end: log_f.new_empty(log_f.shape, dtype=torch.float64),
+        "(Tensor log_f, Tensor? query_end) -> Tensor",
+        backward=lambda ctx, dc: (fox_running_sum_backward(dc, *ctx.saved_tensors), None),
+        save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    fox_prune = _operator(
+        launch_prune,
+        lambda c, key_start, bound, Tq, *_: c.new_empty(*c.shape[:2], Tq, dtype=torch.int32),
+        "(Tensor c, Tensor? key_start, Tensor bound, SymInt Tq, int query_block, int key_block, float tolerance)"
+        " -> Tensor",
+    )
+    fox_backward = _operator(
+        launch_backward,
+        lambda do, dlse, q, k, v, c, *_: (*map(_empty_output, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)),
+        f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    )
+    fox_forward = _operator(
+        launch_forward,
+        lambda q, *_: (_empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+        f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)",
+        backward=_chain_rule,
+        save=_save,
+    )
+    fox_decode = _operator(
+        launch_decode,
+        lambda q, *_: _empty_output(q),
+        "(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? key_start, Tensor? end, Tensor? bound, "
+        "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
     )
 
 

@@ -158,19 +158,41 @@ def test_the_kernels_read_48_bits_of_the_running_sum():
     assert (parts[..., 3:] == 0).all()
 
 
+class Names(TorchDispatchMode):
+    """The names of operators are added to a set."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("Tq", [20, 3])
+def test_operators_give_what_their_launchers_give(Tq):
+    """A call is an operator where something traces it, and else its launcher."""
+    q, *others = draw(1, 2, 1, Tq, 20, 16)
+    inputs = q, *others
+    launched = run(triton_attention, *inputs, log_pruning_tolerance=-3.0)
+    with Names(names := set()):
+        traced = run(triton_attention, *inputs, log_pruning_tolerance=-3.0)
+        with torch.no_grad():
+            o = triton_attention(*inputs[:4])
+    assert all(map(torch.equal, launched, traced))
+    assert {"fox_forward", "fox_backward", "fox_prune"} <= names
+    with torch.no_grad():
+        assert torch.equal(triton_attention(*inputs[:4]), o)
+
+
 def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
     """torch.use_deterministic_algorithms refuses cumsum of floats on a GPU."""
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names.add(function.overloadpacket.__name__)
-            return function(*args, **(kwargs or {}))
-
     names, inputs = set(), draw(1, 1, 1, 20, 20, 16)
     folded = run(forgetting_attention, *inputs, backend="folded")
     torch.use_deterministic_algorithms(True)
     try:
-        with Names():
+        with Names(names):
             run(forgetting_attention, *inputs, backend="triton", log_pruning_tolerance=-3.0)
             triton_attention(*(x[:, :, -3:] if i == 0 else x for i, x in enumerate(inputs[:4])))
             for x, y in zip(run(forgetting_attention, *inputs, backend="folded"), folded):
