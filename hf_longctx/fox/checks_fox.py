@@ -33,8 +33,8 @@ PART_OF_A_ROW = (
 def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard, kwargs: dict) -> None:
     """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_call`."""
     if (
-        is_exporting()
-        and past_key_values is not None
+        past_key_values is not None
+        and is_exporting()
         and any(hasattr(layer, "max_cache_len") for layer in past_key_values.layers)
     ):
         raise NotImplementedError(

@@ -352,8 +352,11 @@ def table(result):
     text = [f"Ceilings: {limits['matmul_tflops']:.3g} TFLOP/s, {limits['copy_tb_per_s']:.3g} TB/s."]
     if result["settings"]["device"] == "cpu":
         text.insert(0, "A dry run in Triton's interpreter, whose times mean nothing.")
+    absent = [row["name"] for row in result["rows"] if row.get("error", "").startswith("ModuleNotFoundError")]
+    if absent:
+        text.append(f"Not installed there: {', '.join(absent)}.")
     for section, template in TABLES.items():
-        rows = [row for row in result["rows"] if row["section"] == section]
+        rows = [row for row in result["rows"] if row["section"] == section and row.get("name") not in absent]
         text.append(f"**{TITLES[section]}**\n\n{common.markdown(rows, template)}")
     return "\n\n".join(text)
 

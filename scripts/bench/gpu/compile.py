@@ -7,8 +7,8 @@ cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (
 follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
 a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding,
-pruning and a bound of the logits, 1 with them; --products are those of `Tile`, of the forward pass; --kv-heads of
-eight heads share the gates of the keys, which are those of a cache.
+pruning and a bound of the logits, 1 with them; --kv-heads of eight heads share the gates of the keys, which are those
+of a cache.
 
 Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
 a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
@@ -77,7 +77,7 @@ TABLE = """
  {instructions_per_logit:.1f} | {before[instructions_per_logit]:.1f} | {hot_loop_narrow_loads} |\
  {before[hot_loop_narrow_loads]} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
 """
-FIELDS = ("capability", "dtype", "kernel", "head_dim", "kv_heads", "bounded", "products")
+FIELDS = ("capability", "dtype", "kernel", "head_dim", "kv_heads", "bounded")
 COMPARED = (
     "instructions_per_logit",
     "hot_loop_conversions",
@@ -186,16 +186,14 @@ def nearest_limits(capability):
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
-def report(capability, kernel, dtype, head_dim, bounded, tile=None, products=0, B=2, H=8, kv_heads=2):
-    """Compile one specialisation, with the table's tile or another one and its `products`, and read its resources.
+def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, kv_heads=2):
+    """Compile one specialisation, with the table's tile or another one, and read its resources.
 
     Triton specialises on sizes that are 1 or multiples of 16, and so on the batch B and the heads H and `kv_heads`.
     """
     tiles = tiles_fox.TILES[tiles_fox.nearest_key(capability, DTYPES[dtype].itemsize)][tiles_fox.padded(head_dim)]
     if tile is not None:
         tiles = tiles._replace(**{kernel: tiles_fox.Tile(*tile)})
-    if products:
-        tiles = tiles._replace(forward=tiles.forward._replace(products=products))
     compiled, tile = compile_launch(capability, kernel, tiles, DTYPES[dtype], head_dim, bounded, B, H, kv_heads)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -274,7 +272,6 @@ def reports(cases, jobs):
 
 def measure(args):
     cases = [dict(zip(FIELDS, case)) for case in itertools.product(*(getattr(args, name) for name in FIELDS))]
-    cases = [case for case in cases if case["kernel"] == "forward" or not case["products"]]
     earlier = {}
     if args.before:
         earlier = {tuple(row[name] for name in FIELDS): row for row in json.loads(args.before.read_text())["rows"]}
@@ -304,7 +301,7 @@ def table(result):
 
 def main(arguments=None):
     options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "kv_heads": [2]}
-    options |= {"bounded": [0, 1], "products": [0]}
+    options |= {"bounded": [0, 1]}
     version = ".".join(triton.__version__.split(".")[:2])
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
