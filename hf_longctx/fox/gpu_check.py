@@ -289,7 +289,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     lines = -(-len(parts) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines + 0.5), dpi=140, layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False).flat
-    for axes, (title, part) in zip(grid, parts.items()):
+    for (title, part), axes in zip(parts.items(), grid):  # in this order, no axes are lost to the end of the parts
         colours = [RED if row.get("mistake") else GREY if row.get("peer") else BLUE for row in part]
         axes.barh([row["name"] for row in part], [100 * (share(row, machine) or 0) for row in part], color=colours)
         for i, row in enumerate(part):

@@ -115,6 +115,15 @@ def test_full_runs_tests_and_benchmark_and_tells_which_failed(monkeypatch, tmp_p
     assert [row["exit_code"] for row in json.loads(output.read_text())[2:]] == [1, 0]
 
 
+def test_each_panel_of_the_picture_has_bars(monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.extend(self.axes))
+    row = {"section": "attention", "dtype": "bfloat16", "head_dim": 64, "name": "a", "ms": 1.0, "tflops": 50.0}
+    gpu_check.plot([MACHINE, *(row | {"work": "training", "length": length} for length in range(4))], "x.png")
+    assert [len(axes.patches) for axes in drawn if axes.get_visible()] == [1] * 4
+
+
 def test_what_has_no_time_left_is_said(monkeypatch):
     monkeypatch.setattr(gpu_check, "seconds", lambda function: 1.0)
     rows = list(gpu_check.check_gpu(torch.device("cpu"), minutes=0))
