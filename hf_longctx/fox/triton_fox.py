@@ -56,6 +56,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def blocks_of(size: int, n: int) -> int:
+    """How many blocks of `size` hold n numbers; triton.cdiv takes the host several times as long."""
+    return -(-n // size)
+
+
 def launch_options(tile: Tile) -> dict:
     # Triton 3.10 ends the fusion of products and sums by default, which costs an instruction a logit.
     return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
@@ -106,7 +111,7 @@ def launch_running_sum_backward(dc, log_f, query_end):
 
 def _running_sum(log_f, query_end, dc, result):
     B, H, T = log_f.shape
-    chunks = triton.cdiv(T, SUM_TILE.BM)
+    chunks = blocks_of(SUM_TILE.BM, T)
     sums = log_f.new_empty(B, H, chunks, dtype=torch.float64)
     query_end, *s_end = _bound(query_end, B, H)
     with _on(log_f.device):
@@ -125,7 +130,7 @@ def split_sum(c: torch.Tensor, block: int, scale: float | None = None):
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
     with _on(c.device):
-        programs = B * H * triton.cdiv(T, SUM_TILE.BM)
+        programs = B * H * blocks_of(SUM_TILE.BM, T)
         launch(
             split_sum_kernel, programs, SUM_TILE, c.contiguous(), *sums, parts, T, scale or 1.0,
             BT=SUM_TILE.BM, BN=block, PARTS=parts is not None,
@@ -141,9 +146,9 @@ def _launch_prune(gates, key_start, end, bound, Tq, blocks, gate_scale, bound_sc
     bound, (BM, BN) = bound.expand(B, Hkv * G), blocks
     with _on(gates.device):
         launch(
-            prune_kernel, triton.cdiv(rows, 128), Tile(128, 1, 4, 1),
+            prune_kernel, blocks_of(128, rows), Tile(128, 1, 4, 1),
             gates, key_start, end, bound, kept, *gates.stride(), *s_start, *bound.stride(),
-            Tq, Tk, Hkv * G, G, rows, triton.cdiv(Tk, BN).bit_length(), gate_scale, bound_scale, tolerance,
+            Tq, Tk, Hkv * G, G, rows, blocks_of(BN, Tk).bit_length(), gate_scale, bound_scale, tolerance,
             BR=128, BM=BM, BN=BN, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
         )  # fmt: skip
     return kept
@@ -162,7 +167,7 @@ def launch_forward(q, k, v, c, key_start, query_end, logit_bound, scale):
     key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
-            forward_kernel, triton.cdiv(Tq, tile.BM) * B * Hq, tile,
+            forward_kernel, blocks_of(tile.BM, Tq) * B * Hq, tile,
             q, k, v, c, e, d, g, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
             Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
             D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, KNOWN=logit_bound is not None,
@@ -184,14 +189,14 @@ def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
     query_end, *s_end = _bound(query_end, B, Hq)
     with _on(q.device):
         launch(
-            dq_kernel, triton.cdiv(Tq, tiles.dq.BM) * B * Hq, tiles.dq,
+            dq_kernel, blocks_of(tiles.dq.BM, Tq) * B * Hq, tiles.dq,
             q, k, v, c, e, d, key_start, o, lse, do, dlse, dq, dc, rows,
             *_strides(q, k, v, o, do, dq), *s_start,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
             BS=min(tiles.dq.BN, MASKED_KEYS), W=_unit(q, k, v, o, do, dq),
         )  # fmt: skip
-        programs, G = triton.cdiv(Tk, tiles.dkdv.BN) * B * Hkv, Hq // Hkv
+        programs, G = blocks_of(tiles.dkdv.BN, Tk) * B * Hkv, Hq // Hkv
         n_parts = parts_of_group(programs, G, processors(q.device))
         parts = dk, dv
         if n_parts > 1:
@@ -223,9 +228,9 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
-    rows = triton.cdiv(G * Tq, tile.BM) * B * Hkv
+    rows = blocks_of(tile.BM, G * Tq) * B * Hkv
     # as many programs as run at once: one more would wait for all of them, and take as long again
-    n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), triton.cdiv(Tk, tile.BN))
+    n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), blocks_of(tile.BN, Tk))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)

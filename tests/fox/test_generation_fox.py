@@ -52,7 +52,7 @@ DRAFTS += [("llama", 0.02), ("pro with grouped heads and rope", 0.5)]
 @pytest.mark.parametrize("variant, distance", DRAFTS)
 def test_a_draft_model_changes_nothing(variant, distance):
     """Drafts that are all, mostly or hardly ever accepted; rejected tokens leave the cache again."""
-    if "window" in variant and distance == 0.5 and OLD:
+    if "window" in variant and distance and OLD:
         pytest.skip("before 5.23, transformers cannot take tokens back from a full sliding window, whatever the model")
     model, draft, ids = make(variant), make(variant), tokens(1, 9)
     with torch.no_grad():
