@@ -78,6 +78,7 @@ HOOKS = [
         "def is_in_torch_dispatch_mode(",
         "kernels are operators",
     ),
+    ("is_legacy_batchedtensor", "torch._subclasses.meta_utils", "is_legacy_batchedtensor(", "same"),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),

@@ -9,9 +9,9 @@ import contextlib
 
 import torch
 from torch import library
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .kernels_fox import (
@@ -257,13 +257,20 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """Return whether a call has to be an operator: compiled, exported, transformed, or of tensors without data."""
+    """Return whether a call has to be an operator: torch traces it, or a tensor is more or less than its memory."""
     return (
         torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
-        or not all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        or not all(map(_is_plain, tensors))
     )
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, or with -1 or 0 for a factor
+    # `is_grads_batched` has a vmap of its own, which is no transform of functorch
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
 
 if triton is not None:
@@ -288,7 +295,7 @@ if triton is not None:
         name = launcher.__name__.replace("launch", "fox")
         operator = library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
         operator.register_fake(fake)
-        differentiable = None
+        differentiable = operator  # without a backward pass, it refuses to be differentiated
         if backward is not None and save is not None:
             operator.register_autograd(backward, setup_context=save)
 
@@ -297,14 +304,14 @@ if triton is not None:
                 save(ctx, args, output)
                 return output
 
-            methods = dict(forward=staticmethod(forward), backward=staticmethod(once_differentiable(backward)))
-            differentiable = type(name, (Function,), methods)
+            methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
+            differentiable = type(name, (Function,), methods).apply
 
         def call(*args):
             tensors = [x for x in args if isinstance(x, torch.Tensor)]
             if is_traced(*tensors):
                 return operator(*args)
-            return differentiable.apply(*args) if differentiable and needs_grad(*tensors) else launcher(*args)
+            return differentiable(*args) if needs_grad(*tensors) else launcher(*args)
 
         return call
 

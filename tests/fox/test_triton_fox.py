@@ -186,6 +186,32 @@ def test_operators_give_what_their_launchers_give(Tq):
         assert torch.equal(triton_attention(*inputs[:4]), o)
 
 
+def test_a_second_derivative_is_refused():
+    """A backward pass whose result seems constant would give 0 for it."""
+    q, *others, _ = draw(1, 1, 1, 5, 5, 16)
+    o = triton_attention(q.requires_grad_(), *others).sum()
+    (dq,) = torch.autograd.grad(o, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        (o + dq.square().sum()).backward()
+
+
+def test_tensors_that_are_not_what_their_memory_holds():
+    *inputs, do = draw(1, 1, 1, 20, 20, 16)
+    leaves = [x.requires_grad_() for x in inputs]
+    o = triton_attention(*inputs)
+    negated = torch.complex(do, -inputs[3].detach().unsqueeze(-1).expand_as(do)).conj().imag[..., 0]
+    assert negated.is_neg() and torch.equal(triton_attention(*inputs[:3], negated), o)
+    several = torch.stack([do, 2 * do, torch.zeros_like(do)])
+    batched = torch.autograd.grad(o, leaves, several, is_grads_batched=True, retain_graph=True)
+    *each, zeros = [torch.autograd.grad(o, leaves, x, retain_graph=True) for x in several]
+    assert all(torch.equal(x, torch.stack(y)) for x, y in zip(batched, zip(*each, zeros)))
+    no_gradient = torch._efficientzerotensor(do.shape, device=do.device)
+    assert all(map(torch.equal, torch.autograd.grad(o, leaves, no_gradient), zeros))
+    assert triton_attention(*(x.to("meta") for x in inputs)).shape == o.shape
+    traced = torch.jit.trace(triton_attention, tuple(x.detach() + 1 for x in inputs))
+    assert torch.equal(traced(*inputs), o)
+
+
 def test_no_sum_of_pytorch_that_a_gpu_may_take_in_any_order():
     """torch.use_deterministic_algorithms refuses cumsum of floats on a GPU."""
     names, inputs = set(), draw(1, 1, 1, 20, 20, 16)
