@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -76,7 +77,11 @@ def runs_tests(options):
 
 def pytest_addoption(parser, pluginmanager):
     if runs_tests(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
-        import interpreter  # noqa: F401 (before a conftest below imports Triton)
+        import commands  # before a conftest below imports Triton and the package
+
+        commands.prepare(tempfile.mkdtemp())
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            commands.start_server()
     parser.addoption(
         "--durations-json", metavar="PATH", help="write the seconds of the files and the slow tests to a JSON"
     )
@@ -86,9 +91,7 @@ def pytest_configure(config):
     if runs_tests(config.option):
         import commands
 
-        folder = tempfile.TemporaryDirectory()
-        config.add_cleanup(folder.cleanup)
-        commands.prepare(folder.name)
+        config.add_cleanup(lambda: shutil.rmtree(Path(commands.HUB["HF_HOME"]).parent))
         config.add_cleanup(commands.ADDRESS.close)
         config.add_cleanup(gc.unfreeze)  # of quick_collections: at the end, all is let go
     for mark in UPSTREAM_MARKS.split():
@@ -108,9 +111,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
+def pytest_collection():
+    gc.disable()  # what is imported stays: to search it again and again takes a quarter of the time
+
+
 def pytest_collection_finish():
     import commands
 
+    gc.enable()
     commands.draw_coarsely()
 
 

@@ -21,4 +21,5 @@ def kernels_library(folder) -> list[str] | None:
     path.parent.mkdir(parents=True)
     text = metadata.read_text("METADATA")
     path.write_text(text.replace(f"\nVersion: {metadata.version}\n", f"\nVersion: {KERNELS_MIN_VERSION}\n", 1))
+    is_kernels_available.cache_clear()
     return [str(folder)]

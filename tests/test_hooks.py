@@ -5,6 +5,7 @@ A row has a name in our code, the place in the library, a text that stands there
 
 import importlib
 import inspect
+import platform
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,13 @@ HOOKS = [
     ("to_ir", f"{LANGUAGE}.core:block_type", "get_block_ty(self.element_ty.to_ir(builder), self.shape)", FASTER),
     ("HF_HUB_OFFLINE", "huggingface_hub.constants", "return HF_HUB_OFFLINE", "forks of tests are offline, or not"),
     ("HF_HUB_OFFLINE", "datasets.config", "HF_HUB_OFFLINE =", "forks of tests are offline, or not"),
+    (
+        "spawnv_passfds",
+        "multiprocessing.forkserver:ForkServer",
+        "util.spawnv_passfds(exe, args, fds_to_pass)",
+        "the server is a fork",
+    ),
+    ("_forkserver._lock", "multiprocessing.forkserver:ForkServer", "with self._lock:", "the server is a fork"),
     ("HF_MODULES_CACHE", "transformers.dynamic_module_utils", "HF_MODULES_CACHE", "forks of tests keep code apart"),
 ]
 
@@ -142,7 +150,8 @@ def test_the_hook_is_still_there(name, place, text, purpose):
     assert users, f"No file of ours has {name} any more: remove the row."
     module, _, attribute = place.partition(":")
     library = pytest.importorskip(module.partition(".")[0], reason=f"{', '.join(users)} reach into {module}")
-    moved = f"{module} {attribute} of {library.__name__} {library.__version__} has moved"
+    version = getattr(library, "__version__", f"of Python {platform.python_version()}")
+    moved = f"{module} {attribute} of {library.__name__} {version} has moved"
     try:
         owner = importlib.import_module(module)
         source = inspect.getsource(getattr(owner, attribute) if attribute else owner)
