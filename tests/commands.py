@@ -44,6 +44,7 @@ NEUTRAL = [  # those that do not read variables of the Hub
     "scipy.optimize",
     "scipy.stats",
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "pandas",
 ]
 PRELOADED = [
@@ -106,6 +107,8 @@ def _become_server(program, arguments, descriptors):
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(descriptor)
         multiprocessing.forkserver._forkserver._lock = threading.RLock()  # this thread holds the other one
+        gc.freeze()
+        gc.enable()
         importlib.reload(warnings)  # pytest filters and records them
         os.environ.clear()
         os.environ.update(ENVIRONMENT)

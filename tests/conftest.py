@@ -77,6 +77,7 @@ def runs_tests(options):
 
 def pytest_addoption(parser, pluginmanager):
     if runs_tests(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
+        gc.disable()  # until tests are collected: to search what is imported again and again takes a fifth of the time
         import commands  # before a conftest below imports Triton and the package
 
         commands.prepare(tempfile.mkdtemp())
@@ -109,10 +110,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.partition("[")[0] in slow or "two_processes" in item.fixturenames:
             item.add_marker("slow")
-
-
-def pytest_collection():
-    gc.disable()  # what is imported stays: to search it again and again takes a quarter of the time
 
 
 def pytest_collection_finish():
