@@ -33,7 +33,7 @@ DECODE_ROWS = 16  # calls of at most so many queries without gradients take the 
 
 # TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly
 # a spill in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
-# Those of 9.0 for heads of 64 and 128 were the fastest right ones on an H200, at 16384 tokens.
+# Those of 9.0 for heads of 64 and 128, but for decoding, were the fastest right ones on an H200, at 16384 tokens.
 TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     (80, 2): {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
