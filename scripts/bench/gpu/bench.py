@@ -348,8 +348,8 @@ def measure(args):
 
 
 def table(result):
-    limits = result["rows"][0]
-    text = [f"Ceilings: {limits['matmul_tflops']:.3g} TFLOP/s, {limits['copy_tb_per_s']:.3g} TB/s."]
+    ceilings = [row for row in result["rows"] if row["section"] == "ceilings"]
+    text = [f"Ceilings: {row['matmul_tflops']:.3g} TFLOP/s, {row['copy_tb_per_s']:.3g} TB/s." for row in ceilings]
     if result["settings"]["device"] == "cpu":
         text.insert(0, "A dry run in Triton's interpreter, whose times mean nothing.")
     absent = [row["name"] for row in result["rows"] if row.get("error", "").startswith("ModuleNotFoundError")]
@@ -357,7 +357,8 @@ def table(result):
         text.append(f"Not installed there: {', '.join(absent)}.")
     for section, template in TABLES.items():
         rows = [row for row in result["rows"] if row["section"] == section and row.get("name") not in absent]
-        text.append(f"**{TITLES[section]}**\n\n{common.markdown(rows, template)}")
+        if rows:
+            text.append(f"**{TITLES[section]}**\n\n{common.markdown(rows, template)}")
     return "\n\n".join(text)
 
 
