@@ -11,9 +11,9 @@ auto: the fastest right one on a GPU.
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox import FoxConfig
 from scripts.bench import common
 
 
@@ -25,6 +25,17 @@ TABLE = """
 """
 
 
+def make_configs(sizes, mlp, context):
+    """Return {name: configuration} of a Llama with an MLP of width `mlp`, and of both kinds of FoX of its size."""
+    pro_mlp = mlp - round(sizes["hidden_size"] / 48) * 16  # three matrices of hidden / 3 columns are an output gate
+    decay = dict(decay_time_min=8, decay_time_max=context)
+    return {
+        "Llama": LlamaConfig(**sizes, intermediate_size=mlp),
+        "FoX (LLaMA)": FoxConfig(**sizes, **decay, intermediate_size=mlp),
+        "FoX (Pro)": FoxConfig.pro(**sizes, **decay, intermediate_size=pro_mlp),
+    }
+
+
 def make_models(args):
     sizes = dict(
         vocab_size=args.vocab,
@@ -33,15 +44,9 @@ def make_models(args):
         num_attention_heads=args.hidden // args.head_dim,
         max_position_embeddings=args.context + args.tokens + 1,
     )
-    mlp = args.hidden * 8 // 3 // 64 * 64
-    pro_mlp = mlp - round(args.hidden / 48) * 16  # three matrices of hidden / 3 columns are an output gate
-    decay = dict(decay_time_min=8, decay_time_max=args.context)
+    configs = make_configs(sizes, args.hidden * 8 // 3 // 64 * 64, args.context)
     torch.manual_seed(0)
-    models = {
-        "Llama": LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=mlp)),
-        "FoX (LLaMA)": FoxForCausalLM(FoxConfig(**sizes, **decay, intermediate_size=mlp)),
-        "FoX (Pro)": FoxForCausalLM(FoxConfig.pro(**sizes, **decay, intermediate_size=pro_mlp)),
-    }
+    models = {name: AutoModelForCausalLM.from_config(config) for name, config in configs.items()}
     return {name: model.to(args.device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
 
 

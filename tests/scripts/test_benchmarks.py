@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "attention": "--lengths 32 --rounds 1",
     "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
+    "gpu.step": "--device cpu --rounds 1",
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     "curve": "--setups small --scale 0.03",
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
@@ -29,7 +30,7 @@ TINY = {
     "estimate": "--models llama --scale 16",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
 
 
 @pytest.fixture

@@ -348,8 +348,8 @@ def measure(args):
 
 
 def table(result):
-    ceilings = [row for row in result["rows"] if row["section"] == "ceilings"]
-    text = [f"Ceilings: {row['matmul_tflops']:.3g} TFLOP/s, {row['copy_tb_per_s']:.3g} TB/s." for row in ceilings]
+    limits = [row for row in result["rows"] if row["section"] == "ceilings"]
+    text = [f"Ceilings: {row['matmul_tflops']:.3g} TFLOP/s, {row['copy_tb_per_s']:.3g} TB/s." for row in limits]
     if result["settings"]["device"] == "cpu":
         text.insert(0, "A dry run in Triton's interpreter, whose times mean nothing.")
     absent = [row["name"] for row in result["rows"] if row.get("error", "").startswith("ModuleNotFoundError")]

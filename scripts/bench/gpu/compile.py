@@ -300,8 +300,7 @@ def table(result):
 
 
 def main(arguments=None):
-    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "kv_heads": [2]}
-    options |= {"bounded": [0, 1]}
+    options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "kv_heads": [2], "bounded": [0, 1]}
     version = ".".join(triton.__version__.split(".")[:2])
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)

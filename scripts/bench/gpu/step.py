@@ -15,11 +15,11 @@ import time
 from contextlib import nullcontext
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.training.loss_in_pieces import LossInPieces
 from scripts.bench import common
+from scripts.bench.generate import make_configs
 
 
 TABLE = """
@@ -30,34 +30,25 @@ SIZES = {  # Llama 2 7B
     "cuda": dict(vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32),
     "cpu": dict(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=2),
 }
-MLP = 11008 / 4096  # of the width
+MLP = {"cuda": 11008, "cpu": 172}
 
 
-def make_model(name, length, device):
-    sizes = SIZES[device] | {"max_position_embeddings": length}
-    width = sizes["hidden_size"]
-    decay = dict(decay_time_min=8, decay_time_max=length)
-    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+def make_model(config, device):
     with torch.device(device):
-        if name == "Llama":
-            model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=round(MLP * width)))
-        elif name == "FoX (LLaMA)":
-            model = FoxForCausalLM(FoxConfig(**sizes, **decay, intermediate_size=round(MLP * width)))
-        else:  # three matrices of a narrower MLP pay for the output gate
-            pro = round(MLP * width) - width // 3 // 16 * 16
-            model = FoxForCausalLM(FoxConfig.pro(**sizes, **decay, intermediate_size=pro))
-    torch.set_default_dtype(torch.float32)
-    model.set_attn_implementation("sdpa" if name == "Llama" else "auto")
-    model.gradient_checkpointing_enable()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    model.set_attn_implementation("sdpa" if config.model_type == "llama" else "auto")
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.train()
 
 
-def time_steps(name, length, device, rounds):
+def time_steps(config, length, device, rounds):
     """Return the figures of one model at one length."""
-    model = make_model(name, length, device)
+    model = make_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(3, model.config.vocab_size, (1, length), device=device)
-    options, in_pieces = ({}, LossInPieces(model)) if name == "Llama" else ({"skip_logits": True}, nullcontext())
+    options, in_pieces = {"skip_logits": True}, nullcontext()
+    if config.model_type == "llama":
+        options, in_pieces = {}, LossInPieces(model)
 
     def step():
         with in_pieces:
@@ -72,7 +63,7 @@ def time_steps(name, length, device, rounds):
         begin = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - begin)
-    taken, parameters, config = statistics.median(seconds[1:]), model.num_parameters(), model.config
+    taken, parameters = statistics.median(seconds[1:]), model.num_parameters()
     work = 6 * length * (parameters + config.num_hidden_layers * config.hidden_size * length)
     memory = {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if device == "cuda" else {}
     speed = {"seconds": taken, "tokens_per_s": length / taken, "tflops": work / taken / 1e12}
@@ -83,14 +74,15 @@ def measure(args):
     lengths = args.lengths if args.device == "cuda" else [64]
     for length in lengths:
         llama = None
-        for name in ("Llama", "FoX (LLaMA)", "FoX (Pro)"):
+        sizes = SIZES[args.device] | {"max_position_embeddings": length}
+        for name, config in make_configs(sizes, MLP[args.device], length).items():
             row = {"name": name, "tokens": length}
             if args.device == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                row |= time_steps(name, length, args.device, args.rounds)
+                row |= time_steps(config, length, args.device, args.rounds)
                 llama = llama or row["tokens_per_s"]
                 row["to_llama"] = row["tokens_per_s"] / llama
             except torch.OutOfMemoryError:
