@@ -15,10 +15,10 @@ from hf_longctx import __version__, cli
 
 
 def test_rope_tells_the_verdict(tmp_path, capsys):
-    LlamaConfig(max_position_embeddings=4096).save_pretrained(tmp_path)
+    LlamaConfig(max_position_embeddings=512).save_pretrained(tmp_path)
     assert cli.main(["rope", str(tmp_path)]) == 0
     assert "10000" in capsys.readouterr().out
-    assert cli.main(["rope", str(tmp_path / "config.json"), "--json", "--context-length", "1000"]) == 0
+    assert cli.main(["rope", str(tmp_path / "config.json"), "--json", "--context-length", "300"]) == 0
     assert json.loads(capsys.readouterr().out)
     assert cli.main(["rope", str(tmp_path), "--output", str(tmp_path / "new" / "rope.svg")]) == 0
     assert "<svg" in (tmp_path / "new" / "rope.svg").read_text()
@@ -32,11 +32,6 @@ def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
     cli.main(["lm-eval", "run", "--model_args", "a_b=c"])
     cli.main(["generate", "MODEL", "Once", "--max_new_tokens", "3"])
     assert seen[0].words == ["run", "--model_args", "a_b=c"] and seen[1].max_new_tokens == 3
-
-
-def test_generate_continues_the_prompt(folder, capsys):
-    assert cli.main(["generate", str(folder), "The import statement", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("The import statement")
 
 
 def test_the_demo_model_says_english(capsys, monkeypatch):
@@ -133,10 +128,9 @@ def test_chat_renders_the_prompt_as_a_turn(folder, tmp_path, capsys):
     reply = generate_json(capsys, chat, "Hello", "--chat", "--max-new-tokens", 4)
     assert reply["prompt"] == "Hello"
     assert reply["tokens"] == generate_json(capsys, chat, "Q: Hello A:", "--max-new-tokens", 4)["tokens"]
-    assert cli.main(["generate", str(chat), "Hello", "--chat", "--max-new-tokens", "4"]) == 0
-    assert capsys.readouterr().out.strip() == reply["text"].strip()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_gates_draws_a_picture(folder, tmp_path, capsys):
     output = tmp_path / "new folder" / "gates.png"
     assert cli.main(["gates", str(folder), "--tokens", "40", "--layers", "0", "--output", str(output)]) == 0
@@ -179,19 +173,14 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_help_reads_well(capsys, command):
+def test_help_reads_well_and_its_examples_are_understood(capsys, command):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "None" not in text and f"Examples:\n  hf-longctx {command}" in text
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_examples_are_understood(command):
-    """Every line under `Examples:` is one that the parser takes."""
-    examples = cli.COMMANDS[command].__doc__.partition("Examples:\n")[2]
+    examples, parser = cli.COMMANDS[command].__doc__.partition("Examples:\n")[2], cli.parser([command])
     for arguments in re.findall(r"hf[-_]longctx (.*)", examples):
-        assert cli.parser().parse_args(shlex.split(arguments)).command == command
+        assert parser.parse_args(shlex.split(arguments)).command == command
 
 
 def test_help_of_all_commands(capsys):

@@ -49,7 +49,7 @@ def test_processes_write_one_report(folder, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = ["hf-longctx", "report", llama, "--text", text, "--repeats", 1, "--context-length", 256]
+    command = ["hf-longctx", "report", llama, "--text", text, "--repeats", 1, "--context-length", 100]
     with ExitStack() as stack:
         ranks = [os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         first, second = (stack.enter_context(Command([*command, "--output", output], env=env)) for env in ranks)
@@ -57,5 +57,5 @@ def test_processes_write_one_report(folder, tmp_path):
         assert first.stdout.count("report.html") == 1 and first.stderr.count("text: ") == 1
         assert not second.stdout and "text: " not in second.stderr
     pictures = {path.stem for path in output.glob("*.png")}
-    assert pictures == {"curve", "loss", "needle", "rope"}  # 256 tokens are too few for lines
+    assert pictures == {"curve", "loss", "rope"}  # 100 tokens are too few for needles and lines
     assert not (output / "unfinished").exists()

@@ -76,6 +76,7 @@ def test_nothing_measured_says_nothing():
     assert conclusion([PositionLoss([2.0, 1.0], 2)])[0].startswith("The loss after 2 tokens is 1.000 nats")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_begins_with_them(tmp_path):
     settings = dict(parameters=1_240_000_000, dtype="bfloat16", hardware="NVIDIA H100")
     results = [curve(1, 0.5, 0.2, model="fox", **settings), curve(0.2, 0.2, 0.2, model="<llama>")]
@@ -88,8 +89,6 @@ def test_the_page_begins_with_them(tmp_path):
     assert "<b>fox</b>" in page and "<b>&lt;llama&gt;</b>" in page and "Do not count on what stands 400" in page
 
 
-@pytest.mark.parametrize(
-    "size, words", [(900, "900"), (86_336, "86,336"), (5e6, "5 million"), (7.24e9, "7.24 billion")]
-)
-def test_sizes_in_words(size, words):
-    assert facts([curve(1, parameters=int(size))]) == f"{words} parameters"
+def test_sizes_in_words():
+    assert facts([curve(1, parameters=86_336)]) == "86,336 parameters"
+    assert facts([curve(1, parameters=7_240_000_000)]) == "7.24 billion parameters"

@@ -17,7 +17,7 @@ from hf_longctx.metrics.report.page import write_report
 FOX = Path(__file__).resolve().parents[2] / "model_cards" / "fox-demo"
 
 
-@pytest.mark.parametrize("scored", [1, 7, 8, 9, 64, 1000])
+@pytest.mark.parametrize("scored", [1, 8, 1001])
 def test_rows_come_back(scored):
     wrong = np.random.default_rng(scored).random((3, scored)) < 0.3
     assert (unpack(pack(wrong), scored) == wrong).all()
@@ -26,7 +26,7 @@ def test_rows_come_back(scored):
             unpack(rows, scored)
 
 
-@pytest.mark.parametrize("scored", [3, 10, 37, 400])
+@pytest.mark.parametrize("scored", [3, 37])
 def test_parts_hold_all_tokens(scored):
     wrong = np.zeros((2, scored), bool)
     wrong[:, -1] = True
@@ -72,29 +72,17 @@ def test_wrong_tokens_are_those_that_the_model_mistakes(protocol):
             assert (row == (predicted[end - len(row) : end] != target[-len(row) :])).all()
 
 
-def test_the_page_and_the_command_show_where(tmp_path, words):
-    pytest.importorskip("matplotlib")
+def test_the_page_and_the_command_show_where(tmp_path, words, request):
     wrong = {20: np.zeros((4, 20), bool), 45: np.tile(np.arange(45) >= 40, (4, 1))}
     measured = curve(wrong, model="fox")
     shown = words(measured.more_pictures()["errors"])
     assert "Copying errors of fox" in shown and " 100 " in shown and "tokens copied wrong" in shown
+    request.getfixturevalue("undrawn")
     write_report([measured], tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().count("<img") == 2
     text = tmp_path / "text.txt"
     text.write_text("A fox met 13 hens, and 17 geese, and asked for the way to the sea. " * 60)
-    options = [
-        "--text",
-        str(text),
-        "--lengths",
-        "8,16",
-        "--repeats",
-        "2",
-        "--samples",
-        "--output",
-        str(tmp_path / "fox"),
-    ]
-    assert cli.main(["curve", str(FOX), *options]) == 0
-    assert (tmp_path / "fox_errors.png").exists() and read_result(tmp_path / "fox.json").wrong_tokens(16).shape == (
-        2,
-        8,
-    )
+    options = f"--text {text} --lengths 8,16 --repeats 2 --samples --output {tmp_path}/fox"
+    assert cli.main(["curve", str(FOX), *options.split()]) == 0
+    assert (tmp_path / "fox_errors.png").exists()
+    assert read_result(tmp_path / "fox.json").wrong_tokens(16).shape == (2, 8)

@@ -21,8 +21,7 @@ GRID = NeedleGrid(
     [NeedleCell(answers(True, i < j), 100 * i, j / 4, [7, 7]) for i in range(1, 4) for j in range(5) if i + j < 7],
     SETTINGS,
 )
-LINES = LineRetrieval([LinesPoint(answers(True, n < 20), n, [20 * n] * 2, [0, 1]) for n in (10, 20, 30)], SETTINGS)
-REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [200], [0])], SETTINGS)
+REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [600], [0])], SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +42,13 @@ REPLIED = LineRetrieval([LinesPoint(answers(True, reply="12"), 10, [200], [0])],
             {"score": "probability", "title": "My needle"},
             ["probability of an answer's token", "75%", "My needle"],
         ),
-        (LINES, {}, ["Line retrieval of someone/tiny", "answers given token for token", "600"]),
-        (REPLIED, {"train_length": 64}, ["answers found in the replies", "answers given token for token"]),
+        (
+            REPLIED,
+            {"train_length": 64},
+            ["Line retrieval of someone/tiny", "answers found in the replies", "answers given token for token", "600"],
+        ),
     ],
-    ids=["needle", "score of the needle", "lines", "lines with replies"],
+    ids=["needle", "score of the needle", "lines"],
 )
 def test_words_of_the_picture(words, result, options, texts):
     picture = words(result.plot, **options)
@@ -74,18 +76,18 @@ def test_a_needle_has_its_column_by_length_and_its_row_by_depth(figures):
 
 
 @pytest.mark.parametrize(
-    "counts, rate, note",
+    "counts, rates, note",
     [
-        ([1], "1/1", "1 haystack in each cell"),
-        ([4], "3/4", "4 haystacks in each cell"),
-        ([5], "80", "5 haystacks in each cell"),
-        ([5, 1], "80", "1 or 5 haystacks in each cell"),
+        ([1], ["1/1"], "1 haystack in each cell"),
+        ([4], ["3/4"], "4 haystacks in each cell"),
+        ([5, 1], ["80", "1/1"], "1 or 5 haystacks in each cell"),
     ],
 )
-def test_cells_of_few_haystacks_show_how_many(words, counts, rate, note):
+def test_cells_of_few_haystacks_show_how_many(figures, counts, rates, note):
     cells = [NeedleCell(answers(*[True] * max(n - 1, 1), *[False] * (n > 1)), n, 0.5, [7] * n) for n in counts]
-    picture = words(NeedleGrid(cells).plot)
-    assert f" {rate} " in picture and note in picture
+    NeedleGrid(cells).plot("unused")
+    assert [text.get_text() for text in figures[0].axes[0].texts] == rates
+    assert figures[0].get_supxlabel() == note
 
 
 def test_lines_are_evenly_spaced_with_their_intervals(figures):

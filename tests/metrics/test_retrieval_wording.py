@@ -118,20 +118,11 @@ def test_models_read_the_chat(tokenizer):
     assert needle.cells[0].answers[0].tokens == len(tokenizer("Alm.", add_special_tokens=False)["input_ids"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_command(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Ein Fuchs traf 13 Hennen. " * 200)
-    options = [
-        "--text",
-        str(text),
-        "--lengths",
-        "300",
-        "--depths",
-        "2",
-        "--no-replies",
-        "--output",
-        str(tmp_path / "x"),
-    ]
+    options = f"--text {text} --lengths 300 --depths 2 --no-replies --output {tmp_path}/x".split()
     own = [word for name, value in COW.items() for word in (f"--{name}", value)]
     assert cli.main(["needle", str(DEMO), *options, *own]) == 0
     assert read_result(tmp_path / "x.json").settings["mode"] == "standard"

@@ -57,6 +57,7 @@ def model(tmp_path_factory):
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "name, values, words, key",
     [
