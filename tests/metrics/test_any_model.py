@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
+from tiny_models import build
 from torch import nn
 
 import hf_longctx  # noqa: F401 - registers FoX
@@ -17,19 +17,10 @@ from hf_longctx.metrics.curve.protocol import model_inputs, order_samples, score
 
 # PEFT 0.21 asks transformers for this under its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 VOCAB = 24  # some predictions are right even with random weights
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+SMALL |= {"vocab_size": VOCAB, "varied": True}
 CORPUS = np.random.default_rng(0).integers(3, VOCAB, size=300)
-
-
-def build(name, **config):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **config)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() == 2 else 1)  # so that predictions vary with the text
-    return model
 
 
 def with_memory(model):
@@ -68,16 +59,10 @@ def quantized(model):
 
 
 MODELS = {
-    "mamba2": lambda: build(
-        "mamba2", hidden_size=16, num_hidden_layers=2, state_size=4, num_heads=4, head_dim=8, n_groups=1, chunk_size=8
-    ),
-    "fox": lambda: build("fox", **SMALL),
     "hmt": lambda: with_memory(build("llama", **SMALL, max_position_embeddings=64)),
-    "hmt around fox": lambda: with_memory(build("fox", **SMALL)),
     "LoRA without task": lambda: adapted("llama", task_type=None, **LORA),
     "LoRA": lambda: adapted("llama", **LORA),
     "LoRA, logits as wide as hidden states": lambda: adapted("llama", width=VOCAB, **LORA),
-    "DoRA around fox": lambda: adapted("fox", use_dora=True, **LORA),
     "prompt tuning": lambda: adapted("llama", "PromptTuningConfig", num_virtual_tokens=3),
     "prompt tuning of fox": lambda: adapted("fox", "PromptTuningConfig", num_virtual_tokens=3),
     "prefix tuning": lambda: adapted("llama", "PrefixTuningConfig", num_virtual_tokens=3),

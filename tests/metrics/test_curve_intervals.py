@@ -43,7 +43,7 @@ def test_result_without_spread(point, expected):
     assert point.test_result("coarse", 0.01) == expected
 
 
-@pytest.mark.parametrize("good, bad", [(6, 0), (5, 0), (5, 1), (9, 1), (0, 6), (1, 7), (14, 6)])
+@pytest.mark.parametrize("good, bad", [(6, 0), (9, 1), (1, 7), (14, 6)])
 def test_the_fine_length_is_a_sign_test_of_texts(good, bad):
     """A text counts as a whole, however many of its tokens are right; 99 % exactly is not above 99 %."""
     point = CurvePoint(2000, [991, 1000] * (good // 2) + [991] * (good % 2) + [990] * bad, [0] * (good + bad))
@@ -77,9 +77,7 @@ def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
 
 @pytest.mark.parametrize("protocol", ["reference", "adaptive"])
 @pytest.mark.parametrize(
-    "fine, expected",
-    [(0, "<100"), (100, "[100, 200)"), (400, "[400, 600)"), (800, ">=800 (the longest tested)")],
-    ids=str,
+    "fine, expected", [(0, "<100"), (400, "[400, 600)"), (800, ">=800 (the longest tested)")], ids=str
 )
 def test_a_step_is_located(fine, expected, protocol):
     curve = step_curve(fine, protocol=protocol)
@@ -162,8 +160,7 @@ def intervals_of(shape, method, spread, repeats, curves=200):
     return low, high, int((SHAPES[shape] >= 0.31).sum())
 
 
-@pytest.mark.parametrize("spread, repeats", [(0, 3), (0.03, 10), (0, 30)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, spread, repeats", [("no memory", 0, 3), ("sharp", 0.03, 10), ("gradual", 0, 30)])
 def test_the_interval_covers_the_truth(shape, spread, repeats):
     """Each end errs in at most 2.5 % of the curves (here 5 of 200, and 4 for the luck of the draw).
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from mistakes import harmless, refused
-from tiny_models import CORPUS, TINY, tiny_llama
+from tiny_models import CORPUS, LLAMA, tiny_llama
 from torch import nn
 
 from hf_longctx.corpus import load_text
@@ -225,8 +225,7 @@ def another_kind(kind, **options):
 
 
 def bert():
-    config = transformers.BertConfig(**TINY, intermediate_size=8)
-    return transformers.BertLMHeadModel(config)
+    return transformers.BertLMHeadModel(transformers.BertConfig(**LLAMA, vocab_size=32))
 
 
 T5 = dict(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)

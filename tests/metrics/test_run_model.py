@@ -20,18 +20,9 @@ BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "int
     [
         ("gpt2", GPT2 | {"n_positions": 12}, 12),
         ("openai-gpt", GPT2 | {"n_positions": 12}, 12),
-        ("gpt_bigcode", GPT2 | {"n_positions": 12}, 12),
         ("gptj", GPT2 | {"n_positions": 12, "rotary_dim": 2}, 12),
-        ("codegen", GPT2 | {"n_head": 4, "n_embd": 16, "n_positions": 12, "n_ctx": 12, "rotary_dim": 2}, 12),
         ("ctrl", GPT2 | {"n_positions": 12, "dff": 8}, 12),
-        (
-            "gpt_neo",
-            {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]]}
-            | {"max_position_embeddings": 12},
-            12,
-        ),
         ("opt", LLAMA | {"ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 12}, 12),
-        ("biogpt", LLAMA | {"max_position_embeddings": 12}, 12),
         ("bert", BERT | {"max_position_embeddings": 12}, 12),
         ("roberta", BERT | {"max_position_embeddings": 12, "pad_token_id": 1}, 10),
     ],
@@ -52,10 +43,8 @@ def test_position_table_is_found(name, config, limit):
     "name, config",
     [
         ("llama", LLAMA | {"max_position_embeddings": 12}),
-        ("gpt_neox", LLAMA | {"max_position_embeddings": 12}),
         ("bloom", GPT2),
         ("xglm", {"d_model": 8, "num_layers": 1, "attention_heads": 2, "ffn_dim": 8, "max_position_embeddings": 12}),
-        ("mamba", {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -8,23 +8,24 @@ import transformers
 from torch import nn
 
 
-TINY = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
-
-
 LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-def build(name, **config):
-    """A tiny model of any architecture, on random weights."""
+def build(name, varied=False, **config):
+    """A tiny model of any architecture, on random weights: large ones if its predictions are to vary with the text."""
     torch.manual_seed(0)
     config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
+    for parameter in model.parameters():
+        if varied and parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def tiny_llama(**options):
     torch.manual_seed(0)
-    config = TINY | {"intermediate_size": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
+    config = LLAMA | {"vocab_size": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | options))
 
 
