@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics import LocalReader, Run, card_snippet, read_result, write_report
+from hf_longctx.metrics import Run, card_snippet, read_result, write_report
 from hf_longctx.metrics.report import measure_all as report
 from hf_longctx.metrics.result import Result
 
@@ -55,34 +55,18 @@ def test_a_run_goes_on_from_its_journal(example, model, tmp_path):
     assert journal.read_bytes() == whole
 
 
-def test_an_exception_has_what_was_measured(example, model):
-    class Interrupted(LocalReader):
-        def predict(self, inputs, prefix, positions):
-            if inputs.shape[1] == 2 * 128:
-                raise KeyboardInterrupt
-            return super().predict(inputs, prefix, positions)
-
-    with pytest.raises(KeyboardInterrupt) as stop:
-        example["repeats"](Interrupted(model), lengths=[32, 128])
-    assert [*stop.value.result.correct] == [32]
-
-
-def test_the_result_is_saved_read_and_drawn(example, tmp_path):
+@pytest.mark.usefixtures("undrawn")
+def test_the_result_is_saved_read_and_drawn_and_has_its_place_in_page_and_card(example, tmp_path):
     result = example["result"]
     result.save(tmp_path / "repeats.json")
     assert read_result(tmp_path / "repeats.json") == result
-    result.plot(tmp_path / "repeats.png", title="Again")
-    assert (tmp_path / "repeats.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_result_has_its_place_in_page_and_card(example, tmp_path):
-    result = example["result"]
     write_report([result], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert result.title in page and result.summary() in page and page.count("<img") == 1
     assert "repeated text of 128 tokens" in card_snippet("tiny", [result])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_function_and_one_entry_put_it_into_the_report(example, model, tmp_path, monkeypatch):
     def measure_repeats(subject, run):
         return example["repeats"](subject.reader, lengths=[32], seed=subject.seed, run=run)

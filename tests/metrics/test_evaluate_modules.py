@@ -2,7 +2,6 @@
 
 import copy
 import json
-import socket
 import threading
 from collections import defaultdict
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -95,17 +94,14 @@ def hub(monkeypatch):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        go_online(monkeypatch, server.server_address[1])
+        monkeypatch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", False)
+        monkeypatch.setattr(evaluate.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # that is another server
+        here = "http://{}:{}".format(*server.server_address)
+        url = evaluate.config.HUB_EVALUATE_URL.replace(evaluate.config.HF_ENDPOINT, here)
+        monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", url)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
         yield asked
         server.shutdown()
-
-
-def go_online(monkeypatch, port):
-    monkeypatch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", False)
-    monkeypatch.setattr(evaluate.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # that is another server
-    url = evaluate.config.HUB_EVALUATE_URL.replace(evaluate.config.HF_ENDPOINT, f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", url)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 def test_bare_names_with_a_hub_that_does_not_know_them(hub):
@@ -119,14 +115,6 @@ def test_a_space(hub, tmp_path):
     curve = evaluate.load("someone/forgetting_curve", download_config=DownloadConfig(cache_dir=tmp_path))
     assert curve.compute(predictions=PAIRS, references=TARGETS)["fine_length"] == 3
     assert any(path.endswith("/main/forgetting_curve.py") for path in hub)
-
-
-def test_bare_names_with_a_hub_that_cannot_be_reached(monkeypatch):
-    with socket.socket() as taken:  # bound, but listening to nobody
-        taken.bind(("127.0.0.1", 0))
-        go_online(monkeypatch, taken.getsockname()[1])
-        register()
-        assert evaluate.load("position_loss").name == "position_loss"
 
 
 def test_registering_again_changes_nothing_and_supersedes_older_lines(evaluate_cache):
@@ -226,38 +214,22 @@ TARGETS = [[5, 6, 7, 8, 9], [4, 3, 4, 3, 4], [7, 7, 8]]
 PAIRS = [[[0, 0, 7, 8, 9], [0, 0, 7, 0, 0]], [[4, 3, 0, 3, 4], [0, 0, 0, 0, 0]], [[0, 7, 8], [0, 0, 8]]]
 
 
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["lists", "arrays", "tensors"])
-def test_predictions_are_counted_in_the_second_half(curve_module, kind):
-    if kind is list:
-        result = curve_module.compute(predictions=PAIRS, references=TARGETS)
-        points = result["points"]
-        assert [p["length"] for p in points] == [3, 5]
-        assert [p["copy_correct"] for p in points] == [[2], [3, 2]]
-        assert [p["lm_correct"] for p in points] == [[1], [1, 0]]
-        assert result["fine_length"] == 3 and result["coarse_length"] == 5 and result["coarse_open_ended"] is True
-    else:
-        result = curve_module.compute(predictions=kind(PAIRS[:2]), references=kind(TARGETS[:2]))
-        assert result["points"][0]["copy_correct"] == [3, 2]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(predictions=PAIRS, references=TARGETS, repeats=3), "repeats came without a model"),
-        (dict(predictions=[[[1], [1, 2]]], references=[[1, 2]]), r"rows of \[1, 2\] ids and references\[0\] has 2"),
-        (dict(predictions=PAIRS, references=TARGETS, model="x", corpus=[1, 2]), "not both"),
-        (dict(model="x", lenghts=[4]), "no argument lenghts; forgetting_curve takes"),
-    ],
-    ids=["option without a model", "short row", "model and predictions", "misspelt"],
-)
-def test_wrong_arguments(curve_module, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        curve_module.compute(**arguments)
+def test_predictions_are_counted_in_the_second_half(curve_module):
+    result = curve_module.compute(predictions=PAIRS, references=TARGETS)
+    points = result["points"]
+    assert [p["length"] for p in points] == [3, 5]
+    assert [p["copy_correct"] for p in points] == [[2], [3, 2]]
+    assert [p["lm_correct"] for p in points] == [[1], [1, 0]]
+    assert result["fine_length"] == 3 and result["coarse_length"] == 5 and result["coarse_open_ended"] is True
+    of_tensors = curve_module.compute(predictions=torch.tensor(PAIRS[:2]), references=np.array(TARGETS[:2]))
+    assert of_tensors["points"] == points[1:]
 
 
 def test_no_predictions_and_no_tokenizer(model, curve_module, loss_module):
     with pytest.raises(ValueError, match="1 predictions for 2 references"):
         score_predictions([[[1], [1]]], [[1], [2]])
+    with pytest.raises(ValueError, match=r"rows of \[1, 2\] ids and references\[0\] has 2"):
+        score_predictions([[[1], [1, 2]]], [[1, 2]])
     with pytest.raises(ValueError, match="give tokenizer="):
         curve_module.compute(model=model, corpus=TEXT)
     with pytest.raises(ValueError, match="takes no references"):
@@ -288,11 +260,7 @@ def test_log_probabilities_are_averaged(loss_module):
     assert loss_module.compute(predictions=[[-1.0, -2.0], [-3.0, -2.0]]) == result
 
 
-@pytest.mark.parametrize(
-    "rows, message",
-    [([], "one or more"), ([[-1.0], [-1.0, -2.0]], r"lengths \[1, 2\]"), ([[0.5]], "above 0"), ([[np.nan]], "NaN")],
-    ids=["none", "two lengths", "positive", "NaN"],
-)
+@pytest.mark.parametrize("rows, message", [([], "one or more"), ([[0.5]], "above 0"), ([[np.nan]], "NaN")])
 def test_wrong_log_probabilities(rows, message):
     with pytest.raises(ValueError, match=message):
         average_log_probs(rows)
@@ -347,9 +315,6 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}] * 2
     assert calls["AutoTokenizer"] == [source] * 2
     assert calls["AutoConfig"][-1] == source
-
-
-def test_keywords_of_from_pretrained_for_a_model_that_is_loaded(loss_module, rope_module, model):
     with pytest.raises(ValueError, match="model_kwargs are for a model given by its name"):
         loss_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
     with pytest.raises(ValueError, match="this one is a LlamaConfig"):

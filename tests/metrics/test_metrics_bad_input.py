@@ -27,7 +27,6 @@ from hf_longctx.metrics import (
     module_path,
     needle_in_a_haystack,
     position_loss,
-    read_result,
 )
 
 
@@ -82,7 +81,6 @@ def measured():
 
 
 WRONG_KIND = [
-    refused("lengths: True", lambda: curve(lengths=[True]), r"list of integers .*\[True\]"),
     refused("repeats: True", lambda: curve(repeats=True), "repeats must be a whole number, got True"),
     refused("seed: a letter", lambda: curve(seed="a"), "seed must be a whole number, got 'a'"),
     refused("samples: a word", lambda: curve(samples="no"), "samples must be True or False, got 'no'"),
@@ -92,8 +90,11 @@ WRONG_KIND = [
             partial(call, tokenizer=tokenizer),
             "tokenizer must be the .*got",
         )
-        for name, call in (("curve", curve), ("random curve", random_curve), ("loss", loss))
-        for tokenizer in (5, object(), [])
+        for name, call, tokenizer in (
+            ("curve", curve, 5),
+            ("random curve", random_curve, object()),
+            ("loss", loss, []),
+        )
     ),
     refused("corpus_name: a number", lambda: curve(corpus_name=7), "corpus_name must be a text, or None, got 7"),
     refused("irrelevant_name: a number", lambda: curve(irrelevant_name=3), "irrelevant_name must be a text"),
@@ -102,7 +103,6 @@ WRONG_KIND = [
     refused("starts: a word", lambda: loss(starts="abc"), "starts must be a list of numbers, got 'abc'"),
     refused("journal: a number", lambda: Run(journal=3), "journal must be the path of a file, got 3"),
     refused("progress: a word", lambda: Run(progress="yes"), "progress must be True or False"),
-    refused("depths: None", lambda: needle(depths=None), "depths must be a list of numbers, got None"),
     refused("depths: a word", lambda: needle(depths="abc"), "depths must be a list of numbers, got 'abc'"),
     refused("depths: NaN", lambda: needle(depths=[float("nan")]), "numbers from 0 to 1"),
     refused("generate: a word", lambda: needle(generate="no"), "generate must be True or False, got 'no'"),
@@ -113,27 +113,17 @@ WRONG_KIND = [
             partial(call, tokenizer),
             "tokenizer must be the tokenizer",
         )
-        for name, call in (("needle", needle), ("lines", asked))
-        for tokenizer in (None, "x", 5, object())
+        for name, call, tokenizer in (("needle", needle, None), ("lines", asked, "x"))
     ),
-    *(
-        refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ")
-        for lines in (None, 5, ["a"], [2.5], "12")
-    ),
+    *(refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ") for lines in (None, ["a"], [2.5])),
     refused("weights on the meta device", lambda: curve(model=tiny_llama().to("meta")), "on the meta device"),
     refused("endpoint: None", lambda: ServedModel(None), "base_url is None; give one like http"),
-    refused("result: None", lambda: read_result(None), "path must be the path of a file, got None"),
     refused("picture: None", lambda: measured().plot(None), "path must be the path of a file, got None"),
     refused("table of a list", lambda: comparison_table([measured()]), "dictionary of names of models .*got a list"),
     refused(
         "report: train_length", lambda: measure_all(tiny_llama(), None, [1], "", train_length="x"), "train_length"
     ),
 ]
-
-
-@pytest.mark.parametrize("mistake", WRONG_KIND, ids=str)
-def test_a_value_of_the_wrong_kind_is_named(mistake):
-    assert mistake.check() == "refused"
 
 
 def test_activations_quantized_for_all_tokens_are_named():
@@ -156,35 +146,28 @@ def test_activations_quantized_for_all_tokens_are_named():
 
 CURVE = [
     refused("lengths: a number", lambda: curve(lengths=5), "lengths must be a list of integers .*got 5"),
-    refused("lengths: a string", lambda: curve(lengths="8"), "lengths must be a list of integers .*'8'"),
     refused("lengths: fractions", lambda: curve(lengths=[8.5]), r"list of integers .*\[8.5\]"),
     refused("lengths: none", lambda: curve(lengths=[]), "one or more token counts"),
     refused("lengths: zero", lambda: curve(lengths=[0, 8]), "token counts >= 1"),
     refused("lengths: falling", lambda: curve(lengths=[9, 8]), "strictly ascending order"),
     refused("lengths: beyond the text", lambda: curve(lengths=[67]), "longest possible length is 66"),
-    refused("lengths: misspelt", lambda: curve(lenghts=[8]), "unexpected keyword argument 'lenghts'"),
     refused(
         "grid: one length", lambda: linear_lengths(100, 1), r"a grid of 1 lengths .*lengths=\[4, 6\], or --lengths"
     ),
     refused("grid: too short", lambda: log_lengths(8, 4), "max_length > 8"),
     refused("repeats: none", lambda: curve(repeats=0), "repeats must be at least 1, got 0"),
-    refused("repeats: a string", lambda: curve(repeats="3"), "repeats must be a whole number, got '3'"),
     refused("protocol: misspelt", lambda: curve(protocol="nestd"), "protocol must be one of .*'nestd'"),
     refused("data_type: misspelt", lambda: curve(data_type="rand"), "data_type must be one of .*'rand'"),
     refused("confidence: per cent", lambda: curve(confidence=95), "confidence must be a number between 0 and 1"),
-    refused("confidence: a string", lambda: curve(confidence="0.9"), "confidence must be .*'0.9'"),
     refused("BOS: beyond the vocabulary", lambda: curve(bos_token_id=32), "bos_token_id is 32"),
     refused("BOS: a string", lambda: curve(bos_token_id="<s>"), "bos_token_id is '<s>'"),
     refused("EOS: negative", lambda: curve(eos_token_id=-1), "eos_token_id is -1"),
     refused("tokens: none", lambda: curve([]), "tokens is empty"),
     refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
-    refused("tokens: words", lambda: curve(["a", "b"]), "flat sequence of token ids, got <U1"),
     refused("tokens: None", lambda: curve(None), "tokens is None"),
     refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
     refused("tokens: negative", lambda: curve([5] * 99 + [-1]), r"tokens\[99\] is -1"),
     refused("tokens: of another tokenizer", lambda: curve([5] * 99 + [32]), r"tokens\[99\] is 32"),
-    refused("irrelevant: none", lambda: curve(irrelevant_tokens=[]), "irrelevant_tokens is empty"),
-    refused("irrelevant: too short", lambda: curve(irrelevant_tokens=[5] * 7), "irrelevant_tokens has 7 ids"),
     refused("irrelevant: of another tokenizer", lambda: curve(irrelevant_tokens=[40] * 9), r"\[0\] is 40"),
     refused("id_range: for a text", lambda: curve(id_range=(10, 20)), 'id_range is for data_type="random"'),
     refused(
@@ -192,7 +175,6 @@ CURVE = [
     ),
     refused("id_range: falling", lambda: random_curve(id_range=(20, 11)), r"id_range=\(20, 11\) must lie"),
     refused("id_range: special ids only", lambda: random_curve(id_range=(1, 2)), "no choice"),
-    refused("id_range: one id twice", lambda: random_curve(id_range=(5, 5)), "no choice"),
     refused("id_range: one id", lambda: random_curve(id_range=(5,)), "id_range must be two ids"),
     refused("irrelevant: of random data", lambda: random_curve(irrelevant_tokens=CORPUS), "drop irrelevant_tokens"),
     harmless("lengths: of NumPy", lambda: (counts(lengths=np.array([8], dtype=np.uint16)), counts())),
@@ -205,7 +187,6 @@ CURVE = [
 
 LOSS = [
     refused("loss: no text", lambda: loss(None), "flat sequence of token ids, got None"),
-    refused("loss: a string", lambda: loss(context_length="8"), "context_length must be a whole number, got '8'"),
     refused("loss: no context", lambda: loss(context_length=0), "context_length must be at least 1, got 0"),
     refused("loss: too long", lambda: loss(context_length=201), "200 tokens, fewer than context_length=201"),
     refused("loss: no sequence", lambda: loss(sequences=0), "sequences must be at least 1, got 0"),
@@ -245,9 +226,6 @@ MODELS = [
         "BertLMHeadModel is not causal",
     ),
     refused("run: no memory", lambda: Run(tokens_per_pass=0), "tokens_per_pass must be at least 1, got 0"),
-    refused("run: a string", lambda: Run(tokens_per_pass="8"), "tokens_per_pass must be a whole number, got '8'"),
-    refused("run: misspelt", lambda: Run(jornal="x"), "unexpected keyword argument 'jornal'"),
-    refused("journal: another file", lambda: curve(run=Run(__file__)), "is no journal: line 1 cannot be read"),
     refused("journal: below a file", lambda: curve(run=Run(f"{__file__}/x")), "bad_input.py"),
 ]
 
@@ -263,21 +241,11 @@ def module(name, **options):
 NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
 EVALUATE = [
     *[refused(f"{name}: nothing", module(name), r"nothing to do: give model=\.\.\.") for name in NAMES],
-    *[
-        refused(
-            f"{name}: as perplexity",
-            module(name, model_id="gpt2", data=["x"]),
-            "no argument data, model_id; .* model, ",
-        )
-        for name in NAMES[:2]
-    ],
-    *[
-        refused(f"{name}: a number", module(name, model=3, corpus=[3]), "model is of <class 'int'>")
-        for name in NAMES[:2]
-    ],
+    refused(
+        "evaluate: as perplexity", module(NAMES[0], model_id="x", data=["x"]), "no argument data, model_id; .* model, "
+    ),
+    refused("evaluate: a number", module(NAMES[1], model=3, corpus=[3]), "model is of <class 'int'>"),
     refused("evaluate: no text", module(NAMES[0], model="gpt2"), "needs a text: corpus="),
-    refused("evaluate: no text for the loss", module(NAMES[1], model="gpt2"), "needs a text: corpus="),
-    refused("evaluate: misspelt", module(NAMES[0], model="gpt2", lenghts=[8]), "no argument lenghts; .* lengths, "),
     refused("evaluate: text, no model", module(NAMES[0], corpus="x"), "corpus came without a model"),
     refused("evaluate: both", module(NAMES[0], model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "not both"),
     refused("evaluate: no head_dim", module(NAMES[2], predictions=[1e4], references=[64]), "need head_dim"),
@@ -285,7 +253,7 @@ EVALUATE = [
 ]
 
 
-@pytest.mark.parametrize("mistake", CURVE + LOSS + MODELS, ids=str)
+@pytest.mark.parametrize("mistake", WRONG_KIND + CURVE + LOSS + MODELS, ids=str)
 def test_measuring(mistake, record_property):
     record_property("mistake", mistake.check())
 
@@ -310,12 +278,10 @@ TEXTS = [
     ),
     refused("text: numbers", text_file("a.jsonl", b'{"text": 3}\n'), 'the column "text" of .*a.jsonl holds int'),
     refused("text: half a line", text_file("a.jsonl", b'{"text": "x"}\n{"text":\n'), "cannot be read as json: "),
-    refused("text: no JSON", text_file("a.json", b"plain text"), "a.json cannot be read as json: "),
     refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl holds no text"),
     refused("text: no Parquet", text_file("a.parquet", b"PAR1"), "a.parquet cannot be read as parquet: "),
     refused("text: binary", text_file("a.txt", b"ab\0cd"), "a.txt is a binary file"),
     refused("text: UTF-16", text_file("a.txt", b"\xff\xfea\0"), "a.txt is not text in UTF-8 .* iconv"),
-    refused("text: Latin-1", text_file("a.txt", "é".encode("latin-1")), "a.txt is not text in UTF-8 .* iconv"),
     refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a whole gzip file"),
     refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a whole gzip file"),
     refused("text: blank", text_file("a.txt", b" \n"), "a.txt holds no text"),

@@ -41,9 +41,8 @@ def engine(monkeypatch):
     return Engine(tiny_llama().eval())
 
 
-@pytest.mark.parametrize("protocol", ["reference", "adaptive"])
-def test_curve_is_that_of_the_model(engine, protocol):
-    options = {"lengths": [4, 9, 20], "repeats": 3, "data_type": "random", "id_range": (3, 11), "protocol": protocol}
+def test_curve_is_that_of_the_model(engine):
+    options = {"lengths": [4, 9, 20], "repeats": 3, "data_type": "random", "id_range": (3, 11)}
     curve = forgetting_curve(OfflineModel(engine), None, **options)
     assert curve.points == forgetting_curve(engine.model, None, **options).points
     assert sum(p.copy_mean + p.lm_mean for p in curve.points) > 0
