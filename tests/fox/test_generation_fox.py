@@ -7,9 +7,7 @@ from tiny_fox import VARIANTS, check_logits, logits, make, make_from, tokens, wi
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 
-SETTINGS = dict(
-    max_new_tokens=12, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
-)
+SETTINGS = dict(max_new_tokens=9, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 PADDED = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
 
@@ -45,8 +43,7 @@ def test_a_static_cache_is_compiled_once_and_whole(variant):
         assert got.past_key_values.get_max_length() > 0  # transformers' layers with a convolution answer -1
 
 
-DRAFTS = [("pro with a window", 0.0), ("pro with a window", 0.02), ("pro with a window", 0.5), ("window", 0.02)]
-DRAFTS += [("llama", 0.02), ("pro with grouped heads and rope", 0.5)]
+DRAFTS = [("pro with a window", 0.0), ("pro with a window", 0.02), ("pro with grouped heads and rope", 0.5)]
 
 
 @pytest.mark.parametrize("variant, distance", DRAFTS)

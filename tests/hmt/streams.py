@@ -1,11 +1,9 @@
 """Reading a text in chunks, for the tests."""
 
-import pytest
 import torch
 
 
 CHUNKS = {"one by one": [1] * 43, "ragged": [5, 3, 1, 14, 2, 11, 7], "at j": [4] * 10 + [3], "segments": [8] * 5 + [3]}
-in_chunks = pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 
 
 def stream(model, ids, chunks, mask=None, between=lambda state: state):

@@ -9,7 +9,7 @@ from tiny_hmt import ROUNDING
 from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorStreamer, pipeline
 
 
-SINGLE = {"recall_mode": "single_pass"}
+THREE_PASS = {"recall_mode": "three_pass"}
 
 
 def teacher_forced(model, ids, prompt_length, mask=None):
@@ -22,37 +22,34 @@ def teacher_forced(model, ids, prompt_length, mask=None):
 KINDS = [
     {},
     {"recall": False},
-    {"sum_fraction": 1.0, "recall_mode": "three_pass"},
+    THREE_PASS,
+    THREE_PASS | {"sum_fraction": 1.0},
     {"memory_size": 1},
-    SINGLE,
-    SINGLE | {"recurrence": False},
-    SINGLE | {"neural_cache_weight": 0.5},
+    {"recurrence": False},
+    {"neural_cache_weight": 0.5},
 ]
-WITHOUT_CACHE = [pytest.param(x, False, id=f"{x}-no cache") for x in ({}, SINGLE)]
 
 
-@pytest.mark.parametrize(
-    "settings, use_cache", [*(pytest.param(x, True, id=f"{x}-cache") for x in KINDS), *WITHOUT_CACHE]
-)
+@pytest.mark.parametrize("settings, use_cache", [*((x, True) for x in KINDS), ({}, False)], ids=str)
 def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cache):
     model = make_wrapper(**settings)
     prompt, mask = tokens[:, :13], torch.ones(2, 13, dtype=torch.long)
     mask[1, :9] = 0  # padded over a segment border
     ids = model.generate(
-        prompt, attention_mask=mask, max_new_tokens=30, do_sample=False, use_cache=use_cache, eos_token_id=None
+        prompt, attention_mask=mask, max_new_tokens=20, do_sample=False, use_cache=use_cache, eos_token_id=None
     )
-    assert ids.shape == (2, 43)
+    assert ids.shape == (2, 33)
     assert torch.equal(ids[:, 13:], teacher_forced(model, ids, 13, mask))
 
 
-@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 12, 16])
+@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9])
 def test_any_prompt_length(make_wrapper, tokens, prompt_length):
     model = make_wrapper()
-    ids = model.generate(tokens[:, :prompt_length], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    ids = model.generate(tokens[:, :prompt_length], max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert torch.equal(ids[:, prompt_length:], teacher_forced(model, ids, prompt_length))
 
 
-@pytest.mark.parametrize("settings", [{}, SINGLE], ids=str)
+@pytest.mark.parametrize("settings", [{}, THREE_PASS], ids=str)
 def test_beam_search_reorders_the_state(make_wrapper, tokens, settings):
     model = make_wrapper(**settings)
     cached, plain = (
@@ -97,7 +94,7 @@ def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens)
 
 @pytest.mark.parametrize(
     "arguments, padding",
-    [({}, 5), ({"num_beams": 2}, 0), ({}, 0), ({"num_beams": 2}, 5)],
+    [({}, 0), ({}, 5), ({"num_beams": 2}, 5)],
     ids=str,
 )
 def test_what_past_key_values_have_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):
@@ -129,8 +126,14 @@ def test_a_state_needs_the_cache(make_wrapper, tokens):
         model.generate(tokens[:, 19:23], state=state, max_new_tokens=3, use_cache=False)
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory_size": 1, "page_size": 1, "recalled_pages": 1}], ids=str)
-@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings, arguments",
+    [
+        ({}, {"num_return_sequences": 3, "do_sample": True}),
+        ({"memory_size": 1, "page_size": 1, "recalled_pages": 1}, {"num_beams": 3}),
+    ],
+    ids=str,
+)
 def test_several_sequences_continue_a_state(make_wrapper, tokens, settings, arguments):
     model, arguments = make_wrapper(**settings), {"do_sample": False, "max_new_tokens": 9, **arguments}
     with torch.no_grad():

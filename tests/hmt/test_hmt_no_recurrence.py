@@ -3,7 +3,7 @@
 import pytest
 import torch
 from causality import changed_by
-from streams import in_chunks, stream
+from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
 
@@ -50,7 +50,7 @@ def test_no_position_sees_a_later_token(make_parallel, tokens, settings):
     assert min(here) > 1e-3
 
 
-@in_chunks
+@pytest.mark.parametrize("chunks", [CHUNKS["ragged"], CHUNKS["one by one"]], ids=["ragged", "one by one"])
 def test_any_chunking_is_one_piece(make_parallel, tokens, chunks):
     model, mask = make_parallel(), torch.ones_like(tokens)
     mask[1, :13] = 0

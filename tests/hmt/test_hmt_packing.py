@@ -13,8 +13,8 @@ from hf_longctx.hmt.segments_hmt import Pass
 
 LENGTHS = (43, 30, 3)
 PAGED = {"memory_size": 1, "page_size": 1, "recalled_pages": 1}
-SINGLE = {"recall_mode": "single_pass"}
-PARALLEL = {**SINGLE, "recurrence": False}
+THREE_PASS = {"recall_mode": "three_pass"}
+PARALLEL = {"recurrence": False}
 
 
 def padded(tokens, left=True):
@@ -32,13 +32,12 @@ def close(a, b):
 @pytest.mark.parametrize(
     "left, settings",
     [
-        (True, {}),
         (False, {}),
         (True, {"recall": False}),
         (True, PAGED),
-        (False, SINGLE),
-        (True, SINGLE | PAGED),
         (True, PARALLEL),
+        (True, THREE_PASS),
+        (False, THREE_PASS | PAGED),
     ],
     ids=str,
 )
@@ -63,7 +62,7 @@ def test_a_padded_row_is_as_alone(make_wrapper, tokens, settings, left):
 
 
 @pytest.mark.parametrize(
-    "settings, score_from", [({}, None), ({}, 4), ({"loss_scope": "last"}, None), (SINGLE, 4)], ids=str
+    "settings, score_from", [({}, 4), ({"loss_scope": "last"}, None), (THREE_PASS, None)], ids=str
 )
 def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, settings, score_from):
     """Whatever the labels of padding are."""
@@ -88,18 +87,16 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
         torch.testing.assert_close(batch_gradients[name], gradient, atol=allowed, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"sum_fraction": 1.0, "recall_mode": "three_pass"}, PAGED, SINGLE, PARALLEL], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, THREE_PASS | {"sum_fraction": 1.0}, PAGED, PARALLEL], ids=str)
 def test_generation_of_unequal_prompts(make_wrapper, tokens, settings):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)
-    arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     batch = model.generate(ids, attention_mask=mask, **arguments)[:, 43:]
     for b, real in enumerate(mask.bool()):
         assert torch.equal(batch[b], model.generate(ids[b : b + 1, real], **arguments)[0, int(real.sum()) :])
 
 
-@pytest.mark.parametrize("settings", [PAGED, SINGLE], ids=str)
+@pytest.mark.parametrize("settings", [PAGED, THREE_PASS], ids=str)
 def test_beams_of_unequal_prompts(make_wrapper, tokens, settings):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)
     arguments = {"max_new_tokens": 7, "num_beams": 2, "do_sample": False, "eos_token_id": None}
@@ -124,8 +121,11 @@ def test_decoding_unequal_rows_continues_a_cache(make_wrapper, tokens):
     assert [n for n, step in enumerate(steps) if step == [1]] == [3, 6, 7]
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["kv cache", "read again"])
-@pytest.mark.parametrize("settings", [{}, PAGED, SINGLE, PARALLEL], ids=str)
+@pytest.mark.parametrize(
+    "settings, gradients",
+    [({}, False), (PAGED, False), (PARALLEL, True), (THREE_PASS, False), (THREE_PASS, True)],
+    ids=str,
+)
 def test_rows_that_get_unequal_numbers_of_tokens_in_every_call(make_wrapper, tokens, settings, gradients):
     model, generator = make_wrapper(**settings), torch.Generator().manual_seed(3)
     calls, logits, state = [], [[], []], None
@@ -145,17 +145,17 @@ def test_rows_that_get_unequal_numbers_of_tokens_in_every_call(make_wrapper, tok
             close(torch.cat(logits[row]), model(text).logits[0])
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS["ragged"], CHUNKS["at j"]], ids=["ragged", "at j"])
-def test_a_padded_batch_in_chunks(make_wrapper, tokens, chunks):
-    model, (ids, mask) = make_wrapper(bptt_segments=2), padded(tokens)
+@pytest.mark.parametrize("settings", [{}, THREE_PASS], ids=str)
+def test_a_padded_batch_in_chunks(make_wrapper, tokens, settings):
+    model, (ids, mask) = make_wrapper(bptt_segments=2, **settings), padded(tokens)
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, use_cache=True)
-        logits, state = stream(model, ids, chunks, mask)
+        logits, state = stream(model, ids, CHUNKS["ragged"], mask)
     close(logits, whole.logits)
     assert state.lengths == LENGTHS
 
 
-@pytest.mark.parametrize("settings", [{}, SINGLE], ids=str)
+@pytest.mark.parametrize("settings", [{}, THREE_PASS], ids=str)
 def test_truncation_of_unequal_rows(make_wrapper, tokens, settings):
     """The gradient is cut at the borders of each row."""
     model, (ids, mask) = make_wrapper(bptt_segments=2, **settings), padded(tokens)

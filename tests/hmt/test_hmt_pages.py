@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from streams import in_chunks, stream
+from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -112,7 +112,7 @@ def test_what_was_forgotten_is_not_saved(make_wrapper, tokens, tmp_path):
     torch.testing.assert_close(later, expected, atol=ROUNDING, rtol=0)
 
 
-@in_chunks
+@pytest.mark.parametrize("chunks", [CHUNKS["ragged"], CHUNKS["at j"]], ids=["ragged", "at j"])
 def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
     model, mask = make_wrapper(**PAGED), torch.ones_like(tokens)
     mask[1, :13] = 0

@@ -12,11 +12,13 @@ from tiny_hmt import ROUNDING, tiny_llama
 from hf_longctx.hmt import HMTState, HMTWrapper
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize(
+    "chunks, gradients",
+    [("one by one", False), ("ragged", True), ("ragged", False), ("at j", False), ("segments", True)],
+)
 def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
     """With gradients there is no key/value cache: the open segment is read again."""
-    model, chunks = make_wrapper(), CHUNKS[chunks]
+    model, chunks = make_wrapper(recall_mode="three_pass"), CHUNKS[chunks]
     mask = torch.ones_like(tokens)
     mask[1, :13] = 0
     with torch.set_grad_enabled(gradients):
@@ -59,8 +61,17 @@ def test_a_state_can_be_continued_twice(make_wrapper, tokens, mode):
     torch.testing.assert_close(other, expected, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("rows, mode", [(1, "three_pass"), (2, "three_pass"), (2, "single_pass")])
-@pytest.mark.parametrize("stop", [3, 16, 21], ids=["first segment", "border", "open segment"])
+@pytest.mark.parametrize(
+    "rows, mode, stop",
+    [
+        (1, "three_pass", 3),  # in the first segment
+        (2, "single_pass", 3),
+        (2, "three_pass", 16),  # at a border
+        (2, "single_pass", 16),
+        (2, "three_pass", 21),  # in a later segment
+        (1, "single_pass", 21),
+    ],
+)
 def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
     model, tokens = make_wrapper(recall_mode=mode), tokens[:rows]
 
