@@ -103,22 +103,14 @@ def vllm_entries(prompt, log_probs):
 
 def echo_lists(prompt, log_probs):
     """The prompt, if it is to be repeated, and one generated token."""
-    new = int(log_probs[-1].argmax())
-    tokens = [*prompt, new]
-    values = [float(row[token]) for row, token in zip(log_probs, [*prompt[1:], new])]
-    top = [
-        {text_of(token): value, text_of(int(row.argmax())): float(row.max())}
-        for row, token, value in zip(log_probs, [*prompt[1:], new], values)
-    ]
-    if not prompt:
-        tokens, values, top = [new], [float(log_probs[-1].max())], [{text_of(new): float(log_probs[-1].max())}]
-        return {"tokens": [text_of(new)], "token_logprobs": values, "top_logprobs": top, "text_offset": [0]}
-    return {
-        "tokens": [text_of(token) for token in tokens],
-        "token_logprobs": [None, *values],
-        "top_logprobs": [None, *top],
-        "text_offset": list(range(len(tokens))),
-    }
+    tokens = [*prompt, int(log_probs[-1].argmax())]
+    first = [None][: len(prompt)]  # of a prompt, about which nothing is known
+    values, top = [*first], [*first]
+    for row, token in zip(log_probs[-len(tokens[len(first) :]) :], tokens[len(first) :]):
+        values.append(float(row[token]))
+        top.append({text_of(token): values[-1], text_of(int(row.argmax())): float(row.max())})
+    texts = [*map(text_of, tokens)]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": [*range(len(tokens))]}
 
 
 def echo_lists_of_llama_cpp(prompt, log_probs, tokenizer):

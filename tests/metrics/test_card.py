@@ -2,40 +2,30 @@
 
 import pytest
 import yaml
+from examples import one_of_each
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
+from hf_longctx.metrics import CurvePoint, ForgettingCurve
 from hf_longctx.metrics.report.card import card_snippet, eval_results
-from hf_longctx.metrics.retrieval.answers import Answer
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
-ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply="7", matched=True)]
 CURVE = ForgettingCurve(
     [CurvePoint(800, [400] * 2, [1, 0]), CurvePoint(1600, [600] * 2, [1, 0])],
     {"seed": 5, "repeats": 2, "corpus": "PG 19: test"},
 )
-RESULTS = [
-    CURVE,
-    ForgettingCurve(CURVE.points, {"data_type": "random"}),
-    PositionLoss([3.0, 2.5, 2.25], 4),
-    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
-    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
-]
+_, LOSS, *RETRIEVALS, ROPE = one_of_each()
+RESULTS = [CURVE, ForgettingCurve(CURVE.points, {"data_type": "random"}), LOSS, *RETRIEVALS]
 
 
 def test_the_hub_reads_what_we_wrote():
-    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
-    text = card_snippet("fox: a 'model'", [*RESULTS, report], picture="curve.png")
+    text = card_snippet("fox: a 'model'", [*RESULTS, ROPE], picture="curve.png")
     card = ModelCard(text, ignore_metadata_errors=False)
     assert card.data.model_name == "fox: a 'model'"
     entries = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
     assert entries == {
         ("PG 19: test", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
         ("random tokens", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
-        ("text", "perplexity of 3 tokens"): ("perplexity", round(float(RESULTS[2].perplexity[-1]), 4)),
+        ("text", "perplexity of 2 tokens"): ("perplexity", round(float(LOSS.perplexity[-1]), 4)),
         ("text", "needle in a haystack, found: 100 tokens"): ("accuracy", 1.0),
         ("generated records", "line retrieval, found: 10 lines"): ("accuracy", 1.0),
     }
@@ -60,8 +50,7 @@ EVIL = 'fox"><script>alert(1)</script>\n---\nlicense: [x](y) `z` **'
 
 def test_a_name_cannot_end_the_header_or_become_markup():
     curve = ForgettingCurve(CURVE.points, {"corpus": EVIL})
-    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
-    text = card_snippet(EVIL, [curve, report], picture="curve.png")
+    text = card_snippet(EVIL, [curve, ROPE], picture="curve.png")
     card = ModelCard(text, ignore_metadata_errors=False)
     assert card.data.model_name == " ".join(EVIL.split()) and "license" not in card.data.to_dict()
     html = pytest.importorskip("markdown_it").MarkdownIt("commonmark").render(card.text)

@@ -1,13 +1,12 @@
 """Sentences of conclusion at the top of the page."""
 
 import pytest
+from examples import answers, lines
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss
 from hf_longctx.metrics.report.conclusion import conclusion, facts
 from hf_longctx.metrics.report.page import write_report
-from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
 def curve(*shares, **settings):
@@ -17,10 +16,8 @@ def curve(*shares, **settings):
 
 
 def needle(*rights):
-    def answers(right):
-        return [Answer(-1.0, 3, i < right, None, i < right) for i in range(10)]
-
-    return NeedleGrid([NeedleCell(answers(right), 300 * (i + 1), 0.5, [1] * 10) for i, right in enumerate(rights)], {})
+    found = [answers(*(i < right for i in range(10))) for right in rights]
+    return NeedleGrid([NeedleCell(each, 300 * i, 0.5, [1] * 10) for i, each in enumerate(found, start=1)])
 
 
 @pytest.mark.parametrize(
@@ -60,10 +57,7 @@ def test_what_is_not_known_is_said():
     [
         (needle(10, 9, 1), "Finds a sentence hidden in a text of up to 600 tokens (9 of 10 questions)."),
         (needle(1, 0), "Does not find a sentence hidden in a text, not even of 300 tokens (1 of 10 questions)."),
-        (
-            LineRetrieval([LinesPoint([Answer(-1.0, 3, True, None, True)] * 4, 5, [90] * 4, [0] * 4)]),
-            "Finds one of many lines of up to 90 tokens (4 of 4 questions).",
-        ),
+        (lines([True] * 4), "Finds one of many lines of up to 90 tokens (4 of 4 questions)."),
     ],
 )
 def test_what_is_found(result, words):

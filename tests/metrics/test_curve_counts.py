@@ -173,17 +173,6 @@ def fail_on(model, too_much):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_smaller_passes_where_memory_is_short(counting, protocol):
-    options = {"lengths": [9, 30, 60], "repeats": 3, "protocol": protocol}
-    expected = forgetting_curve(counting, CORPUS % 8, **options)
-    hook = fail_on(counting, lambda tokens, before: tokens > 20 and tokens + before > 40)
-    try:
-        assert forgetting_curve(counting, CORPUS % 8, **options) == expected
-    finally:
-        hook.remove()
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol):
     options = {"repeats": 3, "protocol": protocol, "tokens_per_pass": 40, "seed": 2}
     path = tmp_path / "journal"

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve
-from hf_longctx.metrics.curve.plot import areas, ribbon
+from hf_longctx.metrics.curve.plot import areas
 
 
 CURVE = ForgettingCurve(
@@ -71,8 +71,3 @@ def test_the_first_failure_has_a_ring(words):
     assert "first failure" not in words(
         ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]).plot
     )
-
-
-def test_the_ribbon_stays_within_accuracies():
-    low, high = ribbon([(0.9, 0.2), (0.5, 0.2), (0.1, 0.2)])
-    assert low == pytest.approx([0.7, 0.3, 0.0]) and high == pytest.approx([1.0, 0.7, 0.3])

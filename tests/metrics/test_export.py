@@ -6,14 +6,13 @@ from datetime import UTC, datetime
 
 import pytest
 import yaml
+from examples import lines
 from huggingface_hub import parse_eval_result_entries
 from transformers import LlamaConfig
 
 from hf_longctx import cli
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss, rope_report
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, rope_report
 from hf_longctx.metrics.report.export import every_eval_ever, hub_eval_results, scores
-from hf_longctx.metrics.retrieval.answers import Answer
-from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
 SETTINGS = {
@@ -28,7 +27,7 @@ CURVE = ForgettingCurve(
 )
 NOTHING = ForgettingCurve([CurvePoint(n, [n // 4] * 10, [n // 4] * 10) for n in (200, 400)], SETTINGS)
 LOSS = PositionLoss([3.0, 2.0, 1.0], 4, SETTINGS, error=[0.5, 0.5, 0.5])
-LINES = LineRetrieval([LinesPoint([Answer(-1.0, 3, True, None, True)] * 8, 5, [90] * 8, [0] * 8)], SETTINGS)
+LINES = lines([True] * 8, **SETTINGS)
 OPTIONS = dict(model_id="alice/fox", organization="Lab", retrieved=datetime(2026, 1, 2, tzinfo=UTC))
 
 

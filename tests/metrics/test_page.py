@@ -6,29 +6,22 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from examples import answers, lines, one_of_each
 from transformers import LlamaConfig
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, rope_report
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss, rope_report
 from hf_longctx.metrics.report.page import write_report
-from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
-ROOT = Path(__file__).resolve().parents[2]
 EVIL = "<script>alert('&')</script>"
-SETTINGS = {"model": EVIL, "train_length": 100, "seed": 0}
-ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=EVIL, matched=True)]
-RESULTS = [
-    ForgettingCurve([CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])], SETTINGS),
-    PositionLoss([3.0, 2.5, 2.25], 4, SETTINGS),
-    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], SETTINGS),
-    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], SETTINGS),
-    rope_report(LlamaConfig(max_position_embeddings=512, name_or_path=EVIL), minimum_base=False),
-]
+RESULTS = one_of_each(model=EVIL, reply=EVIL)
+RESULTS[0] = ForgettingCurve(
+    [CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])], RESULTS[0].settings | {"train_length": 100}
+)
 
 
 class Page(HTMLParser):
@@ -131,12 +124,11 @@ def test_the_frame_tells_what_holds(base, frame, tmp_path):
 
 
 def test_without_replies_nothing_is_found_in_them(tmp_path):
-    silent = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
-    lines = LineRetrieval([LinesPoint(silent, 10, [200], [3])])
-    write_report([NeedleGrid([NeedleCell(silent, 100, 0.5, [40])]), lines], tmp_path / "report.html")
+    silent = lines([True], lines=10, tokens=200)
+    write_report([NeedleGrid([NeedleCell(answers(True), 100, 0.5, [40])]), silent], tmp_path / "report.html")
     text = Page(tmp_path / "report.html").text
     assert "repl" not in text and "found" not in text and text.count("the model's first choice") == 2
-    assert lines.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeat"
+    assert silent.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeat"
 
 
 def test_several_models_share_a_picture(tmp_path):

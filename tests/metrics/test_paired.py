@@ -5,8 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 import scipy.stats
+from examples import answers, lines
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss
 from hf_longctx.metrics.report.paired import (
     conclusion,
     flip_interval,
@@ -16,12 +17,10 @@ from hf_longctx.metrics.report.paired import (
     p_values,
     paired_differences,
 )
-from hf_longctx.metrics.retrieval.answers import Answer
 from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
-@pytest.mark.parametrize("pairs", [2, 6, 10])
+@pytest.mark.parametrize("pairs", [2, 10])
 def test_sign_flips_are_those_of_scipy(pairs):
     differences = np.random.default_rng(pairs).integers(-9, 20, (5, pairs)) / 32
     test = scipy.stats.permutation_test
@@ -38,14 +37,14 @@ def test_many_pairs_are_flipped_at_random():
     assert 0.01 < exact < 0.5 and flip_test(differences) == pytest.approx(exact, rel=0.1)
 
 
-@pytest.mark.parametrize("better, worse, alike", [(6, 0, 4), (9, 2, 1), (5, 5, 0), (0, 0, 8), (12, 3, 60)])
+@pytest.mark.parametrize("better, worse, alike", [(9, 2, 1), (0, 0, 8), (12, 3, 60)])
 def test_single_questions_give_the_test_of_mcnemar(better, worse, alike):
     differences = np.repeat([1.0, -1.0, 0.0], [better, worse, alike])
     expected = scipy.stats.binomtest(better, better + worse).pvalue if better + worse else 1
     assert flip_test(differences) == pytest.approx(expected, rel=0.1 if better + worse + alike > 13 else 1e-12)
 
 
-@pytest.mark.parametrize("pairs", [7, 12, 40])
+@pytest.mark.parametrize("pairs", [7, 40])
 def test_the_t_test_is_that_of_scipy_where_it_is_the_stricter(pairs):
     """Long texts: one token more does not count. One difference is an outlier, which t takes for spread."""
     one, other = np.sort(np.random.default_rng(pairs).normal(0.5, 0.01, (2, pairs)), axis=0)
@@ -59,7 +58,7 @@ def test_the_t_test_is_that_of_scipy_where_it_is_the_stricter(pairs):
     assert (low, high) == pytest.approx((min(t_low, flip_low), max(t_high, flip_high)))
 
 
-@pytest.mark.parametrize("pairs, least", [(5, 2 / 32), (6, 2 / 64), (7, 2 / 128)])
+@pytest.mark.parametrize("pairs, least", [(5, 2 / 32), (6, 2 / 64)])
 def test_few_pairs_show_little(pairs, least):
     """Also where each has the same difference, which a t test takes for a spread of 0."""
     assert p_values(np.full(pairs, 0.3), 1e-3) >= least
@@ -95,8 +94,10 @@ def alike(errors, scored, size, rng):
     return rng.binomial(scored, np.broadcast_to(hardness, (2, *size)))
 
 
-@pytest.mark.parametrize("repeats", [3, 10, 20])
-@pytest.mark.parametrize("errors", ["tokens", "hard texts", "texts copied wholly or not"])
+@pytest.mark.parametrize(
+    "errors, repeats",
+    [("tokens", 20), ("hard texts", 10), ("texts copied wholly or not", 3), ("texts copied wholly or not", 10)],
+)
 def test_one_wrong_claim_in_twenty(errors, repeats):
     """Over all lengths and their mean: at most 5 % of pairs of models that do not differ, and the luck of the draw."""
     pairs, rng = 150, np.random.default_rng(0)
@@ -162,21 +163,12 @@ def test_the_pairs_are_those_that_both_have():
     assert [(d.length, d.pairs) for d in rows] == [(400, 8), (1600, 12), (None, 20)]
 
 
-def answer(right, reply=None):
-    return Answer(-1.0, 3, right, reply, right)
-
-
 def needle(right, settings=None, position=3):
     """Two depths of as many haystacks as there are columns."""
     cells = [
-        NeedleCell([answer(bool(r)) for r in row], 500, depth, [position] * len(row))
-        for depth, row in zip((0, 1), right)
+        NeedleCell(answers(*map(bool, row)), 500, depth, [position] * len(row)) for depth, row in zip((0, 1), right)
     ]
     return NeedleGrid(cells, {"mode": "easy", "seed": 0, "repeats": len(right[0])} | (settings or {}))
-
-
-def lines(right, asked=0):
-    return LineRetrieval([LinesPoint([answer(bool(r)) for r in right], 5, [9] * 8, [asked] * 8)], {"seed": 0})
 
 
 def test_the_depths_of_a_haystack_are_one_observation():
@@ -185,7 +177,7 @@ def test_the_depths_of_a_haystack_are_one_observation():
 
 
 def test_lines_are_paired_by_record():
-    one, other = lines([0] * 8), lines([1] * 7 + [0])
+    one, other = lines([False] * 8), lines([True] * 7 + [False])
     (row,) = paired_differences(one, other)
     assert row.p == pytest.approx(scipy.stats.binomtest(7, 7).pvalue) and row.sure
     assert conclusion("a", "b", one, other, [row]) == "b answers more than a at 1 of 1 lengths, 5 lines: sure."
@@ -194,7 +186,7 @@ def test_lines_are_paired_by_record():
 @pytest.mark.parametrize(
     "one, other, message",
     [
-        (curve(*SHORT), lines([0] * 8), "forgetting_curve and line_retrieval are two metrics"),
+        (curve(*SHORT), lines([True]), "forgetting_curve and line_retrieval are two metrics"),
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"corpus_sha256": "cd"}), "they differ in corpus_sha256"),
         (curve(*SHORT, settings={}), curve(*LONG, settings={}), "a text without a hash may be another"),
         (curve(*SHORT), curve(*LONG, begins=1), "the texts of length 400 are not the same"),
@@ -202,7 +194,7 @@ def test_lines_are_paired_by_record():
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"protocol": "adaptive"}), "with the reference protocol"),
         (curve(*SHORT, settings=RANDOM), curve(*LONG, settings=RANDOM | {"seed": 1}), "they differ in seed"),
         (curve(*SHORT, settings=RANDOM), curve(*LONG), "they differ in data_type"),
-        (lines([0] * 8), lines([1] * 8, asked=2), "the texts of length 5 are not the same"),
+        (lines([True] * 8), lines([True] * 8, asked=2), "the texts of length 5 are not the same"),
         (needle([[1]]), needle([[1]], {"pieces_sha256": "cd"}), "they differ in pieces_sha256"),
         (needle([[1]]), needle([[1]], position=4), "the texts of length 500 are not the same"),
         (PositionLoss([1.0], 2), PositionLoss([2.0], 2), "keep the mean over sequences only"),

@@ -1,50 +1,25 @@
 """What all results have in common: texts, files, and what a report says about them."""
 
-import dataclasses
 import json
 import subprocess
 from datetime import UTC, datetime
 
 import pytest
-from transformers import LlamaConfig
+from examples import one_of_each
 
-from hf_longctx.metrics import (
-    CurvePoint,
-    ForgettingCurve,
-    LineRetrieval,
-    NeedleGrid,
-    PositionLoss,
-    RopeReport,
-    rope_report,
-)
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
 from hf_longctx.metrics.result import Result, commit, read_result
-from hf_longctx.metrics.retrieval.answers import Answer
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint
 
 
-ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=" sit in the park", matched=True)]
-EXAMPLES = [
-    ForgettingCurve([CurvePoint(800, [400] * 6, [1, 0, 1] * 2, range(0, 6000, 1000))], {"model": "someone/fox"}),
-    PositionLoss([3.0, 2.5], 4, {"model": "someone/fox"}),
-    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])], {"model": "someone/fox"}),
-    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])], {"model": "someone/fox"}),
-]
+*EXAMPLES, ROPE = one_of_each()
 
 
-@pytest.mark.parametrize("result", EXAMPLES, ids=lambda result: type(result).__name__)
+@pytest.mark.parametrize("result", [*EXAMPLES, ROPE], ids=lambda result: type(result).__name__)
 def test_saved_results(result, tmp_path):
     result.save(tmp_path / "result.json")
     again = read_result(tmp_path / "result.json")
-    assert again == result and again.to_json() == result.to_json()
+    assert again == result and again.to_json() == result.to_json() and str(again) == str(result)
     assert Result.kinds[result.kind] is type(result)
-
-
-def test_a_rope_report(tmp_path):
-    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
-    (tmp_path / "rope.json").write_text(report.to_json())
-    again = read_result(tmp_path / "rope.json")
-    assert isinstance(again, RopeReport) and again == report and str(again) == str(report)
 
 
 def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
@@ -64,14 +39,6 @@ HEADLINES = [
 ]
 
 
-@pytest.mark.parametrize("result, headlines", list(zip(EXAMPLES, HEADLINES)), ids=lambda x: getattr(x, "kind", ""))
-def test_what_a_report_says(result, headlines):
-    assert result.measured and result.title and result.summary() and result.explanation()
-    assert result.headlines() == headlines
-    columns, rows = result.table()
-    assert rows and all(len(row) == len(columns) for row in rows)
-
-
 OVERVIEWS = [
     [
         *(
@@ -86,13 +53,17 @@ OVERVIEWS = [
 ]
 
 
-@pytest.mark.parametrize("result, rows", list(zip(EXAMPLES, OVERVIEWS)), ids=lambda x: getattr(x, "kind", ""))
-def test_the_overview_of_a_report(result, rows):
-    assert [(row.name, row.value, row.sample) for row in result.overview()] == rows
+SAID = list(zip(EXAMPLES, HEADLINES, OVERVIEWS))
+
+
+@pytest.mark.parametrize("result, headlines, overview", SAID, ids=[result.kind for result in EXAMPLES])
+def test_what_a_report_says(result, headlines, overview):
+    assert result.measured and result.title and result.summary() and result.explanation()
+    assert result.headlines() == headlines
+    assert [(row.name, row.value, row.sample) for row in result.overview()] == overview
     assert result.holds is None and result.remarks() == []
-    empty = {ForgettingCurve: "points", NeedleGrid: "cells", LineRetrieval: "points"}
-    if type(result) in empty:
-        assert dataclasses.replace(result, **{empty[type(result)]: []}).overview() == []
+    columns, rows = result.table()
+    assert rows and all(len(row) == len(columns) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +96,7 @@ def test_the_interval_of_a_loss():
 
 
 def test_what_a_report_says_of_a_rope_base():
-    report = rope_report(LlamaConfig(max_position_embeddings=512), minimum_base=False)
+    report = ROPE
     assert report.summary() == "holds at 512 tokens (max_position_embeddings): up to distance 511"
     assert report.overview() == [("at 512 tokens", "holds", "", "B_m < 0 at 0 of 512 distances")]
     assert report.remarks()[-1] == report.caveat
@@ -135,7 +106,7 @@ def test_what_a_report_says_of_a_rope_base():
 
 def test_what_is_not_measured_has_no_headline():
     for result in (ForgettingCurve([]), NeedleGrid([]), LineRetrieval([])):
-        assert not result.measured and result.headlines() == [] and result.table().rows == []
+        assert not result.measured and result.headlines() == result.overview() == [] == result.table().rows
 
 
 def test_a_dataset_has_a_name_and_an_identifier():

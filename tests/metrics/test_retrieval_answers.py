@@ -16,7 +16,6 @@ from hf_longctx.metrics.retrieval.answers import Answer, Answers, holds_number, 
         ("I'd say: eat   a\tSANDWICH!", " eat a sandwich.", True),
         ("seat a sandwich", "eat a sandwich", False),
         ("eat a sandwiches", "eat a sandwich", False),
-        ("eat a", "eat a sandwich", False),
         ("", "eat", False),
         ("Straße 12", "straße 12", True),
     ],
@@ -26,16 +25,19 @@ def test_text_in_a_reply(reply, expected, held):
 
 
 @pytest.mark.parametrize(
-    "reply, held",
-    [(" <42>\nline 7", True), ("no idea", False), ("it is 0042.", True), ("not 7 but 42", False), ("421", False)],
+    "reply, number",
+    [
+        (" <42>\nline 7", 42),
+        ("it is 0042.", 42),
+        ("not 7 but 42", 7),
+        ("1,234,567", 1234567),
+        ("4, 096", 4),
+        ("4,0961", 4),
+    ],
 )
-def test_number_in_a_reply(reply, held):
-    assert holds_number(reply, 42) is held
-
-
-@pytest.mark.parametrize("reply, number", [(" <4,096>", 4096), ("1,234,567", 1234567), ("4, 096", 4), ("4,0961", 4)])
-def test_thousands_may_be_set_off(reply, number):
-    assert holds_number(reply, number)
+def test_number_in_a_reply(reply, number):
+    """Thousands may be set off."""
+    assert holds_number(reply, number) and not holds_number(reply, number + 1) and not holds_number("no idea", number)
 
 
 def test_rates():

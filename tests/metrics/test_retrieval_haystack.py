@@ -13,7 +13,6 @@ from hf_longctx.metrics.retrieval.haystack import (
     NeedleCell,
     NeedleGrid,
     draw_begins,
-    ends_sentence,
     haystack_length,
     hide_needle,
     insertion_point,
@@ -60,43 +59,22 @@ def test_prompts_of_the_paper(mode, needle):
     assert text_of(pieces.answer) == " eat a sandwich and sit in Dolores Park on a sunny day." == ANSWER
 
 
-@pytest.mark.parametrize("length", [419, 420, 1000])
-def test_prompt_and_answer_have_the_length(length):
+def test_prompt_and_answer_have_the_length():
     pieces = needle_pieces(letters, 1, wording("standard"))
-    haystack = np.full(haystack_length(length, pieces), 7)
-    assert len(hide_needle(haystack, 3, pieces)) + len(pieces.answer) == length
-
-
-def test_no_room_for_a_haystack():
-    pieces = needle_pieces(letters, 1, wording("easy"))
+    haystack = np.full(haystack_length(1000, pieces), 7)
+    assert len(hide_needle(haystack, 3, pieces)) + len(pieces.answer) == 1000
     assert haystack_length(pieces.tokens + 1, pieces) == 1
     with pytest.raises(ValueError, match=rf"length 100 is too short.*Start at {pieces.tokens + 1}"):
         haystack_length(100, pieces)
 
 
-@pytest.mark.parametrize(
-    "ends, depth, at",
-    [
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 0.0, 0),
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 0.1, 1),  # no sentence ends before it
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 0.2, 2),
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 0.45, 2),
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 0.5, 5),
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 0.99, 5),
-        ([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 1.0, 10),
-        ([0] * 10, 0.7, 7),
-    ],
-)
-def test_the_needle_comes_after_a_sentence(ends, depth, at):
-    assert insertion_point(np.array(ends, dtype=bool), depth) == at
+@pytest.mark.parametrize("depth, at", [(0.0, 0), (0.1, 1), (0.2, 2), (0.45, 2), (0.5, 5), (0.99, 5), (1.0, 10)])
+def test_the_needle_comes_after_a_sentence(depth, at):
+    """At 0.1, no sentence ends before it."""
+    assert insertion_point(np.array([0, 1, 0, 0, 1, 0, 0, 0, 0, 0], dtype=bool), depth) == at
 
 
-@pytest.mark.parametrize("text, ends", [(".", True), (" end.\n\n", True), ('?"', True), ("。", True), (",", False)])
-def test_ends_of_sentences(text, ends):
-    assert ends_sentence(text) is ends
-
-
-@pytest.mark.parametrize("corpus, questions, haystacks", [(100, 4, 4), (109, 11, 10), (19, 11, 1), (10, 2, 1)])
+@pytest.mark.parametrize("corpus, questions, haystacks", [(100, 4, 4), (109, 11, 10), (10, 2, 1)])
 def test_haystacks_do_not_overlap(corpus, questions, haystacks):
     """Each question has one of its own, or, where the text is too short, shares one with as few as can be."""
     drawn = [draw_begins(corpus, 10, questions, seed) for seed in range(300)]
@@ -155,8 +133,7 @@ def test_an_interval_is_one_over_haystacks():
     assert [len(score.shares) for score in by_length(shared) + by_length(apart(11, 1))] == [1, 11]
 
 
-@pytest.mark.parametrize("rho", [0, 0.3, 0.7])
-@pytest.mark.parametrize("haystacks, rate", [(5, 0.5), (11, 0.9)])
+@pytest.mark.parametrize("haystacks, rate, rho", [(5, 0.5, 0.7), (11, 0.9, 0), (11, 0.9, 0.7)])
 def test_the_interval_holds_however_alike_the_depths_of_a_haystack_are(haystacks, rate, rho):
     """A pooled interval of all questions held in 48 % to 68 % of such cases."""
     rng, size = np.random.default_rng(0), (2000, haystacks)

@@ -202,6 +202,8 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, capsys, bytes_tokenizer,
         partial = caught.value.result
         done = 0 if partial is None else len(getattr(partial, "cells", getattr(partial, "points", range(kept))))
         assert done == kept == len(path.read_bytes().splitlines()) - 1
+        told = "nothing had been measured" if partial is None else partial.summary()
+        assert caught.value.__notes__ == [f"What had been measured is in this error's .result: {told}"]
         assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected
         assert path.read_bytes() == whole
     model.register_forward_pre_hook(lambda *_: 1 / 0)

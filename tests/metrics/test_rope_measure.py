@@ -197,7 +197,6 @@ def test_base_fixed_in_code():
 @pytest.mark.parametrize(
     "name, kwargs",
     [
-        ("Llama", {}),
         ("Exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
         ("SmolLM3", {"no_rope_layers": [1, 0]}),
         (
@@ -220,9 +219,7 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
     "config, reason",
     [
         (tf.GPT2Config(), "neither rope_parameters nor rope_theta"),
-        (tf.MambaConfig(), "neither rope_parameters nor rope_theta"),
         (tf.FalconConfig(alibi=True), "alibi is True"),
-        (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
         (tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]), "none of its layers"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, tf.PreTrainedConfig) else value.split()[0],

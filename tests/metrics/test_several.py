@@ -168,7 +168,6 @@ def test_in_a_chat_the_reply_begins_like_the_answer():
         (dict(lengths=[900], needles=4, chat_template=True), "has no chat template"),
         (dict(lengths=[900], needles=4, chat_template="no"), "chat_template must be True or False, got 'no'"),
         (dict(lengths=[900], needles=4, tokenizer="x"), "tokenizer must be the tokenizer of the model"),
-        (dict(lengths=[900], needles=4, seed=None), "seed must be a whole number, got None"),
         (dict(lengths=[900], needles=4, train_length=0), "train_length must be at least 1, got 0"),
         (dict(lengths=[900], needles=4, corpus_name=3), "corpus_name must be a text, or None, got 3"),
         (dict(lengths=[900], hops=17_576), "chains=1 and hops=17576 need more names"),

@@ -4,20 +4,10 @@ import sys
 
 import pytest
 from commands import run
-
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
-from hf_longctx.metrics.retrieval.answers import Answer
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint
+from examples import one_of_each
 
 
-ANSWERS = [Answer(log_prob=-1.5, tokens=4, exact=True, reply=None, matched=True)]
-RESULTS = [
-    ForgettingCurve([CurvePoint(8, [4], [1])]),
-    PositionLoss([3.0, 2.5], 1),
-    NeedleGrid([NeedleCell(ANSWERS, 100, 0.5, [40])]),
-    LineRetrieval([LinesPoint(ANSWERS, 10, [200], [3])]),
-]
+*RESULTS, ROPE = one_of_each(model=None)
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
@@ -27,7 +17,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.delattr("hf_longctx.metrics.style", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for result in RESULTS:
+    for result in (*RESULTS, ROPE):
         with pytest.raises(ImportError, match=r"pip install 'hf-longctx\[plot\]'"):
             result.plot(tmp_path / "picture.png")
 

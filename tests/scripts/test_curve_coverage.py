@@ -13,7 +13,7 @@ def coverage(load):
     return load("curve_coverage")
 
 
-@pytest.mark.parametrize("length", [8, 220, 963, 1600])
+@pytest.mark.parametrize("length", [8, 963])
 def test_the_truth_is_that_of_many_texts(coverage, length):
     rng = np.random.default_rng(0)
     for name, model in coverage.MODELS.items():
@@ -41,8 +41,9 @@ def test_vectorised_ends_are_those_of_the_curve(coverage):
             assert (low[i], high[i]) == (places[interval.low], places[interval.high] - (interval.high is not None))
 
 
-@pytest.mark.parametrize("repeats", [5, 10])
-@pytest.mark.parametrize("model", ["q .97", ".991 to 963, then .989, rho .05", "q 1 to 500, then .50"])
+@pytest.mark.parametrize(
+    "model, repeats", [("q .97", 10), (".991 to 963, then .989, rho .05", 5), ("q 1 to 500, then .50", 10)]
+)
 def test_the_interval_holds_where_errors_come_by_text(coverage, model, repeats):
     """By the mean, 43 to 98 % of adaptive curves and up to 87 % of others had a fine length above the truth."""
     rng, model = np.random.default_rng(0), coverage.MODELS[model]

@@ -61,10 +61,8 @@ def parts_of(losses):
 @pytest.mark.parametrize(
     "window, size, step",
     [
-        ("blocks", L, L),
         ("blocks and what the single-pass mode sees", L + K + 4, L),
         ("overlapping blocks", L, L // 2),
-        ("whole context", T, T),
         ("whole context", T // 2, T // 4),  # of a context of T / 2
     ],
 )

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_longctx.metrics import rope_context_bound, rope_inv_freq
 
 
-@pytest.mark.parametrize("base, head_dim", [(100, 32), (10_000, 64), (10_000, 128)])
+@pytest.mark.parametrize("base, head_dim", [(100, 32), (10_000, 128)])
 def test_equal_variances_are_eq_18(load, base, head_dim):
     theta = rope_inv_freq(base, head_dim)
     equal = np.full((1, len(theta)), 3.7)

@@ -147,8 +147,8 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
 def ribbon(moments) -> tuple[list[float], list[float]]:
     """One standard deviation below and above each mean, within 0 and 1, where accuracies end.
 
-    >>> ribbon([(0.5, 0.25), (0.9, 0.2)])
-    ([0.25, 0.7], [0.75, 1])
+    >>> ribbon([(0.125, 0.25), (0.9, 0.2)])
+    ([0, 0.7], [0.375, 1])
     """
     return [max(mean - std, 0) for mean, std in moments], [min(mean + std, 1) for mean, std in moments]
 

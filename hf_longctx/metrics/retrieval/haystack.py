@@ -145,8 +145,8 @@ def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
 def ends_sentence(text: str) -> bool:
     """Return whether a sentence ends with this token.
 
-    >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!")]
-    [True, True, False, True]
+    >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!", "\u3002", ",")]
+    [True, True, False, True, True, False]
     """
     return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are Chinese and Japanese
 
