@@ -9,15 +9,7 @@ from demo_model import VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
-from hf_longctx.metrics import (
-    ForgettingCurve,
-    LineRetrieval,
-    LocalReader,
-    NeedleGrid,
-    PositionLoss,
-    VariableTracking,
-    read_result,
-)
+from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, VariableTracking, read_result
 
 
 # how a tiny model is measured in a moment
@@ -27,6 +19,18 @@ QUICK = {
     "needle": "--lengths 400 450 --depths 3 --no-replies --text stdlib",
     "lines": "--lines 3 10 --repeats 2 --no-replies",
     "several": "--lengths 800 900 --needles 2 --repeats 2 --text stdlib",
+}
+MORE = {
+    "curve": "--log-lengths --train-length 64 --bos-token-id 5 --eos-token-id 6",
+    "loss": "--train-length 32 --bos-token-id 5",
+    "needle": "--score probability --mode standard --repeats 2",
+}
+SETTINGS = {
+    "curve": dict(lengths=[8, 15, 30], repeats=2, train_length=64, bos_token_id=5, eos_token_id=6, seed=3),
+    "loss": dict(context_length=40, train_length=32, bos_token_id=5),
+    "needle": dict(lengths=[400, 450], depths=[0, 0.5, 1], generate=False, mode="standard", repeats=2, seed=3),
+    "lines": dict(lines=[3, 10], repeats=2, generate=False, seed=3),
+    "several": dict(lengths=[800, 900], needles=2, repeats=2, seed=3),
 }
 
 
@@ -44,13 +48,24 @@ def measure(folder, output, command, options=""):
 @pytest.mark.parametrize("command", QUICK)
 def test_a_command_writes_and_tells_what_it_measured(folder, tmp_path, capsys, command):
     output = tmp_path / "new folder" / "result"
-    status, result = measure(folder, output, command, f"{QUICK[command]} --seed 3 --journal {tmp_path}/journal")
+    options = f"{QUICK[command]} {MORE.get(command, '')} --seed 3 --journal {tmp_path}/journal"
+    status, result = measure(folder, output, command, options)
     out, err = capsys.readouterr()
     assert status == 0 and f"{result.summary()}\nwrote {output}.json\nwrote {output}.png\n" in out
-    assert result.settings["tokenizer"] == str(folder) and result.settings.get("seed", 3) == 3
+    assert result.settings["tokenizer"] == str(folder)
+    assert {name: result.settings.get(name) for name in SETTINGS[command]} == SETTINGS[command]
+    assert command != "loss" or result.sequences == 3
     assert (tmp_path / "journal").read_text().count("\n") > 1
     if command != "lines":
         assert "text: Python language reference" in err and result.settings["corpus"].startswith("Python")
+
+
+@pytest.mark.filterwarnings("ignore:.* more than the 64")
+def test_defaults_end_where_the_claim_does(folder, tmp_path):
+    _, loss = measure(folder, tmp_path / "loss", "loss", "--sequences 1 --text stdlib")
+    assert loss.context_length == 64
+    _, lines = measure(folder, tmp_path / "lines", "lines", "--repeats 1")
+    assert [point.lines for point in lines.points] == [5] and lines.points[0].answers[0].reply is not None
 
 
 def test_variables_need_no_text(folder, tmp_path):
@@ -59,21 +74,10 @@ def test_variables_need_no_text(folder, tmp_path):
     assert found.settings["corpus"] == "five sentences over and over"
 
 
-def test_options_of_the_curve(folder, tmp_path):
-    _, curve = measure(folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --protocol adaptive --train-length 64")
-    assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["repeats"] == 2
-    assert (curve.settings["protocol"], curve.settings["train_length"]) == ("adaptive", 64)
-    _, curve = measure(
-        folder, tmp_path / "curve", "curve", f"{QUICK['curve']} --log-lengths --bos-token-id 5 --eos-token-id 6"
-    )
-    assert [p.length for p in curve.points] == [8, 15, 30]
-    assert (curve.settings["bos_token_id"], curve.settings["eos_token_id"]) == (5, 6)
-
-
 def test_random_data_need_no_text(folder, tmp_path):
-    options = "--data-type random --points 2 --repeats 1 --tokens-per-pass 70"
+    options = "--data-type random --points 2 --repeats 1 --tokens-per-pass 70 --protocol adaptive"
     status, curve = measure(folder, tmp_path / "curve", "curve", options)
-    assert status == 0 and curve.points[-1].length == (64 - 3) // 2
+    assert status == 0 and curve.points[-1].length == (64 - 3) // 2 and curve.settings["protocol"] == "adaptive"
     assert curve.settings["tokens_per_pass"] == 70
     assert not {"corpus", "train_length"} & curve.settings.keys()
     assert curve.settings["id_range"] == [10, VOCABULARY - 1]
@@ -156,32 +160,6 @@ def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
     assert status == 2 and re.search(r"longest .* 30\b", printed.err)
     assert "length 40 not measured: beyond the model's 64 positions" in printed.out
     assert [p.length for p in curve.points] == [8, 24]
-
-
-def test_options_of_the_loss(folder, tmp_path):
-    _, loss = measure(folder, tmp_path / "loss", "loss", f"{QUICK['loss']} --train-length 32")
-    assert isinstance(loss, PositionLoss) and (loss.context_length, loss.sequences) == (40, 3)
-    assert loss.settings["train_length"] == 32
-    _, loss = measure(folder, tmp_path / "loss", "loss", "--sequences 1 --text stdlib")
-    assert loss.context_length == 64  # what the model claims
-
-
-@pytest.mark.filterwarnings("ignore:.* more than the 64")
-def test_options_of_the_needle(folder, tmp_path):
-    options = f"{QUICK['needle']} --score probability --mode standard --repeats 2"
-    _, needle = measure(folder, tmp_path / "needle", "needle", options)
-    assert isinstance(needle, NeedleGrid) and (needle.lengths, needle.depths) == ([400, 450], [0, 0.5, 1])
-    assert needle.settings["mode"] == "standard" and len(needle.cells[0].answers) == 2
-    assert all(answer.reply is None for cell in needle.cells for answer in cell.answers)
-
-
-@pytest.mark.filterwarnings("ignore:.* more than the 64")
-def test_options_of_the_lines(folder, tmp_path):
-    _, lines = measure(folder, tmp_path / "lines", "lines", "--lines 3 --repeats 2")
-    assert isinstance(lines, LineRetrieval) and [point.lines for point in lines.points] == [3]
-    assert all(answer.reply is not None for point in lines.points for answer in point.answers)
-    _, lines = measure(folder, tmp_path / "lines", "lines", "--repeats 1 --no-replies")
-    assert [point.lines for point in lines.points] == [5]  # fewest of the default
 
 
 def test_a_served_model(folder, tmp_path, monkeypatch, capsys):

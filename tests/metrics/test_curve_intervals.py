@@ -114,12 +114,6 @@ def test_a_window_is_tested_by_its_targets():
     assert p_values(values, scored, 1, "coarse") == pytest.approx([2 * min(alone[0], together), 2 * alone[1]])
 
 
-def test_noise_widens_the_interval():
-    points = list(step_curve(200).points)
-    points[1] = CurvePoint(200, [100, 100, 95, 100, 98] * 2, [0] * 10)  # six of ten above 99 %
-    assert ForgettingCurve(points).interval("fine")[:2] == (100, 400)
-
-
 def test_a_length_that_fails_ends_what_is_sure_below():
     """200 tokens fail: longer ones that pass do not show that memory reaches 200, as it would have to fade first."""
     accuracies = {100: 1, 200: 0.5, 400: 1, 600: 1, 800: 0}
@@ -169,14 +163,6 @@ def test_the_interval_covers_the_truth(shape, spread, repeats):
     """
     low, high, passing = intervals_of(shape, "coarse", spread, repeats)
     assert (low > passing).sum() <= 9 and (high < passing).sum() <= 9
-
-
-def test_the_longest_length_that_passes_is_no_memory():
-    """The paper's method of the same curves without memory, beside it."""
-    copy, lm = (simulate(SHAPES["no memory"], 0, 10, 200, seed).sum(-1) for seed in (0, 1))
-    assert ((100 * (copy - lm) >= 10 * SCORED).any(-1)).mean() > 0.9
-    low, _, _ = intervals_of("no memory", "coarse", 0, 10)
-    assert (low > 0).mean() <= 0.02
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,6 @@ def test_random_ids_avoid_special_ids():
         core.random_samples((4, 5), [8], 1, seed=0, skip=frozenset({4, 5}))
 
 
-def test_samples_of_a_shorter_grid_are_the_same():
-    long, short = (core.order_samples(CORPUS, lengths, 3, seed=1) for lengths in ([5, 6, 7], [5, 6]))
-    for length, samples in short.items():
-        assert [sample.begin for sample in samples] == [sample.begin for sample in long[length]]
-
-
 @pytest.mark.parametrize("n, scored", [(1, [200]), (2, [201]), (3, [201, 202]), (8, [204, 205, 206, 207])])
 def test_scored_positions(n, scored):
     """The logits one before each token of the target's second half, rounded up."""

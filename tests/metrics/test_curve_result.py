@@ -155,11 +155,3 @@ def test_empty_curve():
     assert ForgettingCurve.from_json(curve.to_json()) == curve
     with pytest.raises(ValueError, match="no point to draw"):
         curve.plot("unused.png")
-
-
-def test_json():
-    document = json.loads(small_curve().to_json())
-    assert document["settings"]["seed"] == 7
-    assert document["memory_lengths"]["coarse_max"] == {"length": 20, "open_ended": False, "next_tested": 40}
-    assert document["points"][0]["copy_correct"] == [9, 9]
-    assert document["points"][1]["copy_mean"] == 0.45

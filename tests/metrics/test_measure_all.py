@@ -4,15 +4,13 @@ import json
 import shutil
 
 import pytest
-import torch
 from demo_model import DEMO, VOCABULARY
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.metrics import ForgettingCurve, PositionLoss, measure_all
-from hf_longctx.metrics.output import run_measurement
-from hf_longctx.metrics.report.measure_all import METRICS, measure_metric
+from hf_longctx.metrics import PositionLoss, measure_all
+from hf_longctx.metrics.report.measure_all import METRICS
 from hf_longctx.metrics.retrieval.haystack import needle_pieces
 from hf_longctx.metrics.retrieval.measure import encoder
 from hf_longctx.metrics.retrieval.wording import wording
@@ -162,29 +160,3 @@ def test_an_interrupted_run_goes_on(llama, tokenizer, tokens, tmp_path, capsys):
     llama.forward = forward
     report = measure_all(llama, tokenizer, tokens[:120], tmp_path, **options)
     assert report.results["loss"].sequences == 6
-
-
-LOSS = PositionLoss([3.0, 2.5], 1)
-
-
-@pytest.mark.parametrize("result, returned", [(LOSS, LOSS), (None, None), (ForgettingCurve([]), None)])
-def test_what_was_measured_before_a_failure_is_kept(result, returned):
-    error = KeyboardInterrupt()
-    error.result = result
-
-    def measure():
-        raise error
-
-    assert run_measurement(measure) == (returned, error)
-    assert run_measurement(lambda: result) == (result, None)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_process_of_several_writes(tmp_path, monkeypatch, rank):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    (tmp_path / "unfinished").mkdir()
-    told = []
-    measure_metric("loss", lambda run: LOSS, tmp_path, None, False, told.append)
-    assert {path.name for path in tmp_path.glob("*.*")} == ({"loss.json", "loss.png"} if rank == 0 else set())
-    assert told == [LOSS.summary()] * (rank == 0)

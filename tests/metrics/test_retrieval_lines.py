@@ -1,13 +1,11 @@
-"""Line retrieval: the records and the JSON."""
+"""Line retrieval: the records."""
 
-import json
-import math
 import re
 
 import pytest
 
-from hf_longctx.metrics.retrieval.answers import Answer, holds_number
-from hf_longctx.metrics.retrieval.lines import NAMES, LineRetrieval, LinesPoint, draw_record
+from hf_longctx.metrics.retrieval.answers import holds_number
+from hf_longctx.metrics.retrieval.lines import NAMES, draw_record
 
 
 @pytest.mark.parametrize("lines", [1, 2, 40, len(NAMES)])
@@ -32,12 +30,3 @@ def test_records_differ():
 
 def test_names_are_unique():
     assert len(set(NAMES)) == len(NAMES) > 10_000
-
-
-def test_json():
-    answers = [Answer(math.log(0.5), 3, exact=x, reply=" <7>", matched=True) for x in (True, False)]
-    result = LineRetrieval([LinesPoint(answers, 10, [200, 210], [3, 9])], {"seed": 0})
-    point = json.loads(result.to_json())["points"][0]
-    assert (point["exact_rate"], point["match_rate"], point["mean_tokens"]) == (0.5, 1.0, 205)
-    assert result.summary() == "found: 100% of 10 lines (205 tokens); 2 repeats"
-    assert LineRetrieval(()).summary() == "nothing measured"

@@ -72,15 +72,6 @@ def test_needles_are_found(bytes_tokenizer, prose):
     assert result.settings["mode"] == "easy"
 
 
-def test_needles_are_forgotten(bytes_tokenizer, prose):
-    """What lies between needle and answer is the haystack behind the needle and the question, some 400 tokens."""
-    model = Copier(12, window=540)
-    result = needle_in_a_haystack(
-        model, bytes_tokenizer, prose, lengths=[1000], depths=[0, 0.25, 0.75, 1], generate=False
-    )
-    assert result.grid("exact_rate")[:, 0].tolist() == [0, 0, 1, 1]
-
-
 def test_a_needle_lies_between_sentences(bytes_tokenizer, prose):
     asked = []
     model = Copier(12)

@@ -46,11 +46,6 @@ def test_segments_of_noise_stand_between_facts_and_questions():
     assert ((labels != -100).sum(-1)[:, 7:] == 1).all()
 
 
-def test_before_the_answer_nothing_tells_the_question_on_the_leak_task():
-    ids, _, _ = sample(RecallTask(answer_at=2))
-    assert (ids[:, 5:, :2] == torch.tensor([READ, ANSWER])).all()
-
-
 def test_texts_depend_on_the_generator_alone():
     a = sample(RecallTask())[0]
     torch.manual_seed(1)

@@ -1,13 +1,10 @@
-"""The committed models are those of scripts/train_demo.py and train_hmt_demo.py, and show what they are there for."""
+"""The committed models are those of scripts/train_demo.py, and show what they are there for."""
 
 import json
 
 import pytest
-import torch
 from demo_model import DEMO
-from transformers import AutoTokenizer
 
-from hf_longctx import HMTWrapper
 from hf_longctx.metrics import read_result
 
 
@@ -38,20 +35,3 @@ def test_the_fox_remembers_beyond_its_training_length(train_demo):
     assert fox.interval("fine").low >= 192 and fox.interval("coarse").low >= 512
     accuracy = [{point.length: point.copy_mean for point in curve.points} for curve in (fox, llama)]
     assert accuracy[0][384] > 0.97 > 0.5 > accuracy[1][384]
-
-
-def test_the_hmt_answers_from_its_memories(train_demo):
-    """The colour is in the segment before, which the window of the question does not reach."""
-    model, tokenizer = (
-        HMTWrapper.from_pretrained(CARDS / "hmt-demo"),
-        AutoTokenizer.from_pretrained(CARDS / "hmt-demo"),
-    )
-    filler = "{0} the of {0} {0} in {0} to {0} {0} was {0} a"
-    facts = [f"remember {name} {colour} {filler.format(name)}" for name, colour in (("Ada", "red"), ("Boris", "gold"))]
-    question = "recall {0} {0} is {0} the {0} of {0} {0} and {0} answer"
-    with torch.no_grad():
-        for name, colour in (("Ada", "red"), ("Boris", "gold")):
-            ids = tokenizer(" ".join([*facts, question.format(name)]), return_tensors="pt").input_ids
-            state = model(ids[:, :32], use_cache=True).state
-            answers = [model(ids[:, 32:], state=x).logits[0, -1].argmax() for x in (state, state.forget(0, 1))]
-            assert tokenizer.decode(answers[0]) == colour != tokenizer.decode(answers[1])
