@@ -54,6 +54,7 @@ PRELOADED = [
     "datasets",
     "evaluate",
     "peft",
+    "warmed",
 ]
 ADDRESS = socket.socket()  # of the Hub: that of tests/hub, or nobody
 HUB = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_XET": "1"}

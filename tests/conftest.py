@@ -1,5 +1,6 @@
 """Shared fixtures: the golden data, which lives beside the repository and not in it."""
 
+import functools
 import gc
 import json
 import os
@@ -41,6 +42,16 @@ def quick_collections():
     """Let no collection search what imports and tests have left: each training and each manager collects garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once():
+    """Compile each template of a card once, which takes longer than to fill it in: PEFT does with every adapter."""
+    import jinja2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2, "Template", functools.cache(jinja2.Template))
+        yield
 
 
 @pytest.fixture

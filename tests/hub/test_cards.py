@@ -1,6 +1,5 @@
 """Cards: the figures of a generated card come from files, a person's card stays, and the linter sees the rest."""
 
-import functools
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import jinja2
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -53,14 +51,6 @@ BENCHMARK = {
     ],
 }
 SAMPLE = {"prompt": "She said:", "text": "\n# *No*.", "tokens": [1], "settings": {"seed": 3}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    """Compile each template once, which takes longer than to write a card."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jinja2, "Template", functools.cache(jinja2.Template))
-        yield
 
 
 @pytest.fixture(scope="module")

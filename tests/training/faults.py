@@ -52,7 +52,7 @@ def train_and_be_late(run):
     train(run)
     if os.environ["RANK"] == "1":
         prepare = run_module.prepare_folder
-        run_module.prepare_folder = lambda *arguments: time.sleep(2) or prepare(*arguments)
+        run_module.prepare_folder = lambda *arguments: time.sleep(1) or prepare(*arguments)
 
 
 def shard():
