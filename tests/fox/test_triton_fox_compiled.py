@@ -54,12 +54,12 @@ import json, sys
 for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
     del sys.modules[name]  # was imported to interpret
 from scripts.bench.gpu.compile import report
-cases = ("dkdv", True), ("forward", True), ("forward", False)
-print(json.dumps([report(90, kernel, "bf16", 64, bounded) for kernel, bounded in cases]))
+cases = ("dkdv", 64, True), ("forward", 32, True), ("forward", 64, False)
+print(json.dumps([report(90, kernel, "bf16", head_dim, bounded) for kernel, head_dim, bounded in cases]))
 """
 
 
-def test_a_common_size(tmp_path):
+def test_common_sizes(tmp_path):
     """With bounds, which adds loops to those that run without; the forward pass differs without a bound of logits."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = run(["python", "-c", REPORTS], env=environment)
