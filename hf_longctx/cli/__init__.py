@@ -9,75 +9,35 @@ output. An error is one line on stderr.
 """
 
 import argparse
+import importlib
 import os
 import re
 import sys
 from collections.abc import Collection
 
 from .. import __version__
-from . import (
-    ask,
-    card,
-    compare,
-    convert,
-    curve,
-    export,
-    finetune,
-    gates,
-    generate,
-    gpu_check,
-    lines,
-    lm_eval,
-    lm_eval_tasks,
-    loss,
-    merge,
-    needle,
-    plot,
-    push,
-    push_kernel,
-    push_metric,
-    push_space,
-    read,
-    register_metrics,
-    report,
-    rope,
-    serve,
-    several,
-    shared,
-    train,
+from . import shared
+
+
+NAMES = (
+    *(
+        "curve",
+        "loss",
+        "needle",
+        "lines",
+        "several",
+        "compare",
+        "rope",
+        "report",
+        "export",
+        "lm-eval",
+        "lm-eval-tasks",
+    ),
+    *("generate", "read", "ask", "serve", "gates", "gpu-check"),
+    *("train", "finetune", "plot", "merge", "convert"),
+    *("card", "push", "push-metric", "push-space", "push-kernel", "register-metrics"),
 )
-
-
-COMMANDS = {
-    "curve": curve,
-    "loss": loss,
-    "needle": needle,
-    "lines": lines,
-    "several": several,
-    "compare": compare,
-    "rope": rope,
-    "report": report,
-    "export": export,
-    "lm-eval": lm_eval,
-    "lm-eval-tasks": lm_eval_tasks,
-    "generate": generate,
-    "read": read,
-    "ask": ask,
-    "serve": serve,
-    "gates": gates,
-    "gpu-check": gpu_check,
-    "train": train,
-    "finetune": finetune,
-    "plot": plot,
-    "merge": merge,
-    "convert": convert,
-    "card": card,
-    "push": push,
-    "push-metric": push_metric,
-    "push-space": push_space,
-    "push-kernel": push_kernel,
-    "register-metrics": register_metrics,
-}
+COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES}
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -107,11 +107,6 @@ def encode(args: Namespace, tokenizer: Any, prompt: str, continues: bool = False
     return inputs
 
 
-def is_end(token: int, eos_token_id: int | list[int] | None) -> bool:
-    """Return True if a token ends a text."""
-    return token in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])
-
-
 def run(args: Namespace) -> None:
     prompt = read_prompt(args)
     check(args, prompt)
@@ -155,7 +150,8 @@ def respond(args: Namespace, model: Any, tokenizer: Any, prompt: str, state: Any
     if args.json:
         new = ids[0, inputs["input_ids"].shape[1] :]
         text = tokenizer.decode(new, **text_options)
-        ended = is_end(int(new[-1]), config.eos_token_id) or any(stop in text for stop in args.stop or ())
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        ended = int(new[-1]) in ends or any(stop in text for stop in args.stop or ())
         computed = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device), "seed": args.seed}
         document = {
             "prompt": prompt,

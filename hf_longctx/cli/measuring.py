@@ -259,7 +259,8 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
     Args:
         options: those of the result's `plot`.
     """
-    from ..metrics.output import run_measurement, write_picture
+    from ..metrics.output import run_measurement
+    from ..metrics.result import writing
     from ..metrics.run.distributed import process_rank
 
     output, ending = Path(args.output), ".png"
@@ -273,7 +274,8 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
         print(result.summary(), flush=True)  # first, as the disk may be full
         result.save(document)
         print(f"wrote {document}")
-        write_picture(result, picture, **options)
+        with writing(picture):
+            result.plot(picture, **options)
         print(f"wrote {picture}")
         for name, draw in result.more_pictures().items():
             further = picture.with_stem(f"{picture.stem}_{name}")

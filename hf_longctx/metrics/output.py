@@ -1,12 +1,10 @@
-"""Run a measurement and write its result, also that of a measurement which an exception ended early."""
+"""Run a measurement so that its result can be written, also where an exception ended it early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from .result import Result, writing
+from .result import Result
 
 
 def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
@@ -21,16 +19,3 @@ def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseE
     except BaseException as error:
         result = getattr(error, "result", None)
         return (result if result is not None and result.measured else None), error
-
-
-def write_picture(result: Result, path: Path, **options: Any) -> None:
-    """Draw a result into a file, which is removed if the disk is full.
-
-    Args:
-        options: those of the result's `plot`.
-
-    Raises:
-        OSError: the file cannot be written; the error names it.
-    """
-    with writing(path):
-        result.plot(path, **options)

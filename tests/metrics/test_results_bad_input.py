@@ -15,8 +15,6 @@ from hf_longctx.metrics import (
     comparison_table,
     read_result,
 )
-from hf_longctx.metrics.curve.intervals import length_interval
-from hf_longctx.metrics.curve.lengths import margins, memory_lengths
 from hf_longctx.metrics.loss.averages import moving_average
 from hf_longctx.metrics.loss.result import window_starts
 from hf_longctx.metrics.retrieval.answers import Answer, Answers
@@ -78,16 +76,6 @@ MEASURED = [
 ARGUMENTS = [
     refused("misspelt reading", lambda: CURVE.interval("Fine"), "one of .*'fine', 'coarse'.*'Fine'"),
     refused("confidence in per cent", lambda: CURVE.interval("fine", 95), "between 0 and 1, got 95"),
-    refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
-    refused(
-        "margins for other lengths",
-        lambda: length_interval([8, 9], [np.zeros(3)], [4, 5], "fine"),
-        "1 margins and 2 scored",
-    ),
-    refused("unpaired counts", lambda: margins([1, 2], [1], 4, "coarse"), r"\(2,\) and lm_correct \(1,\)"),
-    refused(
-        "counts for other lengths", lambda: memory_lengths([8, 9], [4], [1, 1], [4, 5], [1, 1]), r"\[2, 1, 2, 2, 2\]"
-    ),
     refused("even window", lambda: moving_average([1.0], 2), "window is 2; it must be odd"),
     refused("corpus too short", lambda: window_starts(9, 10, None), "9 tokens, fewer than context_length=10"),
     refused("misspelt score", lambda: NeedleGrid([CELL]).grid("accuracy"), "score must be one of"),

@@ -32,7 +32,6 @@ of counts only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -262,18 +261,11 @@ def length_interval(
         places: as for `p_values`.
 
     Raises:
-        ValueError: the confidence is not between 0 and 1, there is no such protocol, or the arguments are not of one
-            length.
+        ValueError: the confidence is not between 0 and 1.
     """
-    if not (isinstance(confidence, Real) and 0 < confidence < 1):
+    if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-    if protocol not in ("reference", "adaptive"):
-        raise ValueError(f"protocol must be 'reference' or 'adaptive', got {protocol!r}.")
     count = len(lengths)
-    if not count == len(margins) == len(scored):
-        raise ValueError(
-            f"{count} lengths, {len(margins)} margins and {len(scored)} scored: give one for each length."
-        )
     if not count:
         return LengthInterval(0, None)
     level, sizes, places = (1 - confidence) / 2, windows(count), places or [None] * count

@@ -76,17 +76,9 @@ def memory_lengths(
         that fail before it are skipped: very short targets do not show yet that the task is to copy (footnote 7).
         `coarse_max_significant`: the largest length that passes as coarse with p < 0.05.
 
-    Raises:
-        ValueError: the arguments are not of one length.
-
     >>> memory_lengths([8, 64, 128], [4, 31, 50], [1, 9, 50], [4, 32, 64], [0.01, 0.01, 1])["coarse_max"]
     MemoryLength(64, open_ended=False, next_tested=128)
     """
-    sizes = [len(numbers) for numbers in (lengths, copy, lm, scored, p_values)]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"lengths, copy, lm, scored and p_values have {sizes} entries; give one of each for every length."
-        )
     fine, coarse = ([passes(*counts, method) for counts in zip(copy, lm, scored)] for method in METHODS)
     significant = [passing and p < 0.05 for passing, p in zip(coarse, p_values)]
 
@@ -118,12 +110,8 @@ def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_token
     """By how much each repeat is above the threshold of a method, as a share of the scored tokens; (R,) float64.
 
     Raises:
-        ValueError: no such method, or there are not as many copy counts as LM counts.
+        ValueError: no such method.
     """
     check_method(method)
     copy, lm = (np.array(counts) / scored_tokens for counts in (copy_correct, lm_correct))
-    if copy.shape != lm.shape:
-        raise ValueError(
-            f"copy_correct has shape {copy.shape} and lm_correct {lm.shape}; they are pairs, one per repeat."
-        )
     return copy - 0.99 if method == "fine" else copy - lm - 0.01

@@ -85,7 +85,7 @@ def position_loss(
         losses = [entries[start] for start in read]
         return PositionLoss.of_sequences(losses, settings | names, read)
 
-    measured = run_distributed(
+    return run_distributed(
         reader,
         "position loss",
         lambda worker: worker.measure(dict.fromkeys(starts, context_length), measure, name),
@@ -94,8 +94,6 @@ def position_loss(
         trial=sequence(starts[0])[0],
         run=run,
     )
-    assert isinstance(measured, PositionLoss)
-    return measured
 
 
 def check_starts(
@@ -111,7 +109,7 @@ def check_starts(
     if sequences is not None:
         raise ValueError("give sequences or starts, not both: starts says how many there are.")
     starts = sorted({whole_number("a start", start) for start in numbers("starts", starts)})
-    if not starts or starts[0] < 0 or starts[-1] + context_length > corpus_tokens or context_length < 1:
+    if not starts or starts[0] < 0 or starts[-1] + context_length > corpus_tokens:
         raise ValueError(
             f"starts must lie between 0 and {corpus_tokens - context_length}, so that {context_length} tokens follow each "
             f"in a corpus of {corpus_tokens}; got {starts}."

@@ -28,13 +28,11 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     """Return where `sequences` evenly spaced windows start; by default as many as fit side by side, but at most 32.
 
     Raises:
-        ValueError: the corpus is shorter than one window, or `sequences` is below 1.
+        ValueError: the corpus is shorter than one window.
 
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
-    whole_number("context_length", context_length, 1)
-    whole_number("sequences", 1 if sequences is None else sequences, 1)
     if corpus_tokens < context_length:
         raise ValueError(
             f"the corpus has {corpus_tokens} tokens, fewer than context_length={context_length}. Give more text, or "

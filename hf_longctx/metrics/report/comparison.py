@@ -74,7 +74,9 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
     elif curves:
         plot_comparison(curves, path, train_lengths=train_lengths, title=title)
     elif not losses:
-        plot_scores(results, path, title=title)
+        shares = {name: shares_by_length(result) for name, result in results.items()}
+        first = next(iter(results.values()))
+        plot_shares(shares, path, title=title or first.title, unit=unit(first), unlike=unlike)
     else:
         named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
         plot_losses(named_losses, path, title=title, differences=unlike)
@@ -214,9 +216,14 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
     return markdown(columns, rows)
 
 
+def shares_by_length(result: Result) -> dict[int, float]:
+    """Return the mean share of right answers by length."""
+    return {score.length: float(score.shares.mean()) for score in by_length(result)}
+
+
 def score_table(results: Mapping[str, Result]) -> str:
     """Return the shares of right answers of several models as a Markdown table, a column for each length."""
-    scores = {name: {s.length: s.shares.mean() for s in by_length(result)} for name, result in results.items()}
+    scores = {name: shares_by_length(result) for name, result in results.items()}
     lengths = sorted(set().union(*scores.values()))
     columns = ("model", *(f"{n} {unit(next(iter(results.values())))}" for n in lengths))
     rows = [(name, *(f"{row[n]:.1%}" if n in row else "-" for n in lengths)) for name, row in scores.items()]
@@ -245,17 +252,6 @@ def compare_counts(
         shares = {name: {n: right / answers for n, right, answers in sorted(rows)} for name, rows in models.items()}
         plot_shares(shares, path, title=title or "Right answers by length")
     return text
-
-
-def plot_scores(results: Mapping[str, Result], path: str | PathLike, *, title: str | None = None) -> None:
-    """Draw the shares of right answers of several models by length.
-
-    Args:
-        results: needles or line retrievals, by the name of the model. The rest is as for `plot_comparison`.
-    """
-    first = next(iter(results.values()))
-    shares = {name: {s.length: s.shares.mean() for s in by_length(result)} for name, result in results.items()}
-    plot_shares(shares, path, title=title or first.title, unit=unit(first), unlike=differences(results))
 
 
 def plot_shares(

@@ -21,8 +21,8 @@ from ..curve.protocol import default_lengths, log_lengths, longest_length
 from ..curve.result import ForgettingCurve
 from ..loss.measure import position_loss
 from ..loss.result import PositionLoss
-from ..output import run_measurement, write_picture
-from ..result import Result, read_result
+from ..output import run_measurement
+from ..result import Result, read_result, writing
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
 from ..retrieval.measure import line_retrieval, needle_in_a_haystack
@@ -197,8 +197,8 @@ def measure_all(
     Raises:
         ValueError: nothing could be measured, or the folder holds a report of another model, text or argument.
     """
-    folder, log = Path(folder), partial(log_line, progress and process_rank() == 0)
-    reader = reader_for(model)
+    folder, reader, rank = Path(folder), reader_for(model), process_rank()
+    log = partial(print, file=sys.stderr) if progress and rank == 0 else lambda line: None
     labels(corpus_name, train_length)
     if config is None:
         config = getattr(getattr(reader, "model", None), "config", None)
@@ -216,19 +216,13 @@ def measure_all(
             missing[result_class.title] = str(error)
             log(f"{result_class.title}: {error}")
     wait()  # until every process has removed its journals
-    if process_rank() > 0:
+    if rank > 0:
         return None
     if not any((folder / "unfinished").iterdir()):  # else something is left to go on with
         (folder / "unfinished").rmdir()
     model_name = str(reader.settings()["model"])
     title = Path(model_name).resolve().name if Path(model_name).is_dir() else model_name
     return write_pages(folder, title, missing)
-
-
-def log_line(shown: bool, message: str) -> None:
-    """Print a line on stderr, if it is to be shown."""
-    if shown:
-        print(message, file=sys.stderr)
 
 
 def open_folder(folder: Path, arguments: dict[str, Any]) -> set[str]:
@@ -266,7 +260,8 @@ def measure_metric(
     if result is not None and rank == 0:
         log(result.summary())
         result.save(document)
-        write_picture(result, picture, train_length=train_length)
+        with writing(picture):
+            result.plot(picture, train_length=train_length)
     if failure is not None:
         raise failure
     if rank == 0:

@@ -151,7 +151,7 @@ def needle_in_a_haystack(
         return NeedleGrid(cells, settings | grid_asked | names)
 
     grid = [(length, depth) for length in lengths for depth in depths]
-    grid_result = run_distributed(
+    return run_distributed(
         reader,
         "needle",
         lambda worker: worker.measure({cell: cell[0] for cell in grid}, measure, name),
@@ -160,8 +160,6 @@ def needle_in_a_haystack(
         trial=haystacks.prompt(lengths[0], 0, begins[lengths[0], depths[0], 0])[0],
         run=run,
     )
-    assert isinstance(grid_result, NeedleGrid)
-    return grid_result
 
 
 class Haystacks:
@@ -269,7 +267,7 @@ def line_retrieval(
         points = [LinesPoint.from_list(e["answers"], n, e["tokens"], e["asked_lines"]) for n, e in measured]
         return LineRetrieval(points, settings | {"lines": lines} | names)
 
-    measured_lines = run_distributed(
+    return run_distributed(
         reader,
         "line retrieval",
         lambda worker: worker.measure({n: n for n in lines}, measure, lambda n: f"{n} lines"),
@@ -278,8 +276,6 @@ def line_retrieval(
         trial=trial,
         run=run,
     )
-    assert isinstance(measured_lines, LineRetrieval)
-    return measured_lines
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:

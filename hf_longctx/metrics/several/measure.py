@@ -136,7 +136,7 @@ def several_facts(
         points = [SeveralPoint(n, [SeveralAnswer(**answer) for answer in answers]) for n, answers in measured]
         return result_class(points, settings | {"lengths": lengths} | names)
 
-    found = run_distributed(
+    return run_distributed(
         reader,
         result_class.title,
         lambda worker: worker.measure({n: n for n in lengths}, measure, lambda n: f"{n:,} tokens"),
@@ -145,5 +145,3 @@ def several_facts(
         trial=trial,
         run=run,
     )
-    assert isinstance(found, SeveralRetrieval)
-    return found
