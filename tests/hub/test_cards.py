@@ -72,12 +72,17 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def card(llama):
+    """A card that lacks nothing but prose."""
+    text = with_card(build_bundle(llama), "alice/llama", "v1").text("README.md")
+    return text.replace("library_name:", "license: apache-2.0\nlibrary_name:")
+
+
 @pytest.fixture
-def folder(llama, tmp_path):
-    """The same with a card that lacks nothing but prose."""
+def folder(llama, card, tmp_path):
     folder = shutil.copytree(llama, tmp_path / "model", copy_function=os.link)
-    text = with_card(build_bundle(folder), "alice/llama", "v1").text("README.md")
-    (folder / "README.md").write_text(text.replace("library_name:", "license: apache-2.0\nlibrary_name:"))
+    (folder / "README.md").write_text(card)
     return folder
 
 
@@ -252,9 +257,11 @@ def leaves(value, path=()):
 
 
 @pytest.mark.parametrize("file", ["speed.json", "loss.json", "rope.json", "sample.json"])
-def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder):
+def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder, monkeypatch):
     """A text or null in place of each value: the card has no HTML, link or heading of it."""
+    monkeypatch.setattr("hf_longctx.hub.bundle.commit", str)  # which asks git
     given, bundle = json.loads((folder / file).read_text()), build_bundle(folder)
+    files = {name: content for name, content in bundle.files.items() if name != "README.md"}
     for path in list(leaves(given))[1:40]:
         for value in (EVIL, None):
             document = json.loads(json.dumps(given))
@@ -263,12 +270,10 @@ def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder):
                 place = place[key]
             place[path[-1]] = value
             write(folder / file, json.dumps(document))
-            read = {name: dict(getattr(bundle, name)) for name in ("results", "documents", "samples")}
-            for entries in read.values():
-                entries.pop(file, None)
+            read = {name: {} for name in ("results", "documents", "samples")}
             read_measurement(folder / file, **read)
             try:
-                text = with_card(replace(bundle, **read)).text("README.md")
+                text = with_card(replace(bundle, files=files, **read)).text("README.md")
             except ValueError:
                 continue
             text = re.sub(r"`[^`\n]*`", "", text.partition("written by")[2])  # in code, nothing is HTML
@@ -352,24 +357,23 @@ def writing_the_card(text, file):
 
 
 TOKEN = "hf_" + "a" * 34
-SECRETS = {
-    **{
-        prefix: prefix + "aB3dE5fG7hI9" * 5
-        for prefix in ("hf_", "sk-", "sk-ant-", "ghp_", "github_pat_", "glpat-", "npm_")
-    },
-    "pypi": "pypi-" + "AgEIcHlwaS5vcmc" * 5,
-    "Slack": "xoxb-" + "123456789012-1234567890123-aBcDeFgH",
-    "Google": "AIza" + "SyA1bC2dE3fG4hI5jK6lM7nO8pQ9rS0tU1v",
-    "SSH": "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
-    "Weights & Biases": "WANDB_API_KEY=" + "0123456789abcdef" * 2,
-    "AWS": "AWS_SECRET_ACCESS_KEY=" + "wJalrXUtnFEMI/K7MDENG/bPxRfiCY",
-    "JWT": ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJzdWIiOiIxMjM0NTY3ODkwIn0", "SflKxwRJSMeKKF2QT4fwpM"]),
-    "URL": "https://alice:" + "hunter2@example.org/x",
-    "behind an underscore": "x_" + TOKEN,
-    "JSON": json.dumps({"api_key": "0123456789abcdef"}),
-}
-PATHS = [
+SECRETS = [
     *(
+        prefix + "aB3dE5fG7hI9" * 5
+        for prefix in ("hf_", "sk-", "sk-ant-", "ghp_", "github_pat_", "glpat-", "npm_", "x_hf_")
+    ),
+    "pypi-" + "AgEIcHlwaS5vcmc" * 5,
+    "xoxb-" + "123456789012-1234567890123-aBcDeFgH",
+    "AIza" + "SyA1bC2dE3fG4hI5jK6lM7nO8pQ9rS0tU1v",
+    "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "WANDB_API_KEY=" + "0123456789abcdef" * 2,
+    "AWS_SECRET_ACCESS_KEY=" + "wJalrXUtnFEMI/K7MDENG/bPxRfiCY",
+    ".".join(["eyJhbGciOiJIUzI1NiJ9", "eyJzdWIiOiIxMjM0NTY3ODkwIn0", "SflKxwRJSMeKKF2QT4fwpM"]),
+    "https://alice:" + "hunter2@example.org/x",
+    json.dumps({"api_key": "0123456789abcdef"}),
+]
+PATHS = [
+    *[
         "/home/alice/x",
         "/data/x",
         "/tmp/x",
@@ -379,8 +383,10 @@ PATHS = [
         "/content/drive/x",
         "/kaggle/x",
         "/var/x",
-    ),
-    *("~/x", "C:/x/y", r"C:\x", r"\\server\x", json.dumps(r"\\server\x"), "file:///x"),
+        "~/x",
+        "C:/x/y",
+    ],
+    *(r"C:\x", r"\\server\x", json.dumps(r"\\server\x"), "file:///x"),
 ]
 HARMLESS = (
     "HF_TOKEN=$HF_TOKEN ~/.cache https://alice@example.org/data/x s3://data/x and/or/home/x a\\b tokens: 1234567890123456 "
@@ -420,16 +426,14 @@ def test_mistakes(mistake, folder, record_property):
     record_property("mistake", mistake.check(folder))
 
 
-@pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
-def test_secrets_of_known_looks_are_refused(secret, folder):
-    with pytest.raises(ValueError, match=r"training\.txt holds a token or key; remove it, and revoke it"):
-        adding(f"python train.py {secret}\n", "training.txt")(folder)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_paths_of_a_machine_are_refused(path, folder):
-    with pytest.raises(ValueError, match=r"training\.txt names .*, a path of one machine"):
-        adding(f"python train.py --data {path}\n", "training.txt")(folder)
+def test_secrets_and_paths_of_a_machine_are_refused(folder):
+    bundle = build_bundle(folder)
+    key, path = "holds a token or key; remove it, and revoke it", "names .*, a path of one machine"
+    for words, says in [*((secret, key) for secret in SECRETS), *((f"--data {name}", path) for name in PATHS)]:
+        commands = {"training.txt": f"python train.py {words}\n".encode()}
+        with pytest.raises(ValueError, match=rf"training\.txt {says}"):
+            check(replace(bundle, files=bundle.files | commands))
+            pytest.fail(f"{words} is not noticed")
 
 
 def test_every_file_is_searched_for_secrets(folder):
