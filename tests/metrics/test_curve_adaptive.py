@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.curve.adaptive import BUDGET, locate
+from hf_longctx.metrics.curve.adaptive import locate
 from hf_longctx.metrics.curve.protocol import input_tokens, linear_lengths
 from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
 
@@ -69,21 +69,6 @@ def test_simulated_curves(name):
         adaptive, full = np.median(widths[method], axis=0)
         assert adaptive <= 1.75 * full
     assert np.median(costs) <= SPENT.get(name, 0.2) * full_cost
-
-
-def test_a_recorded_curve(recorded):
-    """The same counts as the full curve, at fewer points; what both show lies in the interval."""
-    rows = recorded["order_linear16_r10_s0"]["rows"]
-    full = ForgettingCurve([CurvePoint(r["length"], r["copy_correct"], r["lm_correct"]) for r in rows])
-    curve, cost = run(full.points)
-    assert cost <= BUDGET * input_tokens(rows[-1]["length"])
-    assert cost < 0.6 * sum(20 * input_tokens(r["length"]) for r in rows)
-    for method in ("fine", "coarse"):
-        interval = curve.interval(method)
-        for measured in (full, curve):
-            length = getattr(measured, f"{method}_length")
-            assert interval.low <= length
-            assert interval.high is None or length < interval.high or length < interval.low
 
 
 def test_few_repeats():

@@ -10,7 +10,7 @@ from tiny_models import tiny_llama
 
 from hf_longctx import cli
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, forgetting_curve, read_result
-from hf_longctx.metrics.curve.errors import pack, share_by_part, unpack
+from hf_longctx.metrics.curve.errors import pack, unpack
 from hf_longctx.metrics.report.page import write_report
 
 
@@ -24,15 +24,6 @@ def test_rows_come_back(scored):
     for rows in (["0"], ["zz" * -(-scored // 8)], [3], ["00" * (scored // 8 + 2)]):
         with pytest.raises(ValueError, match="hexadecimal digits"):
             unpack(rows, scored)
-
-
-@pytest.mark.parametrize("scored", [3, 37])
-def test_parts_hold_all_tokens(scored):
-    wrong = np.zeros((2, scored), bool)
-    wrong[:, -1] = True
-    shares = share_by_part(wrong, 10)
-    assert shares[-1] == pytest.approx(1 / len(range(int(np.floor(0.9 * scored)), scored))) and shares[0] == 0
-    assert share_by_part(~wrong, 10)[0] == 1
 
 
 def curve(wrong, **settings):

@@ -27,12 +27,9 @@ def test_default_lengths_end_where_the_claim_or_the_corpus_does(claimed, corpus_
     assert core.default_lengths(claimed, corpus_tokens, 4, core.log_lengths) == core.log_lengths(longest, 4)
 
 
-def test_default_lengths_need_an_end():
+def test_default_lengths_need_an_end_and_leave_room_for_the_repeats():
     with pytest.raises(ValueError, match="lengths="):
         core.default_lengths(None, None)
-
-
-def test_default_lengths_leave_room_for_the_repeats():
     assert core.default_lengths(None, 2300, repeats=20)[-1] == 100
     with pytest.raises(ValueError, match="the text has 11 tokens, too few for 10 passages side by side"):
         core.default_lengths(64, 11)

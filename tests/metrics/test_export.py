@@ -8,10 +8,9 @@ import pytest
 import yaml
 from examples import lines
 from huggingface_hub import parse_eval_result_entries
-from transformers import LlamaConfig
 
 from hf_longctx import cli
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, rope_report
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
 from hf_longctx.metrics.report.export import every_eval_ever, hub_eval_results, scores
 
 
@@ -106,7 +105,6 @@ def test_the_hub_reads_its_entries():
         ([CURVE], {"model_id": "fox"}, "'fox' is no name of a model on the Hub"),
         ([CURVE], {"relationship": "friend"}, "relationship must be one of first_party, "),
         ([ForgettingCurve([], {})], {}, "nothing was measured: no length measured"),
-        ([rope_report(LlamaConfig())], {}, "a RopeReport has no scores by length"),
     ],
 )
 def test_what_is_not_exported(results, options, message):

@@ -118,6 +118,8 @@ def test_a_table_of_positions_is_a_limit():
     model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ValueError, match="needs 25 positions, and the model's position table ends at 24"):
         position_loss(model, CORPUS, context_length=25)
+    with pytest.raises(ZeroDivisionError):  # it fits, and is read
+        position_loss(model, CORPUS, context_length=24)
 
 
 def test_smaller_passes_when_memory_runs_out():

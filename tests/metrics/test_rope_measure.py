@@ -138,15 +138,6 @@ def test_old_spelling_equals_new():
         old = tf.LlamaConfig(**TINY, rope_theta=300.0, rope_scaling=scaling)
         assert rope_report(old, minimum_base=False) == new
 
-    class RemoteConfig(tf.PreTrainedConfig):
-        """As code on the Hub writes it: attributes of transformers 4, no rope_parameters."""
-
-        model_type = "remote"
-
-    remote = RemoteConfig(**TINY)
-    remote.rope_theta = 300.0
-    assert only(rope_report(remote, minimum_base=False)) == only(rope_report(llama(), minimum_base=False))
-
 
 def test_layer_types_have_their_own_base_and_reach():
     config = tf.Gemma3TextConfig(
@@ -343,18 +334,6 @@ def test_multimodal_positions_are_named():
     assert "judged on text" in rope_report(config, minimum_base=False).notes[0]
 
 
-@pytest.mark.parametrize("longest, claimed", [(160, 512), (600, 600)])
-def test_yarn_is_judged_at_the_context_that_it_claims(longest, claimed):
-    """Qwen3's config says 40960 tokens, and its card tells to add yarn for 131072."""
-    report = rope_report(llama(rope("yarn"), max_position_embeddings=longest), minimum_base=False)
-    assert report.claimed_context == claimed and only(report).max_distance == claimed - 1
-    assert report.claimed_by == ("factor of yarn" if claimed == 512 else "max_position_embeddings")
-    if claimed == 512:
-        assert report.notes[0] == "max_position_embeddings is 160; yarn claims 4 times 128 tokens"
-    at_given = rope_report(llama(rope("yarn")), context_length=100, minimum_base=False)
-    assert (at_given.claimed_context, at_given.claimed_by) == (100, "given")
-
-
 @pytest.mark.parametrize(
     "scaling, settings, claimed, by",
     [
@@ -362,8 +341,8 @@ def test_yarn_is_judged_at_the_context_that_it_claims(longest, claimed):
         ({"rope_type": "dynamic", "factor": 2.0}, {}, 8192, "2 times max_position_embeddings, by dynamic scaling"),
         ({"rope_type": "linear", "factor": 8.0}, {"max_sequence_length": 30000}, 30000, "max_sequence_length"),
         (
-            {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 4096},
-            *({}, 32768, "factor of linear"),
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
+            *({}, 32768, "factor of yarn"),
         ),
         (
             {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 512},
@@ -374,20 +353,22 @@ def test_yarn_is_judged_at_the_context_that_it_claims(longest, claimed):
     ],
 )
 def test_scaling_is_judged_at_the_scaled_length(scaling, settings, claimed, by):
-    """Vicuna 16k says 4096 tokens and a factor of 4: at 4096, linear scaling by 4 holds always."""
+    """Vicuna 16k says 4096 tokens and a factor of 4: at 4096, linear scaling by 4 holds always. Qwen3 has yarn."""
     config = llama({"rope_theta": 10000.0, **scaling}, head_dim=128, max_position_embeddings=4096, **settings)
     report = rope_report(config, minimum_base=False)
     assert (report.claimed_context, report.claimed_by) == (claimed, by)
     if claimed == 16384:
         assert report.verdict == "violated"
+    if by == "factor of yarn":
+        assert report.notes[0] == "max_position_embeddings is 4096; yarn claims 8 times 4096 tokens"
+        given = rope_report(config, context_length=100, minimum_base=False)
+        assert (given.claimed_context, given.claimed_by) == (100, "given")
     ambiguous = scaling == {"rope_type": "linear", "factor": 2.0}
     assert any("where it is that before scaling, check 8192 tokens" in note for note in report.notes) == ambiguous
 
 
 def test_linear_scaling_that_is_in_the_length_already():
-    """LLaMA-2-7B-32K has both in its config, and so has Gemma 3, for its global layers."""
-    config = llama({"rope_theta": 1e4, "rope_type": "linear", "factor": 8.0}, max_position_embeddings=32768)
-    assert rope_report(config, minimum_base=False).claimed_context == 32768
+    """As Gemma 3 has it, for its global layers."""
     full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     ropes = {"sliding_attention": rope("default", 1e4), "full_attention": full}
     sizes = {**TINY, "max_position_embeddings": 131072, "layer_types": ["sliding_attention", "full_attention"]}

@@ -91,20 +91,9 @@ def test_a_form_has_limits_and_examples_within_them(app, name):
         assert all(part.minimum <= value <= part.maximum for part, value in limits)
 
 
-@pytest.mark.parametrize(
-    "name, values, message",
-    [
-        ("forgetting_curve", (TEXT, 20, 1, 1), "needs n >= 2"),
-        ("position_loss", (TEXT, 10**9), "1000000000"),
-        ("rope_base_check", (1,), "must be at least 2, got 1"),
-    ],
-)
-def test_a_mistake_is_shown(app, model, name, values, message):
-    with pytest.raises(ShownError, match=message):
-        app(name).function(None, model, *values)
-
-
-def test_a_model_without_rope_is_told(app, tmp_path):
+def test_a_mistake_is_shown(app, model, tmp_path):
+    with pytest.raises(ShownError, match="needs n >= 2"):
+        app("forgetting_curve").function(None, model, TEXT, 20, 1, 1)
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(ShownError, match="GPT2Config has no rotary"):
         app("rope_base_check").function(None, str(tmp_path), 0)

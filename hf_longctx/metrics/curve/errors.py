@@ -45,6 +45,8 @@ def share_by_part(wrong: np.ndarray, parts: int) -> np.ndarray:
 
     >>> share_by_part(np.array([[False, False, True, True]]), 2).tolist()
     [0.0, 1.0]
+    >>> share_by_part(np.array([[True, False]]), 3).tolist()
+    [1.0, 0.5, 0.0]
     """
     scored = wrong.shape[-1]
     edges = np.linspace(0, scored, parts + 1)
