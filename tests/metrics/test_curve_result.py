@@ -46,16 +46,9 @@ def test_p_value(copy, lm, p):
 
 
 def test_memory_lengths_match_reference(reference):
+    """Also where exactly 99 % are right at length 99, in float32 above 0.99, which is not fine."""
     for run in reference.values():
         assert plain(curve_of(run).memory_lengths) == run["derived"], run["name"]
-
-
-def test_exactly_99_percent_is_not_fine(reference):
-    run = reference["random_linear12_r10_s2"]
-    (row,) = (row for row in run["rows"] if row["length"] == 99)
-    assert sum(row["copy_correct"]) == 495  # of 500
-    assert row["copy_mean"] > 0.99  # in float32, so a float test would say 237 below
-    assert curve_of(run).memory_lengths["fine_first_run"] == 53
 
 
 def small_curve():
@@ -153,5 +146,3 @@ def test_empty_curve():
     assert (curve.fine_length, curve.coarse_length, curve.fine_length.open_ended) == (0, 0, False)
     assert curve.summary() == "no length measured"
     assert ForgettingCurve.from_json(curve.to_json()) == curve
-    with pytest.raises(ValueError, match="no point to draw"):
-        curve.plot("unused.png")

@@ -97,6 +97,8 @@ def test_predictions_at_positions(model, form):
         asked = len(server.requests)
         predictions = endpoint.predict(rows, 0, range(4, 29))
         assert len(server.requests) - asked == 2  # equal rows are sent once
+        server.spoil = make_nan
+        assert np.flatnonzero(endpoint.predict(rows[:1], 0, range(3, 28))[0] == -1).tolist() == [26 - 3]
     expected, right = likeliest[:, 4:29], rows[:, 5:30]
     assert np.array_equal(predictions == right, expected == right)
     assert (predictions == right).any()
@@ -278,15 +280,6 @@ def test_a_reply_without_choices_is_named(model, reply, monkeypatch):
     for ask in (endpoint.score_prompt, lambda ids: endpoint.reply(ids, 4)):
         with pytest.raises(RuntimeError, match="answered without choices"):
             ask(CORPUS[:30])
-
-
-@pytest.mark.parametrize("form", ["vllm", "openai"])
-def test_nan_is_no_prediction(model, form):
-    with serving(model, form) as server:
-        endpoint = connect(server)
-        server.spoil = make_nan
-        predictions = endpoint.predict(CORPUS[None, :30], 0, range(3, 28))
-    assert np.flatnonzero(predictions[0] == -1).tolist() == [26 - 3]
 
 
 # -- trouble on the way
