@@ -1,5 +1,6 @@
 """The model that a training starts from: a new one, a pretrained one, or a pretrained one that is changed."""
 
+import functools
 import inspect
 import math
 from pathlib import Path
@@ -27,6 +28,9 @@ from ..metrics.run.model import check_decoder, load_language_model, position_lim
 from .borders import takes_borders
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining
 from .trainer import GATE
+
+
+base_bound = functools.cache(rope_base_bound)  # a run asks for the same one several times
 
 
 def build_new_model(settings: ResolvedTraining, tokenizer) -> FoxForCausalLM | LlamaForCausalLM:
@@ -352,7 +356,7 @@ def extend_rope(config, settings: ResolvedFinetuning) -> str:
             f"--sequence-length {length} does not extend the context of {claimed} tokens, and base {old:g} suffices for "
             "these: there is nothing to extend. Take longer rows, or train on these by --recipe lora."
         )
-    bound = rope_base_bound(context - 1, head_dim)
+    bound = base_bound(context - 1, head_dim)
     if settings.rope_base is None:
         base = choose_rope_base(context, head_dim)
     elif settings.rope_base < bound.base and not settings.allow_below_bound:
@@ -368,7 +372,7 @@ def extend_rope(config, settings: ResolvedFinetuning) -> str:
 
 def choose_rope_base(context: int, head_dim: int) -> float:
     """Return the first RoPE base above which no length up to the context violates the bound, in two digits."""
-    bound = rope_base_bound(context - 1, head_dim)
+    bound = base_bound(context - 1, head_dim)
     return round_up(bound.settled_base or bound.base, 2)
 
 

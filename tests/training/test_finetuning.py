@@ -41,7 +41,7 @@ IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_s
 def llama(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     sizes = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.metrics import forgetting_curve
+from hf_longctx.training import measurements
 from hf_longctx.training.data import TokenDataset
-from hf_longctx.training.measurements import NEW, PROMPT
+from hf_longctx.training.measurements import PROMPT
 from hf_longctx.training.recipes import FinetuneSettings
 from hf_longctx.training.run import train
 
@@ -24,8 +25,12 @@ from hf_longctx.training.run import train
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 
 
+NEW = 5  # tokens of a sample
+
+
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "NEW", NEW)
     FoxForCausalLM(FoxConfig(**SIZES)).save_pretrained(tmp_path / "fox")
     (tmp_path / "text.txt").write_text("The fox forgets what it no longer needs. " * 40)
     paths = dict(model=str(tmp_path / "fox"), data=str(tmp_path / "text.txt"), tokenizer=str(DEMO))

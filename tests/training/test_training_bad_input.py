@@ -189,14 +189,9 @@ def finetune(**changes):
     return begin
 
 
-def adapter_of(changed):
-    """Train an adapter and load it on another base."""
-
-    def load(kit):
-        finetune()(kit)
-        load_adapter(AutoModelForCausalLM.from_pretrained(kit.llama(**changed)), kit.path / "run" / "model")
-
-    return load
+def adapter_on(**changed):
+    """Load an adapter on another base."""
+    return lambda kit: load_adapter(AutoModelForCausalLM.from_pretrained(kit.llama(**changed)), kit.adapted / "model")
 
 
 def larger_tokenizer(kit):
@@ -207,19 +202,19 @@ def larger_tokenizer(kit):
 
 
 def on_an_adapter(prepare=lambda folder: None, **changes):
-    """Train an adapter, and train on it in another way."""
+    """Train on an adapter in another way."""
 
     def begin(kit):
-        finetune()(kit)
-        prepare(kit.path / "run" / "model")
-        finetune(model=str(kit.path / "run" / "model"), output=str(kit.path / "second"), **changes)(kit)
+        shutil.copytree(kit.adapted / "model", kit.path / "adapter")
+        prepare(kit.path / "adapter")
+        finetune(model=str(kit.path / "adapter"), **changes)(kit)
 
     return begin
 
 
 def other_weights(kit):
     """The base of an adapter changes before the run goes on."""
-    finetune()(kit)
+    shutil.copytree(kit.adapted, kit.path / "run")
     shutil.rmtree(kit.path / "run" / "model")
     finetune(model=kit.llama(initializer_range=0.5))(kit)
 
@@ -328,8 +323,8 @@ FINETUNING = [
     refused("a FoX for a Llama", finetune(model=str(DEMO), recipe="fox-from-llama"), "(?i)llama"),
     refused("RoPE of a FoX", finetune(model=str(DEMO), recipe="rope-extend"), "one RoPE base"),
     refused("tokenizer of another model", larger_tokenizer, f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}"),
-    refused("adapter of a deeper base", adapter_of({"num_hidden_layers": 2}), "num_hidden_layers 1, not 2"),
-    refused("adapter of other weights", adapter_of({"initializer_range": 0.5}), "trained on another model"),
+    refused("adapter of a deeper base", adapter_on(num_hidden_layers=2), "num_hidden_layers 1, not 2"),
+    refused("adapter of other weights", adapter_on(initializer_range=0.5), "trained on another model"),
     refused("no adapter", lambda kit: load_adapter(None, kit.path), "holds no adapter"),
 ]
 RUNS = [
@@ -433,17 +428,32 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.fixture
-def kit(tmp_path, finished):
-    def llama(**changes):
-        sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
-        config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
-        LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-        AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "llama")
-        return str(tmp_path / "llama")
+def save_llama(folder, **changes):
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    return str(folder)
 
-    text = finished.parent / "text.txt"
-    return SimpleNamespace(path=tmp_path, text=text, tokenizer=str(DEMO), llama=llama, finished=finished)
+
+@pytest.fixture(scope="module")
+def adapted(finished, tmp_path_factory):
+    """The folder of a run that has trained an adapter."""
+    folder = tmp_path_factory.mktemp("adapted")
+    finetune(model=save_llama(folder / "llama"))(SimpleNamespace(path=folder, text=finished.parent / "text.txt"))
+    return folder / "run"
+
+
+@pytest.fixture
+def kit(tmp_path, finished, adapted):
+    return SimpleNamespace(
+        path=tmp_path,
+        text=finished.parent / "text.txt",
+        tokenizer=str(DEMO),
+        llama=lambda **changes: save_llama(tmp_path / "llama", **changes),
+        finished=finished,
+        adapted=adapted,
+    )
 
 
 @pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS, *FINETUNING], ids=str)

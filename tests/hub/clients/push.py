@@ -52,7 +52,7 @@ def check_a_killed_push_leaves_nothing_and_can_be_repeated():
         os._exit(0)
     while not api.repo_exists("alice/killed"):
         time.sleep(0.05)
-    time.sleep(2)
+    time.sleep(0.5)
     os.kill(child, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     turn()
