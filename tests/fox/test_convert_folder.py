@@ -42,9 +42,10 @@ def save(folder, state_dict, config_dict, shards):
     return folder
 
 
-@pytest.fixture
-def sources(tmp_path):
-    """For every format: a sharded checkpoint, and what the converter in memory makes of it."""
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """For every format: a sharded checkpoint, which is only read, and what the converter in memory makes of it."""
+    tmp_path = tmp_path_factory.mktemp("sources")
     official = fox.to_official(make(fox.FoxConfig.pro(**TINY)))
     fla = fox.to_fla(make(fox.FoxConfig(**TINY, tie_word_embeddings=True, num_key_value_heads=2, qkv_bias=True)))
     llama = make(transformers.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8, max_position_embeddings=64))
