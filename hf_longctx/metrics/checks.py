@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -61,14 +60,6 @@ def tokenizer_name(tokenizer, or_name: bool = False) -> str:
             f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
         )
     return getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
-
-
-def file_path(name: str, value) -> str:
-    """Return the path of a file as a text; raise ValueError if it is none."""
-    try:
-        return os.fspath(value)
-    except TypeError:
-        raise ValueError(f"{name} must be the path of a file, got {value!r}.") from None
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:

@@ -21,8 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from .checks import file_path
-
 
 WRITTEN = ("scripts/results", "model_cards")  # by measurements
 
@@ -250,7 +248,7 @@ class Result:
         The file also says when it was saved (UTC), and by which commit of this package. The text does not, so that the
         same measurement gives the same text.
         """
-        path, now = Path(file_path("path", path)), datetime.now(UTC).isoformat(timespec="seconds")
+        path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         with writing(partial):
@@ -262,16 +260,16 @@ def read_result(path) -> Result:
     """Read the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
 
     Raises:
-        ValueError: this is no path, the file is no JSON, or no result of any metric; it is named.
+        ValueError: the file is no JSON, or no result of any metric; it is named.
         FileNotFoundError: there is no such file.
     """
     from . import RESULT_MODULES
 
-    path = file_path("path", path)
+    path = Path(path)
     for module in RESULT_MODULES:
         importlib.import_module(f".{module}", __package__)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         document = json.loads(text)
         for cls in Result.kinds.values():
             if isinstance(document, dict) and cls.mismatch(document) is None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import textwrap
 from numbers import Real
+from pathlib import Path
 from typing import Any
-
-from .checks import file_path
 
 
 try:
@@ -40,8 +39,8 @@ def figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path) -> None:
-    """Write a figure into a file, in the format that its name ends with; raise ValueError if this is no path."""
-    figure.savefig(file_path("path", path))
+    """Write a figure into a file, in the format that its name ends with."""
+    figure.savefig(Path(path))
 
 
 def area(colours: dict[str, str], name: str | None) -> dict:

@@ -101,7 +101,7 @@ WRONG_KIND = [
     refused("train_length: negative", lambda: curve(train_length=-4), "train_length must be at least 1, got -4"),
     refused("train_length: a word", lambda: loss(train_length="many"), "train_length must be a whole number"),
     refused("starts: a word", lambda: loss(starts="abc"), "starts must be a list of numbers, got 'abc'"),
-    refused("journal: a number", lambda: Run(journal=3), "journal must be the path of a file, got 3"),
+    refused("journal: a number", lambda: curve(run=Run(journal=3)), "os.PathLike object"),
     refused("progress: a word", lambda: Run(progress="yes"), "progress must be True or False"),
     refused("depths: a word", lambda: needle(depths="abc"), "depths must be a list of numbers, got 'abc'"),
     refused("depths: NaN", lambda: needle(depths=[float("nan")]), "numbers from 0 to 1"),
@@ -118,7 +118,7 @@ WRONG_KIND = [
     *(refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ") for lines in (None, ["a"], [2.5])),
     refused("weights on the meta device", lambda: curve(model=tiny_llama().to("meta")), "on the meta device"),
     refused("endpoint: None", lambda: ServedModel(None), "base_url is None; give one like http"),
-    refused("picture: None", lambda: measured().plot(None), "path must be the path of a file, got None"),
+    refused("picture: None", lambda: measured().plot(None), "os.PathLike object"),
     refused("table of a list", lambda: comparison_table([measured()]), "dictionary of names of models .*got a list"),
     refused(
         "report: train_length", lambda: measure_all(tiny_llama(), None, [1], "", train_length="x"), "train_length"

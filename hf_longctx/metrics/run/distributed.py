@@ -21,7 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..checks import check_kind, file_path, whole_number
+from ..checks import check_kind, whole_number
 from ..result import Result
 from .engine import TOKENS_PER_PASS
 from .journal import Journal
@@ -51,7 +51,7 @@ class Run:
         progress: show a progress bar, in work to do: long inputs count for more than their tokens.
 
     Raises:
-        ValueError: tokens_per_pass is below 1, the journal is no path, or progress is neither True nor False.
+        ValueError: tokens_per_pass is below 1, or progress is neither True nor False.
     """
 
     journal: str | os.PathLike | None = None
@@ -61,8 +61,6 @@ class Run:
     def __post_init__(self):
         if self.tokens_per_pass is not None:
             whole_number("tokens_per_pass", self.tokens_per_pass, 1)
-        if self.journal is not None:
-            file_path("journal", self.journal)
         check_kind(bool, progress=self.progress)
 
 
