@@ -79,7 +79,7 @@ def logits(model):
     indirect=["llama"],
 )
 def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(recipe, llama, tmp_path):
-    longer = {"sequence_length": 128, "batch_tokens": 128} if recipe == "rope-extend" else {}
+    longer = dict(sequence_length=128, batch_tokens=128, eval_context=False) if recipe == "rope-extend" else {}
     run = settings(llama, tmp_path, recipe=recipe, merge=True, **longer)
     assert train(run) == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -141,7 +141,7 @@ def test_optimizer_compilation_and_checkpointed_layers_are_those_of_trainer(llam
 def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(recipe, llama, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(base)
-    sizes = dict(sequence_length=128, batch_tokens=128) if recipe == "rope-extend" else {}
+    sizes = dict(sequence_length=128, batch_tokens=128, eval_context=False) if recipe == "rope-extend" else {}
     if recipe == "hmt":
         sizes = dict(sequence_length=80, batch_tokens=80, segment_length=40, sensory_tokens=8)
     if recipe == "fox-from-llama":
@@ -332,18 +332,18 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
 
 
 def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path, capsys):
-    run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=512, batch_tokens=512, steps=1)
+    run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=256, batch_tokens=256, steps=1)
     dry_run(run)
     said = capsys.readouterr().err
     assert "step 3/3" in said and "peak memory" in said and "before:" not in said
     assert not list(tmp_path.iterdir())
     assert train(run) == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 512
-    assert config.max_position_embeddings == 512
-    assert config.rope_parameters["rope_theta"] >= rope_base_bound(511, 8).base
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 256
+    assert config.max_position_embeddings == 256
+    assert config.rope_parameters["rope_theta"] >= rope_base_bound(255, 8).base
     for when in ("before", "after"):
-        assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 512
+        assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 256
         assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
 
 

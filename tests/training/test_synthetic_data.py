@@ -9,7 +9,7 @@ from mistakes import refused
 from transformers import AutoTokenizer
 
 from hf_longctx.training.data import StreamedTokenDataset, TokenDataset, pack
-from hf_longctx.training.synthetic_data import KINDS, Construction, dilate, interleave, open_pubmedqa, questions
+from hf_longctx.training.synthetic_data import Construction, interleave, open_pubmedqa, questions
 
 
 ROWS = [
@@ -51,20 +51,6 @@ def test_interleaved():
     assert interleave(first, second, 3) == [100, 101, 102, 200, 201, 202, 103, 104, 105, 203, *range(106, 110)]
     assert interleave(second, first, 256) == second + first
     assert interleave([], first, 4) == interleave(first, [], 4) == first
-
-
-@pytest.mark.parametrize("length", [1, 3, 7])
-def test_interleaving_loses_nothing(length):
-    first, second = list(range(23)), list(range(100, 117))
-    mixed = interleave(first, second, length)
-    assert [t for t in mixed if t < 100] == first
-    assert [t for t in mixed if t >= 100] == second
-
-
-def test_dilated():
-    assert dilate(list(range(1, 8)), 3, 0) == [1, 2, 3, 0, 0, 0, 4, 5, 6, 0, 0, 0, 7]
-    assert dilate([], 3, 0) == []
-    assert dilate([5, 6], 2, 9) == [5, 6, 9, 9]
 
 
 def test_documents_are_arranged_in_pairs_or_one_by_one(tokenizer):
@@ -139,7 +125,3 @@ MISTAKES = [
 def test_mistakes(mistake, tmp_path, record_property):
     (tmp_path / "a.json").write_text("{")
     record_property("mistake", mistake.check(lambda name: str(tmp_path / name)))
-
-
-def test_the_kinds_are_those_of_the_paper():
-    assert KINDS == {"interleave": 256, "dilate": 256, "pubmedqa-long": 2, "pubmedqa-short": 2}
