@@ -1,8 +1,6 @@
 """The kernel of forgetting attention: its layout, and a FoX that loads it from a Hub by its name."""
 
 import ast
-import base64
-import hashlib
 import json
 import sys
 import tomllib
@@ -46,20 +44,12 @@ def test_the_build_is_closed_and_of_libraries_that_kernels_may_import():
                 assert {module.split(".")[0] for module in imported} <= LIBRARIES, name
 
 
-def test_metadata_lists_what_is_loaded():
-    build = build_kernel(NAME)[BRANCH]
-    metadata = json.loads(content(build, "build/torch-cuda/metadata.json"))
-    assert metadata["id"].isidentifier() and metadata["version"] == FOX_INTERFACE
-    digests = {
-        path.removeprefix("build/torch-cuda/"): base64.b64encode(
-            hashlib.sha256(content(build, path)).digest()
-        ).decode()
-        for path in build.files
-        if path.startswith("build/") and not path.endswith("metadata.json")
+def test_builds_have_names_of_their_own():
+    names = {
+        json.loads(content(build_kernel(NAME, backend=backend)[BRANCH], f"build/torch-{backend}/metadata.json"))["id"]
+        for backend in ("cuda", "cpu")
     }
-    assert metadata["digest"]["files"] == digests
-    other = json.loads(content(build_kernel(NAME, backend="cpu")[BRANCH], "build/torch-cpu/metadata.json"))
-    assert other["id"] != metadata["id"]
+    assert len(names) == 2 and all(name.isidentifier() for name in names)
 
 
 def test_the_source_is_what_is_built():

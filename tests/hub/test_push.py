@@ -98,11 +98,6 @@ def test_a_bundle_of_an_adapter(adapter):
     assert 'revision="b", trust_remote_code=True)' in loading_lines(bundle, "alice/a", "b")
 
 
-def test_an_empty_auto_map_is_filled(folder):
-    change(folder / "config.json", auto_map={})
-    assert "AutoConfig" in json.loads(build_bundle(folder).files["config.json"])["auto_map"]
-
-
 @pytest.mark.parametrize(
     "architecture, auto_class",
     [
@@ -239,8 +234,8 @@ MISTAKES = [
     *(
         refused(f"{name} is a link to {target}", with_link(name, target), f"{name} is a link to")
         for name, target in [
-            *((name, "/etc/hostname") for name in ("tokenizer.json", "README.md", "LICENSE", "model.safetensors")),
-            *(("modeling_fox.py", "/etc/hostname"), (".eval_results", "/etc"), ("up", "..")),
+            *((name, "/etc/hostname") for name in ("README.md", "model.safetensors", "modeling_fox.py")),
+            *((".eval_results", "/etc"), ("up", "..")),
         ]
     ),
     *(
@@ -259,10 +254,8 @@ MISTAKES = [
         refused(f"a configuration with {name} {value!r}", with_config(**{name: value}), says)
         for says, rows in {
             "transformers cannot build": [
-                *(("hidden_size", [1]), ("dtype", [1]), ("dtype", "__class__"), ("rope_parameters", [1])),
-                *(("max_position_embeddings", bad) for bad in ([1], {}, "abc")),
-                *(("hidden_size", 2**40), ("vocab_size", 10**12), ("tie_word_embeddings", "yes")),
-                *(("model_type", "hmt"),),
+                *(("hidden_size", [1]), ("hidden_size", 2**40), ("dtype", "__class__"), ("model_type", "hmt")),
+                *(("max_position_embeddings", "abc"), ("rope_parameters", [1]), ("tie_word_embeddings", "yes")),
             ],
             "and the files hold no such model": [
                 *(("num_hidden_layers", 10**7), ("n_layer", 10**9)),
@@ -293,12 +286,9 @@ MISTAKES = [
         for content in (b"{", b"\xff", b'{"a":' + b"[" * 200_000, b'{"a":' + b"9" * 5000 + b"}")
     ),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
-    refused(
-        "base in a folder", of_adapter(base_model_name_or_path="../base"), r"needs \.\./base, which is not a name"
-    ),
     *(
         refused(f"the base {name!r}", of_adapter(base_model_name_or_path=name), "which is not a name on the Hub")
-        for name in (None, 3, "", "/m", "~/m", "a/b/c", "alice/..", "alice/fox@main", "https://example.org/alice/fox")
+        for name in (None, 3, "", "/m", "~/m", "../base", "a/b/c", "alice/fox@main")
     ),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
     *(

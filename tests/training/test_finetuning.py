@@ -72,7 +72,6 @@ def logits(model):
 @pytest.mark.parametrize(
     "llama, recipe",  # llama: with tied embeddings
     [
-        (False, "lora"),
         (True, "fox-from-llama"),
         (False, "rope-extend"),
     ],

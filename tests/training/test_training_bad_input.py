@@ -242,10 +242,7 @@ FINETUNING = [
     refused("no sequence length", finetune(sequence_length=None), "--sequence-length is missing"),
     refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is not a module.*did you mean q_proj?"),
     refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is not a module"),
-    *(
-        refused(f"LoRA on the tied {name}", finetune(lora_targets=name), "one tensor, and merging an adapter")
-        for name in ("embed_tokens", "lm_head")
-    ),
+    refused("LoRA on the tied head", finetune(lora_targets="lm_head"), "one tensor, and merging an adapter"),
     refused(
         "rows beyond the context",
         finetune(sequence_length=128, batch_tokens=128),
@@ -253,7 +250,7 @@ FINETUNING = [
     ),
     *(
         refused(f"{name} of a full training", finetune(full=True, **{name: value}), f"leave out {option(name)}")
-        for name, value in [("lora_targets", "q_proj"), ("lora_rank", 16), ("lora_dropout", 0.5), ("merge", True)]
+        for name, value in [("lora_targets", "q_proj"), ("lora_dropout", 0.5), ("merge", True)]
     ),
     refused(
         "a target in full", finetune(lora_targets="q_proj", train_in_full="norm,q_proj"), "both name q_proj; leave it"
