@@ -9,7 +9,9 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.metrics import PositionLoss, measure_all
+from hf_longctx.metrics import ForgettingCurve, PositionLoss, measure_all
+from hf_longctx.metrics.output import run_measurement
+from hf_longctx.metrics.report.defaults import line_counts, needle_lengths, record_tokens
 from hf_longctx.metrics.report.measure_all import METRICS
 from hf_longctx.metrics.retrieval.haystack import needle_pieces
 from hf_longctx.metrics.retrieval.measure import encoder
@@ -83,6 +85,14 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
         measure_all(llama, tokenizer, tokens, tmp_path, **options, seed=1)
 
 
+def test_retrieval_ends_where_the_context_does(tokenizer):
+    assert needle_lengths(800, tokenizer, wording("easy")) == [192, 288, 384, 480, 576, 672, 768]
+    assert needle_lengths(64, tokenizer, wording("easy")) == [32]  # too short, which is an error of its own
+    counts = line_counts(2000, tokenizer)
+    assert counts == [5 * 2**i for i in range(len(counts))] and len(counts) > 1
+    assert record_tokens(counts[-1], tokenizer) <= 2000 < record_tokens(2 * counts[-1], tokenizer)
+
+
 def test_what_fails_is_named_and_tried_again(tokenizer, tokens, tmp_path, capsys):
     """FoX has no RoPE, and this context is too short for all but the loss."""
     fox = AutoModelForCausalLM.from_pretrained(DEMO)
@@ -138,6 +148,16 @@ def test_a_run_that_failed_at_once_blocks_nothing(llama, tokenizer, tokens, tmp_
     report = measure_all(llama, tokenizer, tokens[:60], tmp_path, context_length=20)
     assert "loss" in report.results and not (tmp_path / "unfinished" / "loss.jsonl").exists()
     assert read(tmp_path / "arguments.json")["model"] == llama.config._name_or_path
+
+
+def test_a_failure_before_anything_was_measured_leaves_no_result():
+    error = KeyboardInterrupt()
+    error.result = ForgettingCurve([])
+
+    def measure():
+        raise error
+
+    assert run_measurement(measure) == (None, error)
 
 
 def test_an_interrupted_run_goes_on(llama, tokenizer, tokens, tmp_path, capsys):
