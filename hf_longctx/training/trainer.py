@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from ..metrics.run.distributed import wait
 from .borders import borders, takes_borders
 from .gate_statistics import ForgetGateStatistics
 from .loss_in_pieces import LossInPieces, fits
@@ -238,12 +239,12 @@ class ResumableTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(self.saving_in, ignore_errors=True)
                 os.makedirs(self.saving_in)
-            _wait_for_all()
+            wait()
             with explain_full_disk(self.model, Path(self.saving_in)):
                 super()._save_checkpoint(model, trial)
         finally:
             unfinished, self.saving_in = self.saving_in, None
-        _wait_for_all()
+        wait()
         self.state.best_model_checkpoint = (
             None  # the unfinished one; and Trainer ends by keeping no other than the best
         )
@@ -333,11 +334,6 @@ def warm_up_above_zero(schedule: LambdaLR, warmup: int) -> LambdaLR:
         return lambda step: factor(step) if step >= warmup else (step + 1) / (warmup + 1)
 
     return LambdaLR(schedule.optimizer, [above_zero(factor) for factor in schedule.lr_lambdas])
-
-
-def _wait_for_all():
-    if dist.is_initialized():
-        dist.barrier()
 
 
 __all__ = ["ResumableTrainer", "StopAtSignal", "warm_up_above_zero"]

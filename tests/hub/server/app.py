@@ -36,7 +36,6 @@ def endpoint(pattern, *methods):
 class Knobs:
     """What a test can change while the server runs."""
 
-    page: int = 1000  # rows of a file listing that are sent at once
     slow: float = 0.0  # seconds to wait before each 64 KiB of an upload
     fail: str | None = None  # addresses with this part are answered with 500
 

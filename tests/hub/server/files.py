@@ -108,12 +108,8 @@ def change(hub, files, key, value):
         if not blob.exists():
             raise Refusal(422, f"LFS pointer pointed to a file that does not exist: {path}")
         files[path] = File.pointer(value["oid"], blob.stat().st_size)
-    elif key == "deletedFile":
-        if files.pop(path, None) is None:
-            raise Refusal(404, f"{path} does not exist", "EntryNotFound")
-    elif key == "deletedFolder":
-        for inner in [inner for inner in files if inner.startswith(path.rstrip("/") + "/")]:
-            del files[inner]
+    elif key == "deletedFile" and files.pop(path, None) is None:
+        raise Refusal(404, f"{path} does not exist", "EntryNotFound")
 
 
 # -- downloads

@@ -103,13 +103,6 @@ def card_data(hub, commit):
 # -- users and cards
 
 
-@endpoint("/api/whoami-v2")
-async def whoami(hub, request):
-    user = hub.signed_in(request)
-    access = {"type": "access_token", "accessToken": {"displayName": "tests", "role": user.role}}
-    return {"type": "user", "id": user.name, "name": user.name, "fullname": user.name, "orgs": [], "auth": access}
-
-
 @endpoint(r"/api/organizations/(?P<name>[\w.-]+)/overview")
 async def organization(hub, request, name):
     raise Refusal(404, f"There is no organization {name}")
@@ -188,8 +181,6 @@ def info_of(hub, repo, commit, blobs=False):
 async def refs(hub, request, plural, id):
     repo = hub.repo(request, TYPES[plural], id)
     kinds = {"branches": ("refs/heads/", repo.branches), "tags": ("refs/tags/", repo.tags)}
-    if "include_prs" in request.query_params:
-        kinds["pullRequests"] = ("", repo.pull_requests)
     rows = {
         kind: [{"name": name, "ref": prefix + name, "targetCommit": sha} for name, sha in names.items()]
         for kind, (prefix, names) in kinds.items()
@@ -208,42 +199,34 @@ async def commits(hub, request, plural, id, revision):
     return rows
 
 
-@endpoint(f"{API}/branch/(?P<name>[^/]+)", "POST", "DELETE")
+@endpoint(f"{API}/branch/(?P<name>[^/]+)", "POST")
 async def branch(hub, request, plural, id, name):
     body = await request.body()
     repo, start = hub.repo(request, TYPES[plural], id, write=True), json.loads(body or b"{}").get("startingPoint")
-    return change_ref(repo.branches, unquote(name), request.method, lambda: repo.at(quote(start or "main", safe="")))
+    return add_ref(repo.branches, unquote(name), repo.at(quote(start or "main", safe="")))
 
 
-@endpoint(f"{API}/tag/(?P<revision>[^/]+)", "POST", "DELETE")
+@endpoint(f"{API}/tag/(?P<revision>[^/]+)", "POST")
 async def tag(hub, request, plural, id, revision):
     body = await request.body()
     repo = hub.repo(request, TYPES[plural], id, write=True)
-    name = json.loads(body)["tag"] if request.method == "POST" else unquote(revision)
-    return change_ref(repo.tags, name, request.method, lambda: repo.at(revision))
+    return add_ref(repo.tags, json.loads(body)["tag"], repo.at(revision))
 
 
-def change_ref(refs, name, method, commit):
-    if method == "DELETE":
-        if refs.pop(name, None) is None:
-            raise Refusal(404, f"Reference {name} not found", "RevisionNotFound")
-        return Response()
+def add_ref(refs, name, commit):
     if name in refs:
         raise Refusal(409, f"Reference already exists: {name}")
-    refs[name] = commit().sha
+    refs[name] = commit.sha
     return Response(status_code=201)
 
 
 # -- files of a commit
 
 
-def row_of(hub, path, file, commit, expand):
+def row_of(path, file):
     row = {"type": "file", "oid": file.oid, "size": file.size, "path": path}
     if file.lfs:
         row["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 134}
-    if expand:
-        row["lastCommit"] = {"id": commit.sha, "title": commit.title, "date": commit.date}
-        row["securityFileStatus"] = {"status": "safe", "avScan": {}, "pickleImportScan": None}
     return row
 
 
@@ -255,7 +238,7 @@ def folder_row(path):
 async def tree(hub, request, plural, id, revision, folder):
     repo, query = hub.repo(request, TYPES[plural], id), request.query_params
     commit, prefix = repo.at(revision), f"{unquote(folder).rstrip('/')}/" if folder else ""
-    expand, recursive = (query.get(name, "").lower() == "true" for name in ("expand", "recursive"))
+    recursive = query.get("recursive", "").lower() == "true"
     rows = {}
     for path, file in sorted(commit.files.items()):
         if path.startswith(prefix):
@@ -264,26 +247,8 @@ async def tree(hub, request, plural, id, revision, folder):
                 inner = prefix + "/".join(parts[:depth])
                 rows.setdefault(inner, folder_row(inner))
             if recursive or len(parts) == 1:
-                rows[path] = row_of(hub, path, file, commit, expand)
+                rows[path] = row_of(path, file)
     headers = {"X-Repo-Commit": commit.sha}
     if prefix and not rows:
         raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound", headers)
-    start = int(query.get("cursor", 0))
-    if (end := start + hub.knobs.page) < len(rows):
-        others = "".join(f"{quote(key)}={quote(value)}&" for key, value in query.items() if key != "cursor")
-        path = request.scope["raw_path"].decode()
-        headers["Link"] = f'<{hub.url}{path}?{others}cursor={end}>; rel="next"'
-    return JSONResponse(list(rows.values())[start:end], headers=headers)
-
-
-@endpoint(f"{API}/paths-info/(?P<revision>[^/]+)", "POST")
-async def paths_info(hub, request, plural, id, revision):
-    form = await request.form()
-    commit = hub.repo(request, TYPES[plural], id).at(revision)
-    rows, expand = [], form.get("expand", "").lower() == "true"
-    for path in form.getlist("paths"):
-        if path in commit.files:
-            rows.append(row_of(hub, path, commit.files[path], commit, expand))
-        elif any(other.startswith(f"{path}/") for other in commit.files):
-            rows.append(folder_row(path))
-    return rows
+    return JSONResponse(list(rows.values()), headers=headers)
