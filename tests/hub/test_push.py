@@ -141,59 +141,47 @@ def test_code_of_another_model_comes_from_its_folder(folder):
     assert files["config.json"] == folder / "config.json"
 
 
+def built(prepare):
+    """A mistake: what is done to the folder of a model before it is bundled."""
+
+    def mistake(folder, adapter):
+        prepare(folder)
+        build_bundle(folder)
+
+    return mistake
+
+
 def adding(name, content=b""):
-    def mistake(folder, adapter):
-        (folder / name).write_bytes(content)
-        build_bundle(folder)
-
-    return mistake
-
-
-def with_link(name, target):
-    def mistake(folder, adapter):
-        (folder / name).unlink(missing_ok=True)
-        os.symlink(target, folder / name)
-        build_bundle(folder)
-
-    return mistake
-
-
-def with_config(**values):
-    def mistake(folder, adapter):
-        change(folder / "config.json", **values)
-        build_bundle(folder)
-
-    return mistake
-
-
-def with_weights(content):
-    return adding("model.safetensors", content)
+    return built(lambda folder: (folder / name).write_bytes(content))
 
 
 def without(name):
-    def mistake(folder, adapter):
-        (folder / name).unlink()
-        build_bundle(folder)
+    return built(lambda folder: (folder / name).unlink())
 
-    return mistake
+
+def with_config(**values):
+    return built(lambda folder: change(folder / "config.json", **values))
 
 
 def with_index(weight_map):
-    def mistake(folder, adapter):
-        write(folder / "model.safetensors.index.json", {"weight_map": weight_map})
-        build_bundle(folder)
+    return built(lambda folder: write(folder / "model.safetensors.index.json", {"weight_map": weight_map}))
 
-    return mistake
+
+def with_link(name, target):
+    def link(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.symlink(target, folder / name)
+
+    return built(link)
 
 
 def with_tensors(changed):
-    def mistake(folder, adapter):
+    def save(folder):
         path = folder / "model.safetensors"
         tensors = {name: tensor for name, tensor in (load_file(path) | changed).items() if tensor is not None}
         save_file(tensors, path, metadata={"format": "pt"})
-        build_bundle(folder)
 
-    return mistake
+    return built(save)
 
 
 def with_other_code_of_a_backbone(folder, adapter):
@@ -212,11 +200,6 @@ def of_adapter(**values):
     return mistake
 
 
-def with_tokenizer_code(folder, adapter):
-    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", None]})
-    build_bundle(folder)
-
-
 def header(**tensors):
     text = json.dumps({name: {"dtype": "F32"} | values for name, values in tensors.items()}).encode()
     return len(text).to_bytes(8, "little") + text + bytes(4)
@@ -226,6 +209,7 @@ OVERLAPPING = (
     header(a={"shape": [2**40], "data_offsets": [0, 4]}),
     header(a={"shape": [1], "data_offsets": [0, 4]}, b={"shape": [1], "data_offsets": [0, 4]}),
 )
+TOKENIZER = b'{"auto_map": {"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", null]}}'
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
     refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training"),
@@ -239,13 +223,8 @@ MISTAKES = [
         ]
     ),
     *(
-        refused(f"weights that begin with {content[:9]}", with_weights(content), "not a sound")
-        for content in (
-            b"{}",
-            (2**62).to_bytes(8, "little"),
-            (200_000_000).to_bytes(8, "little") + b"{}",
-            *OVERLAPPING,
-        )
+        refused(f"weights that begin with {content[:9]}", adding("model.safetensors", content), "not a sound")
+        for content in (b"{}", (2**62).to_bytes(8, "little"), (2 * 10**8).to_bytes(8, "little") + b"{}", *OVERLAPPING)
     ),
     refused("a tensor is absent", with_tensors({NORM: None}), f"has {NORM}, which the model needs"),
     refused("a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* \(32,\)"),
@@ -279,7 +258,9 @@ MISTAKES = [
     ),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
     refused("other code of a backbone", with_other_code_of_a_backbone, "is not what save_pretrained writes there"),
-    refused("tokenizer's code elsewhere", with_tokenizer_code, "auto_map of tokenizer_config.json"),
+    refused(
+        "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map of tokenizer_config.json"
+    ),
     refused("no configuration", without("config.json"), "lacks config.json or adapter_config.json"),
     *(
         refused(f"configuration that begins with {content[:9]}", adding("config.json", content), "is not JSON")
