@@ -71,7 +71,7 @@ def mixture(tmp_path, llama):
     return FinetuneSettings(text_column="body", **paths, **sizes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"streaming": True}, {"repeated_rows": 0.5}, {"packing": False}], ids=str)
+@pytest.mark.parametrize("changes", [{"streaming": True}, {"repeated_rows": 0.5}, {"packing": False}], ids=str)
 def test_a_mixture_goes_on_to_the_same_bytes(changes, mixture, tmp_path, capsys):
     run = replace(mixture, **changes)
     whole = replace(run, output=str(tmp_path / "whole"))
@@ -79,7 +79,7 @@ def test_a_mixture_goes_on_to_the_same_bytes(changes, mixture, tmp_path, capsys)
     assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
     assert train(run) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    if changes:
+    if "repeated_rows" not in changes:
         return
     large, small = (
         TokenDataset(tmp_path / "run" / "data" / name, 32, 2, VOCABULARY) for name in ("tokens.npy", "tokens_2.npy")
