@@ -211,6 +211,7 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
     [
         (tf.GPT2Config(), "neither rope_parameters nor rope_theta"),
         (tf.FalconConfig(alibi=True), "alibi is True"),
+        (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
         (tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]), "none of its layers"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, tf.PreTrainedConfig) else value.split()[0],
