@@ -19,25 +19,13 @@ from .. import __version__
 from . import shared
 
 
-NAMES = (
-    *(
-        "curve",
-        "loss",
-        "needle",
-        "lines",
-        "several",
-        "compare",
-        "rope",
-        "report",
-        "export",
-        "lm-eval",
-        "lm-eval-tasks",
-    ),
-    *("generate", "read", "ask", "serve", "gates", "gpu-check"),
-    *("train", "finetune", "plot", "merge", "convert"),
-    *("card", "push", "push-metric", "push-space", "push-kernel", "register-metrics"),
-)
-COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES}
+NAMES = """
+    curve loss needle lines several compare rope report export lm-eval lm-eval-tasks
+    generate read ask serve gates gpu-check
+    train finetune plot merge convert
+    card push push-metric push-space push-kernel register-metrics
+"""
+COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:

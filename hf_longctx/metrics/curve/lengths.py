@@ -79,7 +79,7 @@ def memory_lengths(
     >>> memory_lengths([8, 64, 128], [4, 31, 50], [1, 9, 50], [4, 32, 64], [0.01, 0.01, 1])["coarse_max"]
     MemoryLength(64, open_ended=False, next_tested=128)
     """
-    fine, coarse = ([passes(*counts, method) for counts in zip(copy, lm, scored)] for method in METHODS)
+    fine, coarse = ([passes(*counts, method) for counts in zip(copy, lm, scored, strict=True)] for method in METHODS)
     significant = [passing and p < 0.05 for passing, p in zip(coarse, p_values)]
 
     def largest(passing):
