@@ -58,6 +58,7 @@ MEASURED = [
         "sequences of unequal length", lambda: PositionLoss.of_sequences([[1.0, 2.0], [1.0]], {}), r"lengths \[1, 2\]"
     ),
     refused("no answers", lambda: Answers([]), "answers are missing"),
+    refused("rates for answers", lambda: Answers([1.0, 0.0]), "list of Answer, got 1.0"),
     refused(
         "answer of no tokens", lambda: Answer(-1.0, 0, True, None, True), "tokens of an answer must be at least 1"
     ),
