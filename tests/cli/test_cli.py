@@ -39,7 +39,8 @@ def test_the_demo_model_says_english(capsys, monkeypatch):
     demo = str(DEMO)
     assert cli.main(["generate", demo, "The import statement", "--max-new-tokens", "20"]) == 0
     text = capsys.readouterr().out
-    assert len(set(text.split())) > 6 and "<s>" not in text and "ghtght" not in text
+    assert text.startswith("The import statement") and len(set(text.split())) > 6
+    assert "<s>" not in text and "ghtght" not in text
     monkeypatch.setattr("sys.stdin", io.StringIO("The import statement\n"))
     assert cli.main(["generate", demo, "-", "--max-new-tokens", "20"]) == 0
     assert capsys.readouterr().out == text
@@ -128,6 +129,8 @@ def test_chat_renders_the_prompt_as_a_turn(folder, tmp_path, capsys):
     reply = generate_json(capsys, chat, "Hello", "--chat", "--max-new-tokens", 4)
     assert reply["prompt"] == "Hello"
     assert reply["tokens"] == generate_json(capsys, chat, "Q: Hello A:", "--max-new-tokens", 4)["tokens"]
+    assert cli.main(["generate", str(chat), "Hello", "--chat", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip() == reply["text"].strip()
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -218,7 +218,10 @@ MISTAKES = [
     *(
         refused(f"{name} is a link to {target}", with_link(name, target), f"{name} is a link to")
         for name, target in [
-            *((name, "/etc/hostname") for name in ("README.md", "model.safetensors", "modeling_fox.py")),
+            *(
+                (name, "/etc/hostname")
+                for name in ("README.md", "model.safetensors", "modeling_fox.py", "tokenizer.json")
+            ),
             *((".eval_results", "/etc"), ("up", "..")),
         ]
     ),

@@ -146,6 +146,7 @@ def test_activations_quantized_for_all_tokens_are_named():
 
 CURVE = [
     refused("lengths: a number", lambda: curve(lengths=5), "lengths must be a list of integers .*got 5"),
+    refused("lengths: True", lambda: curve(lengths=[True]), r"list of integers .*\[True\]"),
     refused("lengths: fractions", lambda: curve(lengths=[8.5]), r"list of integers .*\[8.5\]"),
     refused("lengths: none", lambda: curve(lengths=[]), "one or more token counts"),
     refused("lengths: zero", lambda: curve(lengths=[0, 8]), "token counts >= 1"),

@@ -44,6 +44,7 @@ MEASURED = [
     refused("length 0", counts([0], [0], length=0), "length must be at least 1, got 0"),
     refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must hold integers from 0 to 4"),
     refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
+    refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts and 1 LM counts"),
     refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
     refused("no repeats of a point", lambda: POINTS[0].first(0), "repeats must be at least 1"),
     refused(
@@ -77,6 +78,7 @@ MEASURED = [
 ARGUMENTS = [
     refused("misspelt reading", lambda: CURVE.interval("Fine"), "one of .*'fine', 'coarse'.*'Fine'"),
     refused("confidence in per cent", lambda: CURVE.interval("fine", 95), "between 0 and 1, got 95"),
+    refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
     refused("even window", lambda: moving_average([1.0], 2), "window is 2; it must be odd"),
     refused("corpus too short", lambda: window_starts(9, 10, None), "9 tokens, fewer than context_length=10"),
     refused("misspelt score", lambda: NeedleGrid([CELL]).grid("accuracy"), "score must be one of"),

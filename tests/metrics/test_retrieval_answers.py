@@ -37,7 +37,11 @@ def test_text_in_a_reply(reply, expected, held):
 )
 def test_number_in_a_reply(reply, number):
     """Thousands may be set off."""
-    assert holds_number(reply, number) and not holds_number(reply, number + 1) and not holds_number("no idea", number)
+    assert holds_number(reply, number) and not holds_number(reply, number + 1)
+
+
+def test_a_number_that_is_not_the_first_or_part_of_another_is_none():
+    assert not any(holds_number(reply, 42) for reply in ("not 7 but 42", "421", "no idea"))
 
 
 def test_rates():

@@ -1,8 +1,10 @@
-"""Line retrieval: the records."""
+"""Line retrieval: the records and the JSON."""
 
+import json
 import re
 
 import pytest
+from examples import lines
 
 from hf_longctx.metrics.retrieval.answers import holds_number
 from hf_longctx.metrics.retrieval.lines import NAMES, draw_record
@@ -30,3 +32,8 @@ def test_records_differ():
 
 def test_names_are_unique():
     assert len(set(NAMES)) == len(NAMES) > 10_000
+
+
+def test_json():
+    point = json.loads(lines([True, False], tokens=205).to_json())["points"][0]
+    assert (point["exact_rate"], point["mean_tokens"]) == (0.5, 205)

@@ -56,6 +56,7 @@ def numbers(config):
 
 CONFIGS = [
     refused("base below 1", scaled(rope_theta=0.5), "base is 0.5; RoPE needs a finite base above 1"),
+    refused("base NaN", scaled(rope_theta=float("nan")), "base is nan"),
     refused("base in words", scaled(rope_theta="10000"), "base is '10000'"),
     refused("no base", scaled(rope_theta=None), "names no base: rope_theta is missing"),
     refused(

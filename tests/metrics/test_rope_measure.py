@@ -341,9 +341,9 @@ def test_multimodal_positions_are_named():
         ({"rope_type": "linear", "factor": 4.0}, {}, 16384, "4 times max_position_embeddings, by linear scaling"),
         ({"rope_type": "dynamic", "factor": 2.0}, {}, 8192, "2 times max_position_embeddings, by dynamic scaling"),
         ({"rope_type": "linear", "factor": 8.0}, {"max_sequence_length": 30000}, 30000, "max_sequence_length"),
-        (
-            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
-            *({}, 32768, "factor of yarn"),
+        *(
+            ({"rope_type": t, "factor": 8.0, "original_max_position_embeddings": 4096}, {}, 32768, f"factor of {t}")
+            for t in ("yarn", "linear")
         ),
         (
             {"rope_type": "linear", "factor": 8.0, "original_max_position_embeddings": 512},

@@ -285,7 +285,9 @@ def test_a_reply_without_choices_is_named(model, reply, monkeypatch):
 # -- trouble on the way
 
 
-@pytest.mark.parametrize("trouble", [503, hang_up, hang, half_a_reply], ids=lambda t: getattr(t, "__name__", str(t)))
+@pytest.mark.parametrize(
+    "trouble", [503, 429, hang_up, hang, half_a_reply], ids=lambda t: getattr(t, "__name__", str(t))
+)
 def test_passing_trouble(model, trouble):
     """Each retry is announced."""
     with serving(model) as server:

@@ -87,8 +87,8 @@ def test_what_saves_memory_is_told_and_saves_it(config, capsys):
     run = settings(config, sequence_length=128, batch_tokens=256, per_device_batch_size=2)
     before = estimate(run)
     saved = dict(savings(run, before))
-    assert saved["--per-device-batch-size 1"] > before.activations / 3
-    assert saved["--activation-checkpointing"] > 0
+    assert saved["--per-device-batch-size 1"] == pytest.approx((before.activations + before.logits) / 2, rel=0.05)
+    assert 0 < saved["--activation-checkpointing"] < before.activations
     assert estimate(replace(run, load_in_4bit=True)).weights < before.weights
     main(["finetune", str(config), "--tokenizer", str(DEMO), "--data", "-", "--output", "-", "--sequence-length", "32",
           "--batch-tokens", "32", "--activation-checkpointing", "--load-in-4bit", "--estimate"])  # fmt: skip

@@ -141,6 +141,19 @@ def test_evaluation_begins_without_states_and_leaves_those_of_the_training(tmp_p
     assert trainer.states == before
 
 
+def test_dropout_goes_on_as_states_do(tmp_path):
+    weights = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        model = tiny_hmt()
+        for layer in model.backbone.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        steps = dict(max_steps=3, save_strategy="steps", save_steps=2)
+        trainer = make_trainer(model, tmp_path, DocumentStreams(TOKENS, T, EOS, 2), **steps)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        weights.append(model.state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "batch, message",
     [

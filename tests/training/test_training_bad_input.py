@@ -242,7 +242,7 @@ FINETUNING = [
     refused("no sequence length", finetune(sequence_length=None), "--sequence-length is missing"),
     refused("misspelt target", finetune(lora_targets="q_pro"), "q_pro, which is not a module.*did you mean q_proj?"),
     refused("forget gate of a Llama", finetune(train_in_full="f_proj"), "names f_proj, which is not a module"),
-    refused("LoRA on the tied head", finetune(lora_targets="lm_head"), "one tensor, and merging an adapter"),
+    refused("LoRA on the tied head", finetune(lora_targets="lm_head"), "adapter of embed_tokens or lm_head"),
     refused(
         "rows beyond the context",
         finetune(sequence_length=128, batch_tokens=128),

@@ -261,10 +261,12 @@ def length_interval(
         places: as for `p_values`.
 
     Raises:
-        ValueError: the confidence is not between 0 and 1.
+        ValueError: the confidence is not between 0 and 1, or there is no such protocol.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
+    if protocol not in ("reference", "adaptive"):
+        raise ValueError(f"protocol must be 'reference' or 'adaptive', got {protocol!r}.")
     count = len(lengths)
     if not count:
         return LengthInterval(0, None)
