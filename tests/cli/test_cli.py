@@ -111,7 +111,7 @@ def test_generation_ends_early(folder, tmp_path, capsys, source):
     else:
         other = tmp_path / "other"
         shutil.copytree(folder, other)
-        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [third, 2]}))
+        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, third]}))
         part = generate_json(capsys, other, "The import", "--max-new-tokens", 8)
     assert part["finish_reason"] == "stop" and part["tokens"] == whole["tokens"][: len(part["tokens"])]
     assert third in part["tokens"] and len(part["tokens"]) <= 3

@@ -165,6 +165,7 @@ CURVE = [
     refused("EOS: negative", lambda: curve(eos_token_id=-1), "eos_token_id is -1"),
     refused("tokens: none", lambda: curve([]), "tokens is empty"),
     refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
+    refused("tokens: fractions", lambda: curve([5.5] * 200), "flat sequence of token ids, got float64"),
     refused("tokens: None", lambda: curve(None), "tokens is None"),
     refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
     refused("tokens: negative", lambda: curve([5] * 99 + [-1]), r"tokens\[99\] is -1"),
