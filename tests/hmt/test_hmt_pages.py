@@ -112,13 +112,13 @@ def test_what_was_forgotten_is_not_saved(make_wrapper, tokens, tmp_path):
     torch.testing.assert_close(later, expected, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS["ragged"], CHUNKS["at j"]], ids=["ragged", "at j"])
+@pytest.mark.parametrize("chunks", ["ragged", "at j"])
 def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
     model, mask = make_wrapper(**PAGED), torch.ones_like(tokens)
     mask[1, :13] = 0
     with torch.no_grad():
         whole = model(tokens, attention_mask=mask, use_cache=True)
-        logits, state = stream(model, tokens, chunks, mask)
+        logits, state = stream(model, tokens, CHUNKS[chunks], mask)
     torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
     assert [len(row) for row in state.pages] == [len(row) for row in whole.state.pages] == [3, 1]
 

@@ -373,20 +373,11 @@ SECRETS = [
     json.dumps({"api_key": "0123456789abcdef"}),
 ]
 PATHS = [
-    *[
-        "/home/alice/x",
-        "/data/x",
-        "/tmp/x",
-        "/gpfs/x",
-        "/lustre/x",
-        "/nfs/x",
-        "/content/drive/x",
-        "/kaggle/x",
-        "/var/x",
-        "~/x",
-        "C:/x/y",
-    ],
-    *(r"C:\x", r"\\server\x", json.dumps(r"\\server\x"), "file:///x"),
+    *(
+        f"/{root}/x"
+        for root in ("home/alice", "data", "tmp", "gpfs", "lustre", "nfs", "content/drive", "kaggle", "var")
+    ),
+    *("~/x", "C:/x/y", r"C:\x", r"\\server\x", json.dumps(r"\\server\x"), "file:///x"),
 ]
 HARMLESS = (
     "HF_TOKEN=$HF_TOKEN ~/.cache https://alice@example.org/data/x s3://data/x and/or/home/x a\\b tokens: 1234567890123456 "

@@ -108,8 +108,11 @@ def change(hub, files, key, value):
         if not blob.exists():
             raise Refusal(422, f"LFS pointer pointed to a file that does not exist: {path}")
         files[path] = File.pointer(value["oid"], blob.stat().st_size)
-    elif key == "deletedFile" and files.pop(path, None) is None:
-        raise Refusal(404, f"{path} does not exist", "EntryNotFound")
+    elif key == "deletedFile":
+        if files.pop(path, None) is None:
+            raise Refusal(404, f"{path} does not exist", "EntryNotFound")
+    else:
+        raise Refusal(400, f"{key} is no change that this Hub knows")
 
 
 # -- downloads
