@@ -15,6 +15,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from .backend_fox import attend
 from .call_fox import Call
+from .compat_fox import accept_both_names
 from .configuration_fox import FoxConfig
 from .state_fox import CachedLayer
 
@@ -71,11 +72,12 @@ class GatedBloomAttention(AlibiAttention, BloomAttention):
 
 
 class GatedMptAttention(AlibiAttention, MptAttention):
+    @accept_both_names
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_bias: torch.Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -86,7 +88,7 @@ class GatedMptAttention(AlibiAttention, MptAttention):
         slope = position_bias[:, 0, 1:2] - position_bias[:, 0, :1]  # (H, 1)
         log_f = -slope.float().expand(*q.shape[:3])
         visible = None if attention_mask is None else ~attention_mask
-        o, weights = self.attend(q, k, v, log_f, visible, past_key_values)
+        o, weights = self.attend(q, k, v, log_f, visible, cache)
         return self.out_proj(o), weights
 
 
@@ -95,7 +97,7 @@ def gate_alibi(model: torch.nn.Module) -> torch.nn.Module:
 
         model = gate_alibi(AutoModelForCausalLM.from_pretrained("bigscience/bloom-560m"))
         cache = PrunedCache(model, logit_bound="observed")
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)
         cache.dropped
 
     Weights and their names stay as they are, so the model is saved as before. A cache that was filled before does not

@@ -113,7 +113,7 @@ def test_decoding_is_the_same(without_own_kernels):
     def run(model):
         past, seen = CACHES["static"](model.config), holes(2, 20, (0, 0), (0, 6))
         chunks = [(ids[:, :18], seen[:, :18]), (ids[:, 18:19], seen[:, :19]), (ids[:, 19:], seen)]
-        return torch.cat([logits(model, x, attention_mask=mask, past_key_values=past) for x, mask in chunks], dim=1)
+        return torch.cat([logits(model, x, attention_mask=mask, cache=past) for x, mask in chunks], dim=1)
 
     ids = draw(2, 20)
     want = run(make("llama"))
@@ -124,7 +124,7 @@ def test_decoding_is_the_same(without_own_kernels):
 def test_a_pruned_cache_is_the_same(without_own_kernels):
     def run(model):
         cache = PrunedCache(model, prune_every=8)
-        pieces = [logits(model, chunk, past_key_values=cache) for chunk in draw(1, 30).split([20, 1, 9], dim=1)]
+        pieces = [logits(model, chunk, cache=cache) for chunk in draw(1, 30).split([20, 1, 9], dim=1)]
         assert cache.dropped.min() > 0
         return torch.cat(pieces, dim=1)
 
