@@ -5,6 +5,7 @@ and returns both names with every version from 5.15 on.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -39,11 +40,15 @@ if not CACHE:
 def accept_both_names(function: Callable) -> Callable:
     """Return a function with an argument `cache` that accepts `past_key_values` too, with transformers' own warning.
 
-    There is no warning before 5.24, where `generate` itself uses the old name.
+    There is no warning before 5.24, where `generate` itself uses the old name, and the signature shows that name.
     """
     if CACHE == "cache":
         return deprecation.deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(function)
-    return rename_cache(function, "past_key_values", "cache")
+    renamed: Any = rename_cache(function, CACHE, "cache")
+    signature = inspect.signature(function)
+    parameters = [p.replace(name=CACHE) if p.name == "cache" else p for p in signature.parameters.values()]
+    renamed.__signature__ = signature.replace(parameters=parameters)  # by which transformers selects arguments
+    return renamed
 
 
 def adapt(function: Callable) -> Callable:

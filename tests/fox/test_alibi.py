@@ -8,6 +8,7 @@ from tiny_fox import make
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, MptConfig, MptForCausalLM, StaticCache
 
 from hf_longctx.fox import PrunedCache, gate_alibi
+from hf_longctx.fox.compat_fox import CACHE
 
 
 BLOOM = dict(vocab_size=61, hidden_size=48, n_layer=2, hidden_dropout=0.0, attention_dropout=0.0, pad_token_id=0)
@@ -66,7 +67,7 @@ def test_cached_calls_are_those_of_transformers(name):
     with torch.no_grad():
         want, cache = model(ids, attention_mask=mask).logits, DynamicCache()
         for begin, end in ((0, 20), (20, 21), (21, 40)):
-            got = gated(ids[:, begin:end], attention_mask=mask[:, :end], cache=cache).logits
+            got = gated(ids[:, begin:end], attention_mask=mask[:, :end], **{CACHE: cache}).logits
             seen = mask[:, begin:end].bool()
             check(got[seen], want[:, begin:end][seen])
     options = dict(attention_mask=mask, max_new_tokens=6, num_beams=3, do_sample=False, pad_token_id=0)
@@ -82,7 +83,8 @@ def test_a_pruned_cache_drops_what_alibi_has_faded(name, tolerance):
         want = model(ids, attention_mask=mask).logits
         cache = PrunedCache(gated, tolerance, "observed", prune_every=16)
         got = [
-            gated(ids[:, i : i + 20], attention_mask=mask[:, : i + 20], cache=cache).logits for i in range(0, 260, 20)
+            gated(ids[:, i : i + 20], attention_mask=mask[:, : i + 20], **{CACHE: cache}).logits
+            for i in range(0, 260, 20)
         ]
     if tolerance == 0:
         assert not cache.dropped.any()
@@ -91,7 +93,7 @@ def test_a_pruned_cache_drops_what_alibi_has_faded(name, tolerance):
         assert cache.dropped[:, 0].min() > 60 and cache.dropped.min(dim=1).values.max() < cache.dropped.max()
         assert cache.lost_weight <= tolerance
         torch.testing.assert_close(torch.cat(got, dim=1)[mask.bool()], want[mask.bool()], atol=0.02, rtol=0)
-    gated.generate(ids[:, :1], cache=PrunedCache(gated, 1e-3, "observed"), max_new_tokens=3, pad_token_id=0)
+    gated.generate(ids[:, :1], **{CACHE: PrunedCache(gated, 1e-3, "observed")}, max_new_tokens=3, pad_token_id=0)
 
 
 def test_mpt_reads_beyond_its_longest_text_and_is_saved_as_before(tmp_path):
@@ -112,4 +114,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match='logit_bound="observed"'):
         PrunedCache(bloom)
     with pytest.raises(NotImplementedError, match="DynamicCache or a PrunedCache"):
-        bloom(draw()[0], cache=StaticCache(bloom.config, max_cache_len=64))
+        bloom(draw()[0], **{CACHE: StaticCache(bloom.config, max_cache_len=64)})
