@@ -257,7 +257,7 @@ class Engine:
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
         cache = DynamicCache(config=self.config)
         parts = [self._logits(ids[:, :a], cache, a)]
-        if cache.get_seq_length() != a or not getattr(cache, "is_croppable", False):
+        if cache.get_seq_length() != a or not getattr(cache, "is_croppable", True):
             return False
         self.read_after(cache, ids[:, a:], 1)
         parts += [self._logits(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]
