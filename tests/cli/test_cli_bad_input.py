@@ -109,7 +109,6 @@ FILES = [
 MEASURING = [
     ("loss {fox} --sequences 0", "--sequences is 0; it must be at least 1"),
     ("needle {fox} --depths 1", "--depths is 1; it must be at least 2"),
-    ("several {fox} --hops 0", "--hops is 0; it must be at least 1"),
     ("curve {fox} --lengths 16,8", "strictly ascending"),
     ("curve {fox} --lengths 8,16 --points 5", "--lengths and --points exclude each other"),
     ("curve {fox} --data-type random --text {text}", "--data-type random and --text exclude"),

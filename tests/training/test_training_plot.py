@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.cli import main
 from hf_longctx.training.plot import QUANTILES, plot_runs
 
 
@@ -25,7 +24,7 @@ def test_runs_are_drawn_together(tmp_path):
     sizes = {}
     for count in (1, 2):
         output = tmp_path / f"{count}.png"
-        assert main(["plot", *runs[:count], "--output", str(output)]) == 0
+        plot_runs(runs[:count], output)
         sizes[count] = output.stat().st_size
     assert sizes[2] > sizes[1] > 10_000
 
