@@ -27,9 +27,10 @@ from hf_longctx import cli
 from hf_longctx.corpus import load_text
 from hf_longctx.fox.plot import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, position_loss, read_result
+from hf_longctx.training.data import TokenDataset, pack
 from hf_longctx.training.tokenizer import train_tokenizer
 
-from . import demo_corpus
+from . import copy_data, demo_corpus
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,12 +39,14 @@ HELD_OUT = CARDS / "held_out.txt.gz"
 VOCABULARY = 4096
 MODELS = {"fox-demo": "--pro", "llama-demo": "--architecture llama"}
 STAGES = (  # the text is learned first; copying without mistakes takes more and more repetitions
-    "train --preset 5M {architecture} --repeated-rows 0.4 --steps 1024",
-    "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.7 --steps 512 --learning-rate 1e-3",
-    "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.9 --steps 384 --learning-rate 1e-3 --seed 1",
+    "train --preset 5M {architecture} --data copies-0.4.npy --steps 1024",
+    "finetune {before}/model --full --weight-decay 0.1 --data copies-0.7.npy --steps 512 --learning-rate 1e-3",
+    "finetune {before}/model --full --weight-decay 0.1 --data copies-0.9.npy --steps 384 --learning-rate 1e-3 --seed 1",
 )
-SIZES = "--sequence-length 512 --batch-tokens 4096 --per-device-batch-size 4 --dtype bfloat16"
-TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 128 --tokenizer tokenizer"
+COPIES = {0.4: 0, 0.7: 0, 0.9: 1}  # share of rows with passages that come twice, and the seed of these
+ROW = 512  # tokens
+SIZES = f"--sequence-length {ROW} --batch-tokens 4096 --per-device-batch-size 4 --dtype bfloat16"
+TEXTS = "--eval-data corpus/held_out.txt --eval-steps 128 --tokenizer tokenizer"
 LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
 LOGGED = 8  # of so many steps, one is kept in the log of the card
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
@@ -75,10 +78,22 @@ def train_all(work):
     if not (work / "tokenizer").exists():
         documents = (file.read_text() for file in sorted((work / "corpus" / "train").iterdir()))
         train_tokenizer(documents, VOCABULARY).save_pretrained(work / "tokenizer")
+    write_copies(work)
     held_out = (work / "corpus" / "held_out.txt").read_bytes()
     HELD_OUT.write_bytes(gzip.compress(held_out, mtime=0))
     for name, architecture in MODELS.items():
         publish(train(name, architecture, work), CARDS / name)
+
+
+def write_copies(work):
+    """Write the token files of all stages: rows of the text, and rows in which passages come twice."""
+    tokenizer, tokens = AutoTokenizer.from_pretrained(work / "tokenizer"), work / "tokens.npy"
+    if not tokens.exists():
+        pack(str(work / "corpus" / "train"), tokenizer, tokens)
+    rows = TokenDataset(tokens, ROW, tokenizer.eos_token_id, len(tokenizer))
+    for share, seed in COPIES.items():
+        if not (file := work / f"copies-{share}.npy").exists():
+            copy_data.write(copy_data.CopyDataset(rows, share, tokenizer, seed), file)
 
 
 def train(name, architecture, work):

@@ -22,7 +22,7 @@ from . import shared
 NAMES = """
     curve loss needle lines compare rope report lm-eval lm-eval-tasks
     generate read ask serve gates gpu-check
-    train finetune merge convert
+    train finetune convert
     card push push-metric push-space push-kernel register-metrics
 """
 COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}

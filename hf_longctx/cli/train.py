@@ -29,9 +29,6 @@ def add_run_arguments(parser: ArgumentParser, settings: type[RunSettings]) -> No
     parser.add_argument("--print-config", action="store_true", help="print all settings and end")
     parser.add_argument("--dry-run", action="store_true", help="three steps, to see speed and memory; writes nothing")
     parser.add_argument(
-        "--estimate", action="store_true", help="print the memory of a step, from the model's configuration, and end"
-    )
-    parser.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
@@ -63,11 +60,7 @@ def run_training(args: Namespace, kind: type[RunSettings]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one for every saved checkpoint
-    if args.estimate:
-        from ..training.estimate import report
-
-        print(report(settings))
-    elif args.dry_run:
+    if args.dry_run:
         dry_run(settings)
     elif number := train(settings, args.resume):
         raise SystemExit(128 + number)

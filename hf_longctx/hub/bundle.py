@@ -165,8 +165,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
-            f"{folder} holds an adapter and its base, and a repository one of the two. Merge them, `hf-longctx merge RUN "
-            "--base MODEL`, and push what this writes."
+            f"{folder} holds an adapter and its base, and a repository one of the two. Merge them by "
+            "`hf_longctx.training.merge(RUN, MODEL)`, and push the folder that it writes."
         )
     if "config.json" in names:
         config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)

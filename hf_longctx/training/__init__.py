@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import load_adapter
     from .data import TokenDataset
+    from .merge import merge
     from .recipes import FinetuneSettings, TrainSettings
     from .run import dry_run, train
     from .streams import CarriesStates, DocumentStreams
@@ -27,6 +28,7 @@ _MODULES = {
     "TrainSettings": "recipes",
     "dry_run": "run",
     "load_adapter": "adapters",
+    "merge": "merge",
     "train": "run",
     "train_tokenizer": "tokenizer",
 }
@@ -47,6 +49,7 @@ __all__ = [
     "TrainSettings",
     "dry_run",
     "load_adapter",
+    "merge",
     "train",
     "train_tokenizer",
 ]

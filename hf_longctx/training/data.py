@@ -16,11 +16,10 @@ import torch
 from ..corpus import open_conversations, open_source
 from .conversations import FIRST, SCORED, encode_conversations
 from .progress import Passing, print_status
-from .synthetic_data import Construction
 
 
 FLAGS = ".flags.npy"  # in the place of .npy: the name of the flags of conversations beside their tokens
-DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel; an even number, as a construction takes pairs
+DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
 
 
 class TokenDataset(torch.utils.data.Dataset):
@@ -79,16 +78,14 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
     A resumed training replays the stream up to its step.
     """
 
-    def __init__(
-        self, source: str, tokenizer, length: int, eos_token_id: int | None, construction=None, column: str = "text"
-    ):
+    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, column: str = "text"):
         self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
-        self.construction, self.column = construction, column
+        self.column = column
 
     def __iter__(self):
         rest = np.zeros(0, np.int64)
         while True:
-            for ids in encode(self.source, self.tokenizer, self.construction, column=self.column):
+            for ids in encode(self.source, self.tokenizer, column=self.column):
                 rest = np.concatenate([rest, ids])
                 whole = len(rest) // self.length * self.length
                 for row in rest[:whole].reshape(-1, self.length):
@@ -121,15 +118,12 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None, flags: np.ndarray | N
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(unscored, -100)}
 
 
-def encode(
-    source: str, tokenizer, construction: Construction | None = None, part="train", column="text"
-) -> Iterator[np.ndarray]:
+def encode(source: str, tokenizer, part="train", column="text") -> Iterator[np.ndarray]:
     """Encode documents, several at a time: a BOS if the tokenizer has one of its own, the text, and an EOS.
 
     Args:
-        source: as for `hf_longctx.corpus.load_text`, or of the construction.
+        source: as for `hf_longctx.corpus.load_text`.
         tokenizer: of transformers, with an EOS.
-        construction: makes other documents of those of the source.
         part: of a source that has several, "train" or "held_out".
         column: of a table, with the text.
 
@@ -142,18 +136,13 @@ def encode(
         )
     # GPT-2's BOS is its EOS, and would be a document of one token
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
-    read = construction.read if construction is not None else lambda *arguments: open_source(*arguments)[1]
-    documents = read(source, part, column)
+    documents = open_source(source, part, column)[1]
     while texts := list(islice(documents, DOCUMENTS_AT_ONCE)):
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        if construction is not None:
-            encoded = construction.arrange(encoded, tokenizer)
         yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
 
 
-def pack(
-    source: str, tokenizer, path: Path, construction: Construction | None = None, part="train", column="text"
-) -> None:
+def pack(source: str, tokenizer, path: Path, part="train", column="text") -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
     Conversations have a file of flags beside it, `FLAGS`.
@@ -161,12 +150,12 @@ def pack(
     How far it is stands on stderr every few seconds, and at the end how much it was.
 
     Args:
-        source, tokenizer, construction, part, column: as for `encode`.
+        source, tokenizer, part, column: as for `encode`.
         path: `.npy` file to write.
     """
-    rows = None if construction is not None else open_conversations(source, part, column)
+    rows = open_conversations(source, part, column)
     if rows is None:
-        pieces: Iterator = encode(source, tokenizer, construction, part, column)
+        pieces: Iterator = encode(source, tokenizer, part, column)
     else:
         pieces = encode_conversations(rows, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def merge(run: str | Path, base: str | None = None, output: str | Path | None = 
         )
     target = run / "merged" if output is None else Path(output)
     if target.exists():
-        raise ValueError(f"{target} exists already; give --output a new folder.")
+        raise ValueError(f"{target} exists already; give a new folder.")
     settings = read_settings(FinetuneSettings, run / "config.yaml", {})
     whole = dict(model=base or settings.model, load_in_4bit=False, load_in_8bit=False, merge=True)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -143,7 +143,7 @@ def change_model(settings: ResolvedFinetuning, tokenizer) -> Any:
         what = settings.quantization or ("--full" if settings.full else "--merge (of most recipes the default)")
         raise ValueError(
             f"{settings.model} is quantized, and {what} needs a whole model. Take the model before quantization, or give "
-            "--no-merge, and merge the adapter into that model later: `hf-longctx merge RUN --base MODEL`."
+            "--no-merge, and merge the adapter into that model later: `hf_longctx.training.merge(RUN, MODEL)`."
         )
     if settings.recipe == "hmt":
         return with_memory(config, settings)
@@ -279,7 +279,7 @@ def read_config(name: str) -> Any:
     """
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} holds an adapter beside its base; name a whole model with it: `hf-longctx merge RUN --output FOLDER`."
+            f"{name} holds an adapter beside its base; name a whole model with it: `hf_longctx.training.merge(RUN)`."
         )
     try:
         config = AutoConfig.from_pretrained(name)
@@ -407,6 +407,5 @@ __all__ = [
     "extend_rope",
     "in_bfloat16",
     "load_changed_model",
-    "planned_config",
     "quantization",
 ]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from ..corpus import split_mixture
-from .copy_data import CopyDataset
 from .data import FLAGS, StreamedTokenDataset, TokenDataset, digest, pack, source_digest
 from .mixture import Mixture, StreamedMixture
 from .model_init import read_config
@@ -36,10 +35,9 @@ def prepare_datasets(run: ResolvedSettings, tokenizer, lock: RunLock) -> Dataset
     flags = [digest(rows.path.with_suffix(FLAGS)) for rows in packed if rows.flags is not None]
     if flags:
         lock.check(flags=" + ".join(flags))
-        if run.carry_state or run.repeated_rows or not run.packing:
+        if run.carry_state or not run.packing:
             raise ValueError(
-                f"{run.data} holds conversations, which are packed as they are; leave out --carry-state, --repeated-rows "
-                "and --no-packing."
+                f"{run.data} holds conversations, which are packed as they are; leave out --carry-state and --no-packing."
             )
     rows = sum(map(len, packed))
     if packed and rows * run.sequence_length < run.batch_tokens:  # Trainer would make a smaller step
@@ -74,7 +72,7 @@ def prepare_parts(
 
 
 def arrange(run: ResolvedSettings, rows: Any, tokenizer, held_out: bool = False) -> Any:
-    """Return the rows as chunks of documents, or with repeated passages, where the settings say so."""
+    """Return the rows as chunks of documents where the settings say so."""
     if not isinstance(rows, TokenDataset):
         return rows
     if run.carry_state or not run.packing:
@@ -85,7 +83,7 @@ def arrange(run: ResolvedSettings, rows: Any, tokenizer, held_out: bool = False)
                 f"{len(chunks)} chunks of documents in {count} streams; {1 - chunks.text_share():.0%} of them is padding"
             )
         return chunks
-    return CopyDataset(rows, run.repeated_rows, tokenizer, run.seed) if run.repeated_rows and not held_out else rows
+    return rows
 
 
 def mix(parts: list[Any], data: str) -> Any:
@@ -118,10 +116,7 @@ def prepare_rows(
     packed into a new file beside them, which `RunLock.write` gives their name.
     """
     border = None if reads_on(run) else tokenizer.eos_token_id
-    construction = run.synthetic_texts()
     if source.endswith(".npy"):
-        if construction is not None:
-            raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
         rows = TokenDataset(source, run.sequence_length, border, len(tokenizer))
         if border is not None and border not in rows.tokens[: 2**20]:
             print_status(f"{source} begins without any EOS, {border}, which would end a document: rows hold one each")
@@ -129,9 +124,8 @@ def prepare_rows(
     if source.endswith((".bin", ".npz")):
         raise ValueError(f"{source} is no text; give tokens as .npy, which np.save writes.")
     if streaming:
-        return StreamedTokenDataset(source, tokenizer, run.sequence_length, border, construction, run.text_column)
-    packing = (construction and vars(construction), run.text_column)
-    state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}\n{digest_of(packing)}"
+        return StreamedTokenDataset(source, tokenizer, run.sequence_length, border, run.text_column)
+    state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}\n{run.text_column}"
     new = path.with_name(f"new_{path.name}")
     packed = {file: file.with_suffix(".source") for file in (path, new)}
     for file, packed_from in packed.items():
@@ -147,7 +141,7 @@ def prepare_rows(
         return TokenDataset(path, run.sequence_length, border, len(tokenizer))
     target = new if path.exists() else path
     packed[target].unlink(missing_ok=True)
-    pack(source, tokenizer, target, construction, "held_out" if held_out else "train", run.text_column)
+    pack(source, tokenizer, target, "held_out" if held_out else "train", run.text_column)
     packed[target].write_text(state)
     return TokenDataset(target, run.sequence_length, border, len(tokenizer))
 

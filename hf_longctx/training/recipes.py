@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..corpus import split_mixture
-from .settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, SHARE, check_values, option, setting
-from .synthetic_data import KINDS, Construction
+from .settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SEED, check_values, option, setting
 
 
 SCHEDULES = ("cosine", "constant", "warmup_stable_decay", "step")  # step: 0.7 times every 100 steps (HMT, section 4)
 DTYPES = ("auto", "float32", "bfloat16")
-OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "muon")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 RECALL_MODES = ("single_pass", "three_pass", "paper")
 
 
@@ -34,10 +33,6 @@ class RunSettings:
     output: str | None = setting(None, "folder of the run", may_change=True)
     eval_data: str | None = setting(None, "like data; its loss is measured every eval-steps", may_change=True)
     text_column: str = setting("text", "column of a table that has the text")
-    construction: str | None = setting(None, "makes long texts of the data, to train a memory on", tuple(KINDS))
-    construction_size: int | None = setting(
-        None, "tokens of a turn (default: 256), or abstracts of a text (2)", bounds=POSITIVE
-    )
     sequence_length: int | None = setting(None, "tokens of a row", bounds=POSITIVE)
     batch_tokens: int | None = setting(None, "tokens of an optimizer step, over all processes", bounds=POSITIVE)
     per_device_batch_size: int | None = setting(
@@ -65,14 +60,11 @@ class RunSettings:
     offload_activations: bool = setting(
         False, "checkpointed activations wait in the memory of the host", may_change=True
     )
-    optimizer: str = setting(
-        "adamw", "its moments in 8 bits, and pages of the host: by bitsandbytes; muon: for hidden matrices", OPTIMIZERS
-    )
+    optimizer: str = setting("adamw", "its moments in 8 bits, and pages of the host: by bitsandbytes", OPTIMIZERS)
     compile: bool = setting(False, "the model by torch.compile")
     sequence_parallel: int = setting(1, "processes that share each row, of a FoX", bounds=POSITIVE, may_change=True)
     streaming: bool = setting(False, "pack the text while reading it, in its order, instead of once into a file")
     packing: bool = setting(True, "rows hold several documents; else chunks of one, padded")
-    repeated_rows: float = setting(0.0, "share of rows in which passages come twice, to teach memory", bounds=SHARE)
     max_hours: float | None = setting(
         None, "after which the run stops, to go on by the same command", (), POSITIVE, may_change=True
     )
@@ -82,9 +74,6 @@ class RunSettings:
     seed: int = setting(0, "of new weights, dropout and the order of rows", bounds=SEED)
     save_steps: int = setting(100, "steps between checkpoints", bounds=POSITIVE, may_change=True)
     keep_checkpoints: int = setting(2, "older ones are removed", bounds=POSITIVE, may_change=True)
-    measure_steps: int | None = setting(
-        None, "steps between forgetting curves and samples, in measurements.jsonl", bounds=POSITIVE, may_change=True
-    )
     keep_best: bool = setting(
         False, "keep the checkpoint with the lowest eval_loss, and write its model", may_change=True
     )
@@ -128,8 +117,6 @@ class ResolvedSettings(RunSettings):
             self.set_defaults(warmup_steps=0)
         self.complete_recipe()
         self.set_defaults(warmup_steps=0, activation_checkpointing=self.sequence_length > 4096)
-        if self.construction is not None:
-            self.set_defaults(construction_size=KINDS[self.construction])
         self.check()
         return self
 
@@ -148,8 +135,6 @@ class ResolvedSettings(RunSettings):
         for name in ("data", "tokenizer", "output"):
             if not getattr(self, name):
                 raise ValueError(f"{option(name)} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
-        if self.construction_size is not None and self.construction is None:
-            raise ValueError("--construction-size belongs to --construction, which is missing.")
         checkpointing = {"checkpointed_layers": 1, "offload_activations": False}
         for name, default in checkpointing.items():
             if not self.activation_checkpointing and getattr(self, name) != default:
@@ -171,14 +156,8 @@ class ResolvedSettings(RunSettings):
             raise ValueError(
                 "--sequence-length is 1; a row needs at least 2 tokens, because the first predicts the second."
             )
-        if self.repeated_rows and self.streaming:
-            raise ValueError("--repeated-rows takes passages from the whole text; leave out --streaming.")
-        if not self.packing and (
-            self.streaming or self.repeated_rows or self.sequence_parallel > 1 or self.carry_state
-        ):
-            raise ValueError(
-                "--no-packing goes with none of --streaming, --repeated-rows, --sequence-parallel and --carry-state."
-            )
+        if not self.packing and (self.streaming or self.sequence_parallel > 1 or self.carry_state):
+            raise ValueError("--no-packing goes with none of --streaming, --sequence-parallel and --carry-state.")
         if self.sequence_length % self.sequence_parallel:
             raise ValueError(
                 f"--sequence-parallel {self.sequence_parallel} does not divide the {self.sequence_length} tokens of a "
@@ -190,12 +169,6 @@ class ResolvedSettings(RunSettings):
             raise ValueError(
                 f"--warmup-steps is {self.warmup_steps}; it must lie between 0 and the {self.steps} steps."
             )
-
-    def synthetic_texts(self) -> Construction | None:
-        """Return how texts are made of the documents; None: the documents are the texts."""
-        if self.construction is None or self.construction_size is None:
-            return None
-        return Construction(self.construction, self.construction_size)
 
     def accumulation(self, processes: int) -> int:
         """Return the forward passes of each process in an optimizer step.
@@ -443,8 +416,6 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
         for name, recipe in of_recipe.items():
             if getattr(self, name) != self.__dataclass_fields__[name].default and recipe != self.recipe:
                 raise ValueError(f"{option(name)} belongs to --recipe {recipe}; this run has --recipe {self.recipe}.")
-        if self.carry_state and self.repeated_rows:
-            raise ValueError("--carry-state reads texts in their order; leave out --repeated-rows.")
         if self.carry_state and self.streaming:
             raise ValueError(
                 "--carry-state reads many places of a text at once; leave out --streaming, which reads one."
@@ -452,7 +423,7 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
         if self.adapter is not None and (self.full or self.recipe != "lora"):
             raise ValueError(
                 f"{self.adapter} holds an adapter, which only --recipe lora trains on; for "
-                f"{'--full' if self.full else f'--recipe {self.recipe}'}, merge it first: `hf-longctx merge RUN`."
+                f"{'--full' if self.full else f'--recipe {self.recipe}'}, merge it first: `hf_longctx.training.merge(RUN)`."
             )
         if self.full or self.adapter is not None:
             of_adapter = ("lora_rank", "lora_alpha", "lora_targets", "train_in_full")
@@ -469,7 +440,7 @@ class ResolvedFinetuning(ResolvedSettings, FinetuneSettings):
         if self.quantization and (self.full or self.merge):
             raise ValueError(
                 f"{self.quantization} is of a base that stays as it is beside an adapter; leave out "
-                f"{'--full' if self.full else '--merge: `hf-longctx merge RUN --base MODEL` merges into the whole one'}."
+                f"{'--full' if self.full else '--merge: `hf_longctx.training.merge(RUN, MODEL)` merges into the whole one'}."
             )
         if self.base_dtype == "bfloat16" and (self.full or self.dtype == "float32"):
             raise ValueError(

@@ -45,7 +45,6 @@ from .prepare import Datasets, digest_of, prepare_datasets
 from .progress import Progress, describe, is_first_process, print_status
 from .recipes import ResolvedFinetuning, ResolvedSettings, ResolvedTraining, RunSettings
 from .run_folder import (
-    MEASUREMENTS,
     METRICS,
     RunLock,
     check_checkpoint,
@@ -151,11 +150,10 @@ def dry_run(settings: RunSettings) -> None:
     run = settings.resolve()
     with tempfile.TemporaryDirectory() as folder:
         first = split_mixture(run.data)[0][0]
-        streaming = not (run.repeated_rows or run.carry_state or first.endswith(".npy"))
+        streaming = not (run.carry_state or first.endswith(".npy"))
         changes: dict[str, Any] = dict(
             data=first,
             keep_best=False,
-            measure_steps=None,
             eval_data=None,
             eval_steps=RunSettings.eval_steps,
             streaming=streaming,
@@ -290,22 +288,9 @@ def make_trainer(
         gate_learning_rate=run.gate_learning_rate,
         decays_in_steps=run.schedule == "step",
         keeps_best=run.keep_best,
-        uses_muon=run.optimizer == "muon",
         callbacks=[progress],
     )
     trainer.remove_callback(PrinterCallback)
-    if run.measure_steps is not None:
-        from .evaluation import first_rows
-        from .measurements import ROWS, Measurements
-
-        if run.sequence_parallel > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise NotImplementedError(
-                "--measure-steps needs a whole model and whole rows in each process; leave it out with FSDP, DeepSpeed and "
-                "--sequence-parallel, and measure checkpoints by `hf-longctx curve`."
-            )
-        rows = first_rows(datasets.train if datasets.evaluation is None else datasets.evaluation, ROWS)
-        file, ids = Path(run.output) / MEASUREMENTS, [row["input_ids"] for row in rows]
-        trainer.add_callback(Measurements(file, run.measure_steps, ids, tokenizer, progress))
     return trainer
 
 

@@ -5,7 +5,6 @@ lock.json        what must stay when the run is resumed: settings, hashes of tok
 data/            the packed tokens, which are the run's: the text may be moved
 checkpoints/     complete ones only
 metrics.jsonl    a line a step, see `ResumableTrainer`
-measurements.jsonl  curves and samples, see `Measurements`
 model/           model and tokenizer, once all steps are done
 old-N/           checkpoints of a run that --resume never has replaced, or the model of one that was made longer
 """
@@ -29,7 +28,7 @@ from .recipes import ResolvedSettings
 from .settings import option
 
 
-LOCK, METRICS, MEASUREMENTS = "lock.json", "metrics.jsonl", "measurements.jsonl"
+LOCK, METRICS = "lock.json", "metrics.jsonl"
 IN_USE = ".in_use"  # locked by the process that trains in a folder
 UNFINISHED = ".saving"
 # Parts of a complete checkpoint: files, or folders where FSDP or DeepSpeed divides the model.
@@ -132,14 +131,12 @@ class RunLock:
         """
         folder = self.folder
         if not self.before:
-            logs = [folder / name for name in (METRICS, MEASUREMENTS)]
-            of_a_run = [folder / name for name in ("checkpoints", "evaluation", LOCK, "config.yaml")]
+            of_a_run = [folder / name for name in ("checkpoints", "evaluation", LOCK, "config.yaml", METRICS)]
             if last_checkpoint(folder / "checkpoints"):
-                set_aside(folder, *of_a_run, *logs)
+                set_aside(folder, *of_a_run)
             else:
                 shutil.rmtree(folder / "evaluation", ignore_errors=True)
-                for log in logs:
-                    log.unlink(missing_ok=True)
+                (folder / METRICS).unlink(missing_ok=True)
         for source in sorted((folder / "data").glob("new_*.source")):
             name = source.stem.removeprefix("new_")
             (folder / "data" / f"{name}.flags.npy").unlink(missing_ok=True)
@@ -221,7 +218,6 @@ def _is_damaged(file):
 def truncate_metrics(folder: Path, step: int) -> None:
     """Remove the lines after a step of a run, and one that was being written when the run was killed."""
     lost = step - sum('"loss"' in line for line in truncate(folder / METRICS, step))
-    truncate(folder / MEASUREMENTS, step)
     if lost and (folder / METRICS).exists():
         print_status(
             f"{folder / METRICS} lacks the lines of {lost} steps before step {step}, which were not written to the disk"

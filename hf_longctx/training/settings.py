@@ -14,13 +14,12 @@ import yaml
 
 
 SettingsType = TypeVar("SettingsType")
-POSITIVE, NOT_NEGATIVE, BELOW_ONE, SHARE = "above 0", "at least 0", "at least 0 and below 1", "a share, from 0 to 1"
+POSITIVE, NOT_NEGATIVE, BELOW_ONE = "above 0", "at least 0", "at least 0 and below 1"
 SEED = f"between 0 and {2**32 - 1}"
 RANGES = {
     POSITIVE: lambda value: 0 < value < math.inf,
     NOT_NEGATIVE: lambda value: 0 <= value < math.inf,
     BELOW_ONE: lambda value: 0 <= value < 1,
-    SHARE: lambda value: 0 <= value <= 1,
     SEED: lambda value: 0 <= value < 2**32,
 }
 

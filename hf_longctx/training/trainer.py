@@ -24,9 +24,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ..metrics.run.distributed import wait
 from .borders import borders, takes_borders
-from .gate_statistics import ForgetGateStatistics
 from .loss_in_pieces import LossInPieces, fits
-from .muon import MuonAndAdamW, hidden_matrices
 from .progress import print_status
 from .run_folder import UNFINISHED, explain_full_disk, flush
 from .sequence_parallel import SequenceShard, check_arguments
@@ -39,10 +37,9 @@ class ResumableTrainer(Trainer):
     """Trainer whose checkpoints are complete or absent, which ends cleanly at a signal, and stops at a NaN.
 
     It writes one line a step to `metrics`: {"step", "tokens", "loss", "grad_norm", "learning_rate"}, and {"step",
-    "tokens", "eval_loss"} for evaluations. Lines of a FoX also have quantiles of the tokens in which its gates forget
-    by a factor e, {"decay_time_min", "decay_time_q25", "decay_time_median", "decay_time_q75", "decay_time_max"}, and
-    "gate_learning_rate" where the gates have their own. A resumed run drops the lines after its checkpoint, so the
-    file of a run that was killed equals that of one that was not.
+    "tokens", "eval_loss"} for evaluations. Lines of a FoX have "gate_learning_rate" where the gates have their own. A
+    resumed run drops the lines after its checkpoint, so the file of a run that was killed equals that of one that was
+    not.
 
     Args:
         metrics: the JSONL file.
@@ -51,7 +48,6 @@ class ResumableTrainer(Trainer):
         gate_learning_rate: of forget gates, which are not decayed then. None: as the other parameters.
         shard: the `SequenceShard` of processes that share rows; None: each has rows of its own.
         keeps_best: an evaluation with a lower loss than those before saves a checkpoint, which is kept.
-        uses_muon: for hidden matrices, beside AdamW; see `MuonAndAdamW`.
         decays_in_steps: the learning rate is multiplied by 0.7 every 100 steps.
         kwargs: as for `Trainer`.
     """
@@ -65,17 +61,15 @@ class ResumableTrainer(Trainer):
         gate_learning_rate: float | None = None,
         decays_in_steps: bool = False,
         keeps_best: bool = False,
-        uses_muon: bool = False,
         shard: SequenceShard | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.metrics, self.shard, self.keeps_best = metrics, shard, keeps_best
-        self.uses_muon = uses_muon
         self.saving_in: str | None = None  # the folder of a checkpoint that is not complete
         self.gate_learning_rate, self.decays_in_steps = gate_learning_rate, decays_in_steps
         model: Any = self.model
-        self.batch_tokens, self.gates = batch_tokens, ForgetGateStatistics(model)
+        self.batch_tokens = batch_tokens
         self.add_callback(stops)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # a training needs no logits, only their loss; a FoX and a model with memory can leave out most of them
@@ -98,11 +92,6 @@ class ResumableTrainer(Trainer):
     def create_optimizer(self, model=None):
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if is_new and self.uses_muon:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise NotImplementedError("--optimizer muon needs whole matrices; take adamw with FSDP or DeepSpeed.")
-            matrices = hidden_matrices(self.model if model is None else model)
-            optimizer = self.optimizer = MuonAndAdamW(optimizer, matrices)
         if is_new and self.gate_learning_rate is not None:
             trained: Any = self.model if model is None else model
             parameters = trained.named_parameters()
@@ -272,10 +261,8 @@ class ResumableTrainer(Trainer):
         super().log(logs, start_time)
         self.state.log_history.pop()  # the metrics file holds it; a checkpoint need not
         line = {name: logs[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in logs}
-        if "loss" in line:
-            if self.gate_learning_rate is not None:  # the schedule multiplies both
-                line["gate_learning_rate"] = logs["learning_rate"] / self.args.learning_rate * self.gate_learning_rate
-            line |= self.gates.quantiles(lambda means: self.accelerator.reduce(means, "mean"))
+        if "loss" in line and self.gate_learning_rate is not None:  # the schedule multiplies both
+            line["gate_learning_rate"] = logs["learning_rate"] / self.args.learning_rate * self.gate_learning_rate
         if line and self.is_world_process_zero():
             step = self.state.global_step
             with open(self.metrics, "a") as file:

@@ -26,9 +26,9 @@ from hf_longctx.fox import PrunedCache
 from hf_longctx.fox.convert import from_llama
 from hf_longctx.metrics import forgetting_curve
 from hf_longctx.training.data import pack
-from hf_longctx.training.gate_statistics import ForgetGateStatistics
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
+from scripts.evidence.gate_statistics import ForgetGateStatistics
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 from scripts.fetch_smollm2 import FOLDER

@@ -9,9 +9,8 @@ rope-extend measures of the whole model before and after its training takes long
 
 Measured are the peak of the memory that the process holds, the seconds of the whole command, and those between its two
 checkpoints. Pages of files that it reads are not counted: the system takes them back when it needs them. Freed memory
-leaves the process at once. The estimate is of tensors alone, and is compared with the rest of the peak, without what
-the libraries hold. On a CPU products are made in float32, as some processors multiply bfloat16 a hundred times more
-slowly. The folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
+leaves the process at once. On a CPU products are made in float32, as some processors multiply bfloat16 a hundred times
+more slowly. The folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
 """
 
 import json
@@ -29,14 +28,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.training.estimate import estimate
 from hf_longctx.training.recipes import FinetuneSettings
 from scripts.bench import common
 
 
 TABLE = """
-| recipe | peak GB | of libraries | estimated GB | estimated / rest of the peak | seconds in all | seconds a step | losses | killed |
-| {recipe} | {peak:.1f} | {libraries:.1f} | {estimated:.1f} | {ratio:.2f} | {seconds:.0f} | {step_seconds:.0f} | {losses[0]:.3f} {losses[1]:.3f} | {killed} |
+| recipe | peak GB | of libraries | seconds in all | seconds a step | losses | killed |
+| {recipe} | {peak:.1f} | {libraries:.1f} | {seconds:.0f} | {step_seconds:.0f} | {losses[0]:.3f} {losses[1]:.3f} | {killed} |
 """
 TOKENIZER = common.ROOT / "model_cards" / "fox-demo"
 RECIPES = {
@@ -153,15 +151,12 @@ def measure(args):
             assert code == -signal.SIGKILL, f"{recipe} ended before it was killed, with {code}"
         code, peak, seconds = finetune(settings)
         assert code == 0, f"{recipe} ended with {code}"
-        estimated = estimate(settings).peak / 1e9
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         saved = [(run / "checkpoints" / f"checkpoint-{step}").stat().st_mtime for step in (1, 2)]
         yield {
             "recipe": recipe,
             "peak": peak,
             "libraries": libraries,
-            "estimated": estimated,
-            "ratio": estimated / (peak - libraries),
             "seconds": seconds,
             "step_seconds": None if killed else saved[1] - saved[0],
             "losses": [line["loss"] for line in lines],

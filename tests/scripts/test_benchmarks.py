@@ -27,10 +27,9 @@ TINY = {
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
-    "estimate": "--models llama --scale 16",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 14}  # 2 elsewhere
 
 
 @pytest.fixture
@@ -48,8 +47,6 @@ def test_benchmark(load, name, tmp_path, capsys, monkeypatch):
     if name == "import_time":  # as it would of transformers and of our package, which take seconds
         statements = {"decimal": "import decimal", "fractions": "import decimal, fractions"}
         monkeypatch.setattr(module, "STATEMENTS", statements)
-    if name == "estimate":
-        monkeypatch.setitem(module.SIZES, "num_hidden_layers", 1)
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
     assert len(result["rows"]) == ROWS.get(name, 2)

@@ -19,12 +19,12 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import deepspeed
 
-from hf_longctx.cli import main
 from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import read_result, rope_base_bound
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.loss_in_pieces import LossInPieces
+from hf_longctx.training.merge import merge
 from hf_longctx.training.model_init import build_new_model, extend_rope, load_changed_model
 from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
 from hf_longctx.training.run import dry_run, train, training_arguments
@@ -165,16 +165,13 @@ def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(reci
         assert loaded.dtype == torch.bfloat16
     if recipe != "rope-extend":  # gates and memory are float32 in every model
         assert all(torch.equal(loaded.get_parameter(name), parameter) for name, parameter in whole.items())
-    if recipe == "fox-from-llama":
-        first = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[0])
-        assert (first["decay_time_min"], first["decay_time_max"]) == pytest.approx((1e7, 1e7), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "recipe, bits", [("lora", 4), ("fox-from-llama", 4), ("rope-extend", 4), ("hmt", 4), ("hmt", 8)]
 )
 def test_a_quantized_base_is_kept_beside_its_adapter_and_merged_later_into_the_whole_one(
-    recipe, bits, llama, tmp_path, capsys
+    recipe, bits, llama, tmp_path
 ):
     """The quantized path runs where bitsandbytes is installed."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'hf-longctx[quantized]'")
@@ -195,9 +192,9 @@ def test_a_quantized_base_is_kept_beside_its_adapter_and_merged_later_into_the_w
         assert load_file(folder / "model.safetensors")
         with pytest.raises(ValueError, match="holds an adapter and its base"):
             build_bundle(folder)
-    assert main(["merge", str(tmp_path / "run"), "--base", str(DEMO)]) == 2
-    assert main(["merge", str(tmp_path / "run"), "--base", str(llama)]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(capsys.readouterr().out.strip())
+    with pytest.raises(ValueError):
+        merge(tmp_path / "run", str(DEMO))
+    merged = AutoModelForCausalLM.from_pretrained(merge(tmp_path / "run", str(llama)))
     adapted = load_adapter(
         load_changed_model(
             replace(run, load_in_4bit=False, load_in_8bit=False).resolve(), AutoTokenizer.from_pretrained(llama)
@@ -321,7 +318,6 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
         for path in (tmp_path, tmp_path / "llama")
     )
     assert fox[0]["loss"] == pytest.approx(plain[0]["loss"], abs=1e-4)
-    assert fox[0]["decay_time_min"] == pytest.approx(1e7, rel=1e-3) and fox[2]["decay_time_min"] < 0.9e7
     assert [line["tokens"] for line in fox] == [64, 128, 192]
     assert [line["gate_learning_rate"] for line in fox] == pytest.approx([100 * x["learning_rate"] for x in fox])
     assert set(plain[0]) == {"step", "tokens", "loss", "grad_norm", "learning_rate"}

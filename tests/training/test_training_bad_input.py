@@ -139,8 +139,6 @@ SETTINGS = [
     refused(
         "Llama with the blocks of a FoX", resolve(architecture="llama", pro=True), "--pro is a FoX; --architecture"
     ),
-    refused("more than all rows", resolve(repeated_rows=1.5), "--repeated-rows is 1.5; it must be a share"),
-    refused("passages of a stream", resolve(repeated_rows=0.5, streaming=True), "leave out --streaming"),
     refused("warmup beyond the end", resolve(steps=5, warmup_steps=6), "between 0 and the 5 steps"),
     refused(
         "a batch of no whole passes",
@@ -256,14 +254,11 @@ FINETUNING = [
         "a target in full", finetune(lora_targets="q_proj", train_in_full="norm,q_proj"), "both name q_proj; leave it"
     ),
     refused(
-        "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "leave out --merge: `hf-longctx"
+        "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "leave out --merge: `hf_longctx"
     ),
     refused("training all of 4 bits", finetune(load_in_8bit=True, full=True), "leave out --full"),
     refused("base of another recipe", finetune(rope_base=1e6), "--rope-base belongs to --recipe rope-extend"),
     refused("no context to measure", finetune(eval_context=False), "--eval-context belongs to --recipe rope-extend"),
-    refused(
-        "rows of a state", finetune(recipe="hmt", carry_state=True, repeated_rows=0.5), "leave out --repeated-rows"
-    ),
     refused(
         "states of a mixture", finetune(recipe="hmt", carry_state=True, data="a,b"), "one text in its order, not a"
     ),
@@ -332,11 +327,6 @@ RUNS = [
         "tokens that are no integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
         "holds float64 of 1 dimensions; a file of tokens holds integers",
-    ),
-    refused(
-        "texts made of tokens",
-        after(write("ids.npy", np.ones(999, int)), run(data="./ids.npy", construction="interleave")),
-        "ids.npy holds tokens; give the texts",
     ),
     refused(
         "tokens of another tokenizer",

@@ -1,4 +1,7 @@
-"""Long texts with a known structure, which show what a memory recalls (arXiv 2405.06067, section 4 and appendix D).
+"""Write long documents with a known structure, which show what a memory recalls (arXiv 2405.06067).
+
+    python -m scripts.synthetic_data interleave books --tokenizer MODEL --output tokens.npy [--size 256]
+    hf-longctx finetune MODEL --recipe hmt --data tokens.npy ...
 
     interleave      two documents in turns of 256 tokens: the text of a turn continues two turns back
     dilate          256 copies of a filler after every 256 tokens of a document, which a memory should ignore
@@ -8,6 +11,7 @@
 The official code reads a part of PubMedQA only, as its index of a group is multiplied twice, and has no short answers.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +19,10 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..corpus import open_source
+import numpy as np
+from transformers import AutoTokenizer
+
+from hf_longctx.corpus import open_source
 
 
 KINDS = {"interleave": 256, "dilate": 256, "pubmedqa-long": 2, "pubmedqa-short": 2}  # and their sizes (HMT, section 4)
@@ -152,4 +159,29 @@ def open_pubmedqa(source: str) -> Iterator[dict[str, Any]]:
         raise FileNotFoundError(f"{source} is neither a .json, .jsonl or .parquet nor a dataset: {error}") from error
 
 
-__all__ = ["KINDS", "Construction", "Question", "dilate", "interleave", "open_pubmedqa", "questions"]
+def write(construction: Construction, source: str, tokenizer, path: Path, column: str = "text") -> None:
+    """Write the token ids of all documents of a source to `path`, .npy; each is followed by the tokenizer's EOS."""
+    before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
+    documents = [*construction.read(source, column=column)]
+    encoded = construction.arrange(
+        tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"], tokenizer
+    )
+    tokens = np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded])
+    np.save(path, tokens.astype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("source", help="file, folder or dataset of documents, or PubMedQA")
+    parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or Hub name of a tokenizer")
+    parser.add_argument("--output", required=True, type=Path, metavar="PATH", help="token file, .npy")
+    parser.add_argument("--size", type=int, metavar="N", help="tokens of a turn (default: 256), or abstracts (2)")
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="column of a table (default: text)")
+    args = parser.parse_args()
+    construction = Construction(args.kind, args.size or KINDS[args.kind])
+    write(construction, args.source, AutoTokenizer.from_pretrained(args.tokenizer), args.output, args.text_column)
+
+
+if __name__ == "__main__":
+    main()

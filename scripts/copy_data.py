@@ -1,4 +1,4 @@
-"""Rows in which passages occur twice: a model learns to remember from them.
+"""Write rows in which passages occur twice: a model learns to remember from them.
 
 Plain text rarely rewards remembering; a repeated passage rewards it at every token. Passages have every length (one
 favoured length would teach a fixed offset instead of copying). A model soon memorises a small corpus, and repetitions
@@ -7,10 +7,13 @@ only a model that has read them in the same row can predict.
 """
 
 import random
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from .data import TokenDataset
+from hf_longctx.training.conversations import FIRST, SCORED
+from hf_longctx.training.data import FLAGS, TokenDataset
 
 
 # Kinds of passages and their probabilities.
@@ -36,11 +39,10 @@ class CopyDataset(torch.utils.data.Dataset):
 
     def __init__(self, rows: TokenDataset, share: float, tokenizer, seed: int):
         if tokenizer.bos_token_id is None:
-            raise ValueError("the tokenizer has no BOS, which begins a repeated passage. Leave out --repeated-rows.")
+            raise ValueError("the tokenizer has no BOS, which begins a repeated passage. Take another tokenizer.")
         if rows.length <= 2 * (SHORTEST + 1):
             raise ValueError(
-                f"rows of {rows.length} tokens have no room for a passage of {SHORTEST} tokens that comes twice. Raise "
-                "--sequence-length, or leave out --repeated-rows."
+                f"rows of {rows.length} tokens have no room for a passage of {SHORTEST} tokens that comes twice. Take longer rows."
             )
         self.rows, self.share, self.seed = rows, share, seed
         self.bos_token_id, self.vocab_size = tokenizer.bos_token_id, len(tokenizer)
@@ -81,4 +83,14 @@ class CopyDataset(torch.utils.data.Dataset):
         return tokens[begin : begin + length].tolist()
 
 
-__all__ = ["CopyDataset"]
+def write(rows: CopyDataset, path: Path) -> None:
+    """Write rows to a token file, .npy, and beside it the flags that say where documents begin and what is scored."""
+    tokens, flags = [], []
+    for row in (rows[i] for i in range(len(rows))):
+        tokens.append(row["input_ids"].numpy())
+        flags.append(SCORED * (row["labels"] != -100).numpy() + FIRST * (row["position_ids"] == 0).numpy())
+    np.save(path.with_suffix(FLAGS), np.concatenate(flags).astype(np.uint8))
+    np.save(path, np.concatenate(tokens).astype(np.uint16 if rows.vocab_size <= 2**16 else np.uint32))
+
+
+__all__ = ["CopyDataset", "write"]

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ..fox.modeling_fox import FoxForgetGate
+from hf_longctx.fox.modeling_fox import FoxForgetGate
 
 
 QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}

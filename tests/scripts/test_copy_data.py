@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hf_longctx.training.copy_data import CopyDataset
 from hf_longctx.training.data import TokenDataset
 from hf_longctx.training.tokenizer import train_tokenizer
+from scripts.copy_data import CopyDataset, write
 
 
 class CountingTokenizer:
@@ -75,10 +75,19 @@ def test_the_share_of_rows_is_repeated(text):
     assert np.mean(kept) == pytest.approx(0.7, abs=5 * (0.3 * 0.7 / len(kept)) ** 0.5)
 
 
+def test_rows_are_read_from_a_file_as_they_were_made(text, tmp_path):
+    rows = CopyDataset(text(), 0.5, CountingTokenizer(), 0)
+    write(rows, tmp_path / "copies.npy")
+    again = TokenDataset(tmp_path / "copies.npy", 125, 2, 600)
+    assert len(again) == len(rows)
+    for i in range(len(rows)):
+        assert {n: x.tolist() for n, x in again[i].items()} == {n: x.tolist() for n, x in rows[i].items()}
+
+
 def test_short_rows_and_a_tokenizer_without_bos_are_refused(text):
-    with pytest.raises(ValueError, match=r"rows of 18 tokens have no room.*Raise --sequence-length"):
+    with pytest.raises(ValueError, match=r"rows of 18 tokens have no room.*Take longer rows"):
         CopyDataset(text(18), 0.5, CountingTokenizer(), 0)
-    with pytest.raises(ValueError, match=r"no BOS.*--repeated-rows"):
+    with pytest.raises(ValueError, match=r"no BOS.*another tokenizer"):
         CopyDataset(text(), 0.5, SimpleNamespace(bos_token_id=None), 0)
 
 

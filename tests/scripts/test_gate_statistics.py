@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.training.gate_statistics import ForgetGateStatistics
+from scripts.evidence.gate_statistics import ForgetGateStatistics
 
 
 SIZES = dict(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4)

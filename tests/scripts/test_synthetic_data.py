@@ -8,8 +8,9 @@ from demo_model import DEMO, VOCABULARY
 from mistakes import refused
 from transformers import AutoTokenizer
 
-from hf_longctx.training.data import StreamedTokenDataset, TokenDataset, pack
-from hf_longctx.training.synthetic_data import Construction, interleave, open_pubmedqa, questions
+from hf_longctx.training.data import TokenDataset, pack
+from scripts import synthetic_data
+from scripts.synthetic_data import Construction, interleave, open_pubmedqa, questions
 
 
 ROWS = [
@@ -90,15 +91,13 @@ def test_short_answers_are_decisions_and_the_answer_stands_apart(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["interleave", "dilate", "pubmedqa-short"])
-def test_a_construction_is_packed_as_it_is_streamed(kind, tokenizer, tmp_path):
+def test_a_token_file_has_all_documents(kind, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": "one two three " * n}) for n in range(1, 6)))
     source = write(tmp_path, ".json") if kind.startswith("pubmedqa") else str(tmp_path / "text.jsonl")
-    construction = Construction(kind, 2)
-    pack(source, tokenizer, tmp_path / "tokens.npy", construction)
+    arguments = [kind, source, "--tokenizer", str(DEMO), "--output", str(tmp_path / "tokens.npy"), "--size", "2"]
+    monkeypatch.setattr("sys.argv", ["synthetic_data", *arguments])
+    synthetic_data.main()
     rows = TokenDataset(tmp_path / "tokens.npy", 16, tokenizer.eos_token_id, VOCABULARY)
-    stream = iter(StreamedTokenDataset(source, tokenizer, 16, tokenizer.eos_token_id, construction))
-    for row in (rows[i] for i in range(len(rows))):
-        assert next(stream)["input_ids"].tolist() == row["input_ids"].tolist()
     assert (rows.tokens == tokenizer.eos_token_id).sum() == {"interleave": 3, "dilate": 5, "pubmedqa-short": 4}[kind]
     if kind == "dilate":
         ids = np.array([id_ for id_ in rows.tokens if id_ != tokenizer.convert_tokens_to_ids("$")])
