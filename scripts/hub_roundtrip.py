@@ -3,11 +3,10 @@
     python scripts/hub_roundtrip.py
 
 A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT and what it remembers of a text, an
-HMT around the FoX, a LoRA adapter, the metrics and the Space "How far does it remember?" are pushed. A second
-environment, without this package, loads them by HTTP, generates, compares the logits, scores predictions and, where
-gradio is installed, asks the Space; then it does so again offline. Where `kernels` and Triton are installed, the FoX
-also runs by a kernel of the Hub, in Triton's interpreter. The exit status is 0 if all logits are the same, and the
-server saw no unknown endpoint, no defect of its own, and no token at the blob host.
+HMT around the FoX, a LoRA adapter and the metrics are pushed. A second environment, without this package, loads them
+by HTTP, generates, compares the logits and scores predictions; then it does so again offline. Where `kernels` and
+Triton are installed, the FoX also runs by a kernel of the Hub, in Triton's interpreter. The exit status is 0 if all
+logits are the same, and the server saw no unknown endpoint, no defect of its own, and no token at the blob host.
 """
 
 import importlib.util
@@ -113,23 +112,6 @@ with torch.no_grad():
 print(f"fox by {name}: logits differ by {difference:.1e} of the largest")
 sys.exit(difference.item() > 1e-4)
 """
-SPACE = """
-import shutil
-import subprocess
-import sys
-from gradio_client import Client
-from huggingface_hub import snapshot_download
-
-# a script that is a link, as in the cache, would look for its siblings beside the link's target
-space = shutil.copytree(snapshot_download("alice/how-far", repo_type="space"), "space", dirs_exist_ok=True)
-app = subprocess.Popen([sys.executable, "-u", "app.py"], cwd=space, stdout=subprocess.PIPE, text=True)
-try:
-    address = next(line.split()[-1] for line in app.stdout if "local URL" in line)
-    verdict, *_ = Client(address, verbose=False).predict(1e4, 128, 4096, "default", 1, 4096, api_name="/of_numbers")
-    print(verdict)
-finally:
-    app.terminate()
-"""
 
 
 def bare_python(folder):
@@ -180,8 +162,6 @@ def main():
         for name in METRICS:
             command = ("push-metric", name, f"alice/{name}")
             step(f"hf-longctx push-metric {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
-        command = ("push-space", "alice/how-far", "--examples", DEMO)
-        step("hf-longctx push-space", sys.executable, "-m", "hf_longctx", *command, **with_package)
         (work / "facts.txt").write_text(FACT)
         ours = (sys.executable, "-m", "hf_longctx")
         command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")
@@ -202,13 +182,6 @@ def main():
             step("the same, offline", python, "-c", LOAD_KERNEL, KERNEL, **interpreted, **offline)
         else:
             print("\n== no kernel is pushed: kernels or triton is not installed")
-        if importlib.util.find_spec("gradio"):
-            # of gradio's client; kernels 0.17 makes an illegal header without telemetry
-            gradio = {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONSAFEPATH": ""}
-            step("ask the Space", python, "-c", SPACE, **gradio)
-            step("the same, offline", python, "-c", SPACE, **gradio, **offline)
-        else:
-            print("\n== the Space is not started: gradio is not installed")
         print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
         return bool(hub.problems())
 

@@ -2,7 +2,6 @@
 
 from .bundle import Bundle, build_bundle
 from .card import loading_lines, with_card
-from .explorer_space import build_explorer
 from .kernel_repository import build_kernel
 from .lint import check, missing_fields
 from .metric_space import build_space
@@ -14,7 +13,6 @@ from .verify import verify_push
 __all__ = [
     "Bundle",
     "build_bundle",
-    "build_explorer",
     "build_kernel",
     "build_space",
     "build_state",

@@ -93,8 +93,6 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     weights = saved(llama)
     config, commits = {"config.json": weights["config.json"]}, {}
 
-    publish({"config.json": b" " * 2 * 10**6 + b"{}"}, "mallory/large")
-
     publish(config | {"pytorch_model.bin": pickle.dumps(Touch(ran))}, "mallory/pickle")
     torch.save({"lm_head.weight": Touch(ran)}, tmp_path / "zipped.bin")
     publish(config | {"pytorch_model.bin": tmp_path / "zipped.bin"}, "mallory/zipped-pickle")
