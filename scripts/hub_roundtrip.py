@@ -4,12 +4,10 @@
 
 A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT and what it remembers of a text, an
 HMT around the FoX, a LoRA adapter and the metrics are pushed. A second environment, without this package, loads them
-by HTTP, generates, compares the logits and scores predictions; then it does so again offline. Where `kernels` and
-Triton are installed, the FoX also runs by a kernel of the Hub, in Triton's interpreter. The exit status is 0 if all
-logits are the same, and the server saw no unknown endpoint, no defect of its own, and no token at the blob host.
+by HTTP, generates, compares the logits and scores predictions; then it does so again offline. The exit status is 0 if
+all logits are the same, and the server saw no unknown endpoint, no defect of its own, and no token at the blob host.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -83,35 +81,6 @@ print(loss.compute(predictions=[[-1.0, -0.5], [-2.0, -0.5]])["summary"])
 print(rope.compute(predictions=[1e4, 5e5], references=[8192, 8192], head_dim=128)["verdicts"])
 sys.exit(not same)
 """
-KERNEL = "alice/forgetting-attention"
-PUSH_KERNEL = """
-import sys
-from hf_longctx.hub import build_kernel, push
-
-for branch, bundle in build_kernel(sys.argv[1], backend="cpu").items():
-    print(push(bundle, sys.argv[1], repo_type="kernel", revision=branch).commit_url)
-"""
-LOAD_KERNEL = """
-import os
-import sys
-import torch
-from huggingface_hub import HfApi, snapshot_download
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-kernel, logits = sys.argv[1], load_file("logits.safetensors")
-if os.environ.get("HF_HUB_OFFLINE") != "1":
-    commit = HfApi().repo_info(kernel, repo_type="kernel", revision="v1").sha
-    snapshot_download(kernel, repo_type="kernel", revision=commit)
-    open("kernel_commit", "w").write(commit)
-name = f"{kernel}@{open('kernel_commit').read()}"
-options = dict(attn_implementation=name, allow_all_kernels=True, trust_remote_code=True, dtype=torch.float32)
-fox = AutoModelForCausalLM.from_pretrained("alice/fox", **options).eval()
-with torch.no_grad():
-    difference = (fox(logits["ids"][:, :24]).logits - logits["fox"][:, :24]).abs().max() / logits["fox"].abs().max()
-print(f"fox by {name}: logits differ by {difference:.1e} of the largest")
-sys.exit(difference.item() > 1e-4)
-"""
 
 
 def bare_python(folder):
@@ -125,7 +94,6 @@ def bare_python(folder):
 
 def main():
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "hub")]
-    from kernels_library import kernels_library
     from server import serve
 
     with tempfile.TemporaryDirectory() as temporary, serve(Path(temporary)) as hub:
@@ -174,14 +142,6 @@ def main():
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
         step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
         step("the same, offline", python, "-c", LOAD, *arguments, **offline)
-        library = kernels_library(Path(temporary, "library")) if importlib.util.find_spec("triton") else None
-        if library is not None:
-            interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(library)}
-            step("push the kernel, for a CPU", sys.executable, "-c", PUSH_KERNEL, KERNEL, **with_package)
-            step("the FoX by that kernel", python, "-c", LOAD_KERNEL, KERNEL, **interpreted)
-            step("the same, offline", python, "-c", LOAD_KERNEL, KERNEL, **interpreted, **offline)
-        else:
-            print("\n== no kernel is pushed: kernels or triton is not installed")
         print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
         return bool(hub.problems())
 

@@ -56,7 +56,6 @@ HOOKS = [
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
     ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
-    ("_check_and_adjust_attn_implementation", MODEL, "self._check_and_adjust_attn_implementation(", "Hub kernels"),
     (
         "lazy_import_flash_attention",
         "transformers.modeling_flash_attention_utils",

@@ -23,7 +23,7 @@ NAMES = """
     curve loss needle lines several compare rope report export lm-eval lm-eval-tasks
     generate read ask serve gates gpu-check
     train finetune plot merge convert
-    card push push-metric push-kernel register-metrics
+    card push push-metric register-metrics
 """
 COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 

@@ -27,19 +27,16 @@ def add_arguments(parser):
     )
 
 
-def add_destination(parser, branch=True):
-    """Add the arguments that say where to push; branch and tag only if they can be chosen."""
+def add_destination(parser):
+    """Add the arguments that say where to push."""
     parser.add_argument(
         "repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if it does not exist"
     )
     parser.add_argument("--private", action="store_true", help="create a private repository")
-    if branch:
-        parser.add_argument(
-            "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
-        )
-        parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
-    else:
-        parser.set_defaults(revision=None, tag=None)
+    parser.add_argument(
+        "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
+    )
+    parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be pushed and removed, and send nothing"

@@ -73,7 +73,7 @@ class Bundle:
     Attributes:
         files: the content of every file, or where it is read from, by its path in the repository.
         left_out: names in the folder that are not pushed.
-        config: of the model, or of the adapter; empty for a Space or a kernel.
+        config: of the model, or of the adapter; empty for a Space.
         tensors: numbers in each tensor of the weights, by its name.
         results: results of metrics, by the name of their file.
         documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.

@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper, cli
 from hf_longctx.hub import (
     build_bundle,
-    build_kernel,
     build_space,
     check,
     missing_fields,
@@ -93,12 +92,11 @@ def test_cards_of_models_are_complete_and_say_what_their_files_say(folder):
     assert with_card(bundle).text("README.md") == bundle.text("README.md"), f"run hf-longctx card {folder}"
 
 
-@pytest.mark.parametrize("name", [*NAMES, "kernel"])
-def test_cards_of_spaces_and_of_the_kernel_are_complete(name):
-    bundles = [build_space(name)] if name in NAMES else build_kernel("alice/forgetting-attention").values()
-    for bundle in bundles:
-        check(bundle)
-        assert not missing_fields(bundle)
+@pytest.mark.parametrize("name", NAMES)
+def test_cards_of_spaces_are_complete(name):
+    bundle = build_space(name)
+    check(bundle)
+    assert not missing_fields(bundle)
 
 
 def test_a_new_card_shows_all_that_its_files_hold(llama):

@@ -206,18 +206,6 @@ def check_the_configuration_of_an_hmt_goes_with_its_code():
     assert {"config.json", "custom_backbone_hmt.py", "configuration_hmt.py", "modeling_fox.py"} <= set(files)
 
 
-def check_a_kernel_is_on_the_branch_of_its_version_and_its_source_on_main():
-    kernel, options = "alice/forgetting-attention", {"repo_type": "kernel", "revision": "v1"}
-    text = push(kernel, command="push-kernel")
-    sha = api.repo_info(kernel, **options).sha
-    assert f'attn_implementation="{kernel}@{sha}"' in text
-    assert {"build.toml", "README.md"} <= set(api.list_repo_files(kernel, repo_type="kernel"))
-    api.upload_file(path_or_fileobj=b"", path_in_repo="build/torch-cuda/old.py", repo_id=kernel, **options)
-    push(kernel, command="push-kernel")
-    files = api.list_repo_files(kernel, **options)
-    assert "build/torch-cuda/metadata.json" in files and "build/torch-cuda/old.py" not in files
-
-
 def check_what_the_hub_refuses_is_one_line():
     text = push(DEMO, "bob/fox", code=2)
     assert "The token is unknown or may not do this" in text and "403" in text
