@@ -62,8 +62,6 @@ HOOKS = [
         "def lazy_import_flash_attention(",
         "candidates of auto",
     ),
-    ("_reshape", "transformers.models.bloom.modeling_bloom:BloomAttention", "self._reshape(fused_qkv)", "gate_alibi"),
-    ("Wqkv", "transformers.models.mpt.modeling_mpt:MptAttention", "self.Wqkv(hidden_states)", "gate_alibi"),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (
