@@ -3,13 +3,16 @@
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
 so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
 DIR, and what looks like a token or a path of one machine are refused. A README.md of your own is pushed as it is;
-without one, the card is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the
-variable HF_TOKEN.
+without one, the card is written from the files: configuration, weights, results of `hf-longctx curve`, `loss` and so
+on, benchmarks, training.yaml and training_log.jsonl. Your words for it come from card_notes.md, whose sections become
+parts of the sections of the same name. --write-card writes it into DIR. The token is that of `hf auth login`, or of
+the variable HF_TOKEN.
 
 A file in the place of DIR is that of `hf-longctx read`; its card names model, commit and text.
 
 Examples:
   hf-longctx push model alice/fox --dry-run
+  hf-longctx push model alice/fox --tag v1 --write-card
   hf-longctx push model alice/fox --private --verify
   hf-longctx push model alice/fox --tag v1
   hf-longctx push state.safetensors alice/a-novel --tag v1
@@ -19,6 +22,11 @@ Examples:
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a file of a memory")
     add_destination(parser)
+    parser.add_argument(
+        "--write-card",
+        action="store_true",
+        help="write the card into DIR, say what it lacks, and send nothing; a README.md of your own stays",
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -50,16 +58,17 @@ def run(args):
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
     if Path(args.folder).is_file():
-        if args.verify:
-            raise ValueError("--verify loads models; a memory is compared with the weights when it is loaded.")
+        if args.verify or args.write_card:
+            raise ValueError("--verify and --write-card are for models; the card of a memory is made by its push.")
         commit = send(build_state(args.folder, args.repo, args.tag), args)
         if commit is not None:
-            print(f"hf-longctx generate MODEL PROMPT --state {args.repo}@{commit.oid}")
+            print(f"hf-longctx ask MODEL {args.repo}@{commit.oid} QUESTION")
         return
-    bundle = build_bundle(args.folder)
-    if not args.dry_run:
-        bundle = pin_base(bundle)
-    bundle = with_card(bundle, args.repo, args.tag)
+    given = build_bundle(args.folder)
+    if args.write_card:
+        write_card(args.folder, given, with_card(given, args.repo, args.tag))
+        return
+    bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return
@@ -67,6 +76,23 @@ def run(args):
     if args.verify:
         contents = bundle.text("hf_longctx.json")
         print(verify_push(args.folder, contents, args.repo, commit.oid, bundle.auto_class))
+
+
+def write_card(folder, given, bundle):
+    """Write the card of a model, unless a person wrote it, and report what it lacks."""
+    from pathlib import Path
+
+    from ..hub import check, missing_fields
+
+    path = Path(folder, "README.md")
+    if bundle is given:
+        print(f"{path} was written by hand and stays; move its text to card_notes.md, and remove it, for a new card")
+    else:
+        path.write_text(bundle.text("README.md"), encoding="utf-8")
+        print(f"wrote {path}")
+    for line in missing_fields(bundle):
+        print(f"missing: {line}")
+    check(bundle)
 
 
 def send(bundle, args, repo_type="model"):

@@ -77,7 +77,7 @@ class Bundle:
         tensors: numbers in each tensor of the weights, by its name.
         results: results of metrics, by the name of their file.
         documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.
-        samples: what `hf-longctx generate --json` printed, by the name of its file.
+        samples: prompt, generated text and settings, by the name of their file.
         base_has_code: whether the base of an adapter has code of its own.
         is_adapter: whether it is an adapter, and no model.
     """
@@ -236,7 +236,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add what a JSON file holds, if a metric, a benchmark or `hf-longctx generate --json` has written it."""
+    """Add what a JSON file holds, if a metric, a benchmark or scripts.sample has written it."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):

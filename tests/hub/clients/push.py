@@ -170,12 +170,11 @@ def check_a_memory_goes_to_the_hub_and_answers_from_there():
     push("alice/hmt", "novel.txt", "--revision", "v1", "--output", "state.safetensors", command="read")
     text = push("state.safetensors", "alice/novel", "--tag", "v1")
     sha = api.repo_info("alice/hmt").sha
-    assert f"--state alice/novel@{api.repo_info('alice/novel').sha}" in text
+    assert f"hf-longctx ask MODEL alice/novel@{api.repo_info('alice/novel').sha} QUESTION" in text
     card = ModelCard.load("alice/novel")
     assert card.data.base_model == "alice/hmt" and f"alice/hmt at {sha}" in card.text
     question = f"{question} the Ada of Ada Ada and Ada answer"
-    options = ["--max-new-tokens", "1", "--state", "alice/novel@v1"]
-    assert push("alice/hmt", question, *options, command="generate").split()[-1] == "red"
+    assert push("alice/hmt", "alice/novel@v1", question, "--max-new-tokens", "1", command="ask").split()[-1] == "red"
     for words in ([], ["--dry-run"]):
         assert "alice/hmt holds a model; beside" in push("state.safetensors", "alice/hmt", *words, code=2)
         assert "alice/novel holds the memory of a text; beside" in push(DEMO, "alice/novel", *words, code=2)
