@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper, cli
+from hf_longctx.fox.compat_fox import CACHE
 from hf_longctx.metrics import forgetting_curve
 
 
@@ -71,6 +72,7 @@ def fox():
     return FoxForCausalLM(FoxConfig(**SIZES)).eval()
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 two names of the cache take more functions")
 @torch.no_grad()
 def test_a_layer_of_fox(fox, check):
     ids = torch.randint(3, 90, (1, 61))

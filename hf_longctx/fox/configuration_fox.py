@@ -77,7 +77,7 @@ class FoxConfig(PreTrainedConfig):
     """
 
     model_type = "fox"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     default_theta = 500_000.0
     # Tensor parallelism splits every layer by heads. `_tp_plan` drops the rules of modules that a model does not have.
     base_model_tp_plan = {

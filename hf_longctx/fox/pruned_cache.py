@@ -351,7 +351,7 @@ class PrunedCache(AttendingCache):
     """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file.
 
         cache = PrunedCache(model, tolerance=1e-4)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)
         cache.dropped
 
     Beam search works, and the cache can be cropped back to the last pruning. A long prompt is pruned while it is read

@@ -106,13 +106,13 @@ ORDERS: dict[tuple[torch.device, Case], Order] = {}
 LATEST: dict[Case, Order] = {}  # for any length
 
 
-def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=None, past_key_values=None) -> Any:
+def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=None, cache=None) -> Any:
     """Return a copy of a `FoxConfig` whose "auto" is replaced by what computes a call fastest.
 
     Args:
         layer_class: `FoxAttention`.
         x: the embedded tokens, (B, T, hidden).
-        attention_mask, past_key_values: those of the call, or None.
+        attention_mask, cache: those of the call, or None.
     """
     if x.device.type not in MEASURED or config.forget_gate == "none" or is_transformed():
         return with_implementation(config, "sdpa")
@@ -122,13 +122,13 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         names = list(LATEST[case].milliseconds) if case in LATEST else []
     else:
-        names = rank(with_length(case, cached_length(past_key_values) + x.shape[1]), config, layer_class, x.device)
+        names = rank(with_length(case, cached_length(cache) + x.shape[1]), config, layer_class, x.device)
     barred = []
     if training and config.attention_dropout > 0:
         barred.append(NAME)
-    if isinstance(past_key_values, AttendingCache) and attention_mask is not None and not attention_mask.all():
+    if isinstance(cache, AttendingCache) and attention_mask is not None and not attention_mask.all():
         barred.append(NAME)  # they cannot leave out padding between real tokens
-    if past_key_values is not None and type(past_key_values) is not DynamicCache:
+    if cache is not None and type(cache) is not DynamicCache:
         barred += FLASH  # they would take free slots for tokens
     return with_implementation(config, next((name for name in names if name not in barred), "sdpa"))
 

@@ -80,7 +80,7 @@ def measure(args):
         def decode(name, caches=caches, logits=logits):
             """Seconds of one token, which is the same for all caches: the prediction with the last of them."""
             token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
-            read = lambda: model(token, past_key_values=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
+            read = lambda: model(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
             seconds, last = common.timed(read, device=args.device)
             logits[name].append(last)
             return seconds

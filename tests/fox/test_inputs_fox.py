@@ -149,7 +149,7 @@ def test_a_part_of_a_row_in_one_of_several_processes_is_refused(monkeypatch):
     logits(model, ids, position_ids=torch.arange(12)[None])
     cache = DynamicCache(config=model.config)
     for positions in torch.arange(12)[None].split(6, dim=1):  # a prompt in chunks
-        logits(model, ids[:, :6], position_ids=positions, past_key_values=cache)
+        logits(model, ids[:, :6], position_ids=positions, cache=cache)
     with pytest.raises(ValueError, match="start at 12 without a cache, in one of 2 processes"):
         model(ids, position_ids=torch.arange(12, 24)[None])
 
@@ -167,7 +167,7 @@ def test_the_running_sum_keeps_the_resolution_of_a_document():
 
 def test_no_cache_comes_back_from_packed_documents():
     with torch.no_grad():
-        assert make("llama")(**BORDERS["position ids"](), use_cache=True).past_key_values is None
+        assert make("llama")(**BORDERS["position ids"](), use_cache=True).cache is None
 
 
 def test_flash_attention_of_the_hub_is_flash_attention(monkeypatch):

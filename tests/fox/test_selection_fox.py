@@ -165,9 +165,9 @@ def test_calls_that_the_fastest_cannot_compute_take_another(machine, used, monke
 
     model = make_from(config)
     padded = {"attention_mask": torch.tensor([[1, 0, 1]])}
-    assert choice() == "flash_attention_2" == choice(past_key_values=DynamicCache(config=config))
-    assert choice(past_key_values=PrunedCache(model, 1e-4)) == "forgetting_triton"
-    assert choice(past_key_values=PrunedCache(model, 1e-4), **padded) == "sdpa"
+    assert choice() == "flash_attention_2" == choice(cache=DynamicCache(config=config))
+    assert choice(cache=PrunedCache(model, 1e-4)) == "forgetting_triton"
+    assert choice(cache=PrunedCache(model, 1e-4), **padded) == "sdpa"
     with torch.enable_grad():
         assert choice(FoxConfig(**SIZES, attention_dropout=0.1)) == "flash_attention_2"
     assert choice(FoxConfig(**SIZES, forget_gate="none")) == "sdpa"

@@ -73,6 +73,7 @@ class FoxModelTester:
 
 
 @pytest.mark.filterwarnings("ignore:It is deprecated to return a value:DeprecationWarning")  # what their retries do
+@pytest.mark.filterwarnings("always:.past_key_values. is deprecated:FutureWarning")  # one of them expects it
 class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTesterMixin):
     all_model_classes = (
         FoxModel,
