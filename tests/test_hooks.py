@@ -58,15 +58,12 @@ HOOKS = [
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
     ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
-    ("_check_and_adjust_attn_implementation", MODEL, "self._check_and_adjust_attn_implementation(", "Hub kernels"),
     (
         "lazy_import_flash_attention",
         "transformers.modeling_flash_attention_utils",
         "def lazy_import_flash_attention(",
         "candidates of auto",
     ),
-    ("_reshape", "transformers.models.bloom.modeling_bloom:BloomAttention", "self._reshape(fused_qkv)", "gate_alibi"),
-    ("Wqkv", "transformers.models.mpt.modeling_mpt:MptAttention", "self.Wqkv(hidden_states)", "gate_alibi"),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (
@@ -115,16 +112,10 @@ HOOKS = [
     ("self.config", f"{BATCHING}.continuous_api", "config=self.model.config.get_text_config()", "pages with gates"),
     ("auto_switch_to_flash", f"{BATCHING}.continuous_api", "auto_switch_to_flash", "pages that FoX reads itself"),
     (
-        "model_manager",
+        "library.FoxForCausalLM",
         "transformers.cli.serving.model_manager",
         "getattr(transformers, config.arch",
         "hf-longctx serve",
-    ),
-    (
-        "GenerateManager",
-        "transformers.cli.serving.utils:GenerationState",
-        "self._generate_managers[model_id] = GenerateManager()",
-        "an HMT goes on from the state of a conversation",
     ),
     ("_loglikelihood_tokens", "lm_eval.api.model:TemplateLM", "self._loglikelihood_tokens(", "counts by bisection"),
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),

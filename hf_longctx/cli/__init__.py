@@ -21,9 +21,9 @@ from . import shared
 
 NAMES = """
     curve loss needle lines compare rope report lm-eval lm-eval-tasks
-    generate read ask serve gates gpu-check
+    read ask serve gates gpu-check
     train finetune convert
-    card push push-metric push-space push-kernel register-metrics
+    push push-metric register-metrics
 """
 COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 

@@ -14,7 +14,6 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .alibi import gate_alibi
 from .attention_fox import forgetting_attention_ref
 from .configuration_fox import FoxConfig
 from .convert import from_fla, from_llama, from_official, to_fla, to_official
@@ -62,7 +61,6 @@ __all__ = [
     "from_fla",
     "from_llama",
     "from_official",
-    "gate_alibi",
     "head_maps",
     "to_fla",
     "to_official",

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from .backend_fox import GATED, NAME
+from .backend_fox import NAME
 from .call_fox import Call, Shard
 from .checks_fox import check_borders, check_call, check_restarts
 from .masks_fox import read_tree_mask
@@ -94,7 +94,7 @@ def read_call(
     if position_ids is None:
         position_ids = sequences
     in_place = False
-    if cache is not None and token_mask is None and visible is None and shard is None and name not in GATED:
+    if cache is not None and token_mask is None and visible is None and shard is None and name != NAME:
         in_place = appends_in_place(cache, inputs_embeds)
     if position_ids is None:
         cached = 0 if cache is None else cache.get_seq_length()
@@ -140,9 +140,6 @@ def with_implementation(config, name: str) -> Any:
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_ids=None) -> Any:
     """Return who sees whom, in the form that the attention implementation of the config takes."""
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    if config._attn_implementation in GATED and config._attn_implementation != NAME:
-        # the mask under the name of a kernel of the Hub is that of other models
-        config = with_implementation(config, NAME)
     return create(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
 
 

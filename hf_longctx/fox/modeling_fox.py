@@ -288,12 +288,6 @@ class FoxPreTrainedModel(PreTrainedModel):
         check_implementation(requested_attention, self.config.head_dim)
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """Load a kernel of the Hub, as transformers does here; raise if it does not compute forgetting attention."""
-        name = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-        check_implementation(name, self.config.head_dim)
-        return name
-
     def rank_attention(self, tokens: int, training: bool, dtype: torch.dtype, device: torch.device | str) -> list[str]:
         """Return the attention implementations that compute this model right on a GPU, the fastest first.
 

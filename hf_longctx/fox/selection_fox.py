@@ -31,7 +31,7 @@ from transformers.utils import (
 )
 
 from .attention_fox import autocast_dtype, fold_keys, forgetting_attention_ref, running_sum
-from .backend_fox import GATED, NAME, SDPA, attend
+from .backend_fox import NAME, SDPA, attend
 from .budget_fox import EPS, FOLDED_DLOG_F, draw, find_errors, run, run_exact, run_plain
 from .call_fox import Call
 from .inputs_fox import read_call, with_implementation
@@ -125,9 +125,9 @@ def configure_attention(config, layer_class, x: torch.Tensor, attention_mask=Non
         names = rank(with_length(case, cached_length(cache) + x.shape[1]), config, layer_class, x.device)
     barred = []
     if training and config.attention_dropout > 0:
-        barred += GATED
+        barred.append(NAME)
     if isinstance(cache, AttendingCache) and attention_mask is not None and not attention_mask.all():
-        barred += GATED  # they cannot leave out padding between real tokens
+        barred.append(NAME)  # they cannot leave out padding between real tokens
     if cache is not None and type(cache) is not DynamicCache:
         barred += FLASH  # they would take free slots for tokens
     return with_implementation(config, next((name for name in names if name not in barred), "sdpa"))
@@ -367,7 +367,7 @@ def compare(name: str, case: Case, config, layer_class, checks) -> dict[str, tup
     for inputs, plain, exact in checks:
         fast = compute(case, attention_of(name, case, config, layer_class, inputs), inputs)
         limits = {}
-        if name not in GATED:  # logits hold c_j in place of c_i - c_j; gradients of keys are rounded, then summed up
+        if name != NAME:  # logits hold c_j in place of c_i - c_j; gradients of keys are rounded, then summed up
             limits["resolution"] = EPS * inputs[3].sum(-1).abs().max().item()
             limits["dlog_f"] = FOLDED_DLOG_F[case.dtype]
         elif case.pruned:

@@ -1,9 +1,7 @@
-"""Pushing models, metrics and kernels to the Hub: known files, with the code that they need."""
+"""Pushing models and metrics to the Hub: known files, with the code that they need."""
 
 from .bundle import Bundle, build_bundle
 from .card import loading_lines, with_card
-from .explorer_space import build_explorer
-from .kernel_repository import build_kernel
 from .lint import check, missing_fields
 from .metric_space import build_space
 from .push import check_destination, code_only, pin_base, push, removed_files
@@ -14,8 +12,6 @@ from .verify import verify_push
 __all__ = [
     "Bundle",
     "build_bundle",
-    "build_explorer",
-    "build_kernel",
     "build_space",
     "build_state",
     "check",

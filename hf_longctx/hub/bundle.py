@@ -74,11 +74,11 @@ class Bundle:
     Attributes:
         files: the content of every file, or where it is read from, by its path in the repository.
         left_out: names in the folder that are not pushed.
-        config: of the model, or of the adapter; empty for a Space or a kernel.
+        config: of the model, or of the adapter; empty for a Space.
         tensors: numbers in each tensor of the weights, by its name.
         results: results of metrics, by the name of their file.
         documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.
-        samples: what `hf-longctx generate --json` printed, by the name of its file.
+        samples: prompt, generated text and settings, by the name of their file.
         base_has_code: whether the base of an adapter has code of its own.
         is_adapter: whether it is an adapter, and no model.
         code_only: whether it brings only the code in a repository up to date; see `push.code_only`.
@@ -239,7 +239,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add what a JSON file holds, if a metric, a benchmark or `hf-longctx generate --json` has written it."""
+    """Add what a JSON file holds, if a metric, a benchmark or scripts.sample has written it."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):

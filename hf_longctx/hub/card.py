@@ -21,7 +21,7 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 CARD = "README.md"
 SOURCE = "https://github.com/hf-longctx/hf-longctx"  # a placeholder: see CONTRIBUTING.md, "A release"
 TEMPLATE = Path(__file__).with_name("model_card.md")
-GENERATED = re.compile(r"<!-- written by: hf-longctx card(?: --repo ([\w./-]+))?(?: --tag ([\w./-]+))?[;\n]")
+GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
 HEAD = re.compile(r"---[\r\n]+(.*?)[\r\n]+---", re.DOTALL)
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)

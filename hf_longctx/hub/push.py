@@ -33,12 +33,8 @@ from .lint import check
 
 
 CODE = r"\w+_(fox|hmt)\.py"
-# Files that are removed from a repository where the bundle lacks them, by the type of the repository.
-REPLACED = {
-    "model": re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE}"),
-    "code": re.compile(CODE),  # of a model, whose weights stay
-    "kernel": re.compile(r"(build|torch-ext)/.*"),
-}
+# Files that are removed from the repository of a model where the bundle lacks them.
+REPLACED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE}")
 # A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
 KINDS = {"an adapter": "adapter_config.json", "a model": "config.json", "the memory of a text": STATE}
 # Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
@@ -103,8 +99,8 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
 def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revision: str | None = None) -> list[str]:
     """List the files of a repository that a push of the bundle removes.
 
-    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards,
-    code of older versions of this package, and old files of a kernel.
+    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards, and
+    code of older versions of this package.
 
     Raises:
         ValueError: it holds another kind of thing, such as a model, which an adapter would hide. Others:
@@ -122,8 +118,9 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
             raise ValueError(
                 f"{repo} holds {kind}; beside each other, one would hide the other. Push {own} to another name."
             )
-    pattern = REPLACED.get("code" if bundle.code_only else repo_type)
-    return sorted(path for path in present - bundle.files.keys() if pattern and pattern.fullmatch(path))
+    old = present - bundle.files.keys() if repo_type == "model" else set()
+    pattern = re.compile(CODE) if bundle.code_only else REPLACED  # the weights stay where only the code is pushed
+    return sorted(path for path in old if pattern.fullmatch(path))
 
 
 def push(
@@ -144,7 +141,7 @@ def push(
 
     Args:
         repo: NAMESPACE/NAME.
-        repo_type: "model", "kernel", or "space" for a Space of gradio.
+        repo_type: "model", or "space" for a Space of gradio.
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.

@@ -211,7 +211,6 @@ def test_what_ran_out_of_memory_is_tried_again_by_the_next_process(machine, used
 
     model, ids = make(), tokens(1, 20)
     with monkeypatch.context() as patch:
-        patch.setitem(backend_fox.GATED, "forgetting_triton", no_memory)
         patch.setattr(backend_fox, "forgetting_triton_attention", no_memory)
         patch.setattr(selection_fox, "CANDIDATES", ["forgetting_triton", "sdpa"])
         model(ids)

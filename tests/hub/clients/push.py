@@ -199,12 +199,11 @@ def check_a_memory_goes_to_the_hub_and_answers_from_there():
     push("alice/hmt", "novel.txt", "--revision", "v1", "--output", "state.safetensors", command="read")
     text = push("state.safetensors", "alice/novel", "--tag", "v1")
     sha = api.repo_info("alice/hmt").sha
-    assert f"--state alice/novel@{api.repo_info('alice/novel').sha}" in text
+    assert f"hf-longctx ask MODEL alice/novel@{api.repo_info('alice/novel').sha} QUESTION" in text
     card = ModelCard.load("alice/novel")
     assert card.data.base_model == "alice/hmt" and f"alice/hmt at {sha}" in card.text
     question = f"{question} the Ada of Ada Ada and Ada answer"
-    options = ["--max-new-tokens", "1", "--state", "alice/novel@v1"]
-    assert push("alice/hmt", question, *options, command="generate").split()[-1] == "red"
+    assert push("alice/hmt", "alice/novel@v1", question, "--max-new-tokens", "1", command="ask").split()[-1] == "red"
     for words in ([], ["--dry-run"]):
         assert "alice/hmt holds a model; beside" in push("state.safetensors", "alice/hmt", *words, code=2)
         assert "alice/novel holds the memory of a text; beside" in push(DEMO, "alice/novel", *words, code=2)
@@ -233,18 +232,6 @@ def check_the_configuration_of_an_hmt_goes_with_its_code():
     config.save_pretrained("hmt-config", push_to_hub=True, repo_id="alice/hmt-config")
     files = api.list_repo_files("alice/hmt-config")
     assert {"config.json", "custom_backbone_hmt.py", "configuration_hmt.py", "modeling_fox.py"} <= set(files)
-
-
-def check_a_kernel_is_on_the_branch_of_its_version_and_its_source_on_main():
-    kernel, options = "alice/forgetting-attention", {"repo_type": "kernel", "revision": "v1"}
-    text = push(kernel, command="push-kernel")
-    sha = api.repo_info(kernel, **options).sha
-    assert f'attn_implementation="{kernel}@{sha}"' in text
-    assert {"build.toml", "README.md"} <= set(api.list_repo_files(kernel, repo_type="kernel"))
-    api.upload_file(path_or_fileobj=b"", path_in_repo="build/torch-cuda/old.py", repo_id=kernel, **options)
-    push(kernel, command="push-kernel")
-    files = api.list_repo_files(kernel, **options)
-    assert "build/torch-cuda/metadata.json" in files and "build/torch-cuda/old.py" not in files
 
 
 def check_what_the_hub_refuses_is_one_line():
