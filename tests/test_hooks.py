@@ -46,7 +46,6 @@ HOOKS = [
     ("create_scheduler", TRAINER, "self.create_scheduler(", "a warmup that does not begin with 0"),
     ("_loss_function", MODEL, "self._loss_function = value", "the loss in pieces"),
     ("INTEGRATION_TO_CALLBACK", "transformers.integrations.integration_utils", "INTEGRATION_TO_CALLBACK[", "reports"),
-    ("FakeTensorMode", "torch._subclasses.fake_tensor", "class FakeTensorMode(", "a step without data"),
     ("_n_gpu", "transformers:TrainingArguments", "return self._n_gpu", "one process trains on one GPU"),
     ("unset_hf_deepspeed_config", "transformers.integrations.deepspeed", "def unset_hf_deepspeed_config", "ZeRO-3"),
     ("num_processes", f"{SHARDS}:BatchSamplerShard", "self.num_processes", "groups of processes share rows"),

@@ -217,7 +217,7 @@ def code_only(bundle: Bundle, repo: str, revision: str | None = None) -> Bundle:
     hashes = {}
     if HfApi().file_exists(repo, CONTENTS, revision=revision):
         hashes = json.loads(Path(hf_hub_download(repo, CONTENTS, revision=revision)).read_text())["sha256"]
-    kept = {path: digest for path, digest in hashes.items() if not REPLACED["code"].fullmatch(path)}
+    kept = {path: digest for path, digest in hashes.items() if not re.fullmatch(CODE, path)}
     contents = {CONTENTS: json.dumps({"sha256": kept}).encode()}
     return with_contents(replace(bundle, files=contents, code_only=True), {**code, "config.json": text.encode()})
 
