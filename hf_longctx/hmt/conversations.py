@@ -47,7 +47,7 @@ class Conversations:
             options: those of `model.generate`.
         """
         if model.config.recall_mode == "paper":  # which goes on at borders of segments only
-            return model.generate(input_ids, **options)  # ty: ignore[invalid-explicit-return] - no dict is asked for
+            return model.generate(input_ids, **options)
         ids = input_ids[0].tolist()
         state = self._find(model, name, ids)
         begun = 0 if state is None else state.position
@@ -57,7 +57,7 @@ class Conversations:
         if state is not None:
             states[prompt] = state.without_kv_cache()
             self._keep(model, name, states, prompt)  # generation may be cut short
-        output: Any = model.generate(input_ids, past_key_values=state, return_dict_in_generate=True, **options)
+        output: Any = model.generate(input_ids, cache=state, return_dict_in_generate=True, **options)
         state = output.get("state")  # beams have none
         if state is not None and len(state.lengths) == 1:
             reply = what_was_read(output.sequences[0, :-1].tolist())
