@@ -99,16 +99,10 @@ HOOKS = [
     ("self.config", f"{BATCHING}.continuous_api", "config=self.model.config.get_text_config()", "pages with gates"),
     ("auto_switch_to_flash", f"{BATCHING}.continuous_api", "auto_switch_to_flash", "pages that FoX reads itself"),
     (
-        "model_manager",
+        "library.FoxForCausalLM",
         "transformers.cli.serving.model_manager",
         "getattr(transformers, config.arch",
         "hf-longctx serve",
-    ),
-    (
-        "GenerateManager",
-        "transformers.cli.serving.utils:GenerationState",
-        "self._generate_managers[model_id] = GenerateManager()",
-        "an HMT goes on from the state of a conversation",
     ),
     ("_loglikelihood_tokens", "lm_eval.api.model:TemplateLM", "self._loglikelihood_tokens(", "counts by bisection"),
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),
