@@ -57,18 +57,17 @@ def check_backbone(backbone: object) -> None:
         )
 
 
-def same_state(state: HMTState | None, past_key_values: object) -> HMTState | None:
-    """Return the state of a call, which transformers' clients pass as `past_key_values`."""
-    if past_key_values is None:
+def same_state(state: HMTState | None, cache: object) -> HMTState | None:
+    """Return the state of a call, which transformers' clients pass as `cache` (`past_key_values` before 5.24)."""
+    if cache is None:
         return state
     if state is not None:
-        raise ValueError("state and past_key_values are one thing here, an HMTState; pass one of them.")
-    if not isinstance(past_key_values, HMTState):
+        raise ValueError("`state` and `cache` are names of the same argument, an HMTState. Give only one of them.")
+    if not isinstance(cache, HMTState):
         raise TypeError(
-            f"past_key_values is a {type(past_key_values).__name__}; what HMT goes on from is the HMTState of an earlier "
-            "call: the state, or past_key_values, of its output."
+            f"`cache` must be the HMTState of an earlier call, got a {type(cache).__name__}. Pass the `state` of its output."
         )
-    return past_key_values
+    return cache
 
 
 def check_call(
@@ -137,6 +136,8 @@ def check_settings(model: "HMTWrapper") -> None:
         )
     config, memory, lm = model.config, model.memory, model.lm
     config.check(lm.positions)
+    if config.reread is None:
+        model.settle_layout()
     recalls = config.recall and hasattr(memory, "wq")
     shapes = {
         "recall": (config.recall, recalls),
@@ -177,7 +178,7 @@ def check_state(model: "HMTWrapper", state: HMTState) -> None:
     differing = {
         name: value
         for name, value in model.config.signature(model.lm.width).items()
-        if state.signature.get(name) != value
+        if state.signature.get(name, value if name == "reread" else None) != value  # of states from before it
     }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}

@@ -62,6 +62,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_backbone, check_call, check_config, same_state
+from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .loss_hmt import mean_loss, targets_of
@@ -96,6 +97,7 @@ class HMTOutput(ModelOutput):
         memory was made; a memory is that of the last `segment_length` of them.
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row without.
+    cache, past_key_values: the state, under the names that transformers has for what continues a text.
     """
 
     loss: Tensor | None = None
@@ -106,10 +108,11 @@ class HMTOutput(ModelOutput):
     segment_length: int | None = None
     recall_distance: Tensor | None = None
     memories: tuple | None = None
+    cache: HMTState | None = None
 
     @property
     def past_key_values(self) -> HMTState | None:
-        """The state, by the name that transformers gives to whatever continues a text."""
+        """The state, under the name that transformers had before 5.24."""
         return self.state
 
     @property
@@ -202,6 +205,20 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
+        self.settle_layout()
+
+    def settle_layout(self) -> None:
+        """Decide `config.reread` where it is None, else raise ValueError if the backbone cannot be read so.
+
+        Without weights, such as on the meta device, nothing is decided yet.
+        """
+        config = self.config
+        if not config.single_pass or not self.lm.has_data:
+            return
+        if config.reread is None:
+            config.reread = not self.lm.can_hide(config.positions_per_segment)
+        elif not config.reread and not self.lm.cuts(config.positions_per_segment):
+            self.lm.check_mask(config.positions_per_segment)
 
     def initialize_weights(self) -> None:
         """Initialise the backbone as a model of its own first, then what is left.
@@ -238,6 +255,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     # ------------------------------------------------------------------------------------------------ one forward
 
+    @accept_both_names
     @can_return_tuple
     def forward(
         self,
@@ -250,7 +268,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         score_from: int | None = None,
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-        past_key_values: HMTState | None = None,
+        cache: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
         """Read tokens, from the start of a text or from where `state` stopped.
@@ -273,7 +291,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
-            past_key_values: another name of `state`.
+            cache: another name of `state`, as in transformers; also accepted as `past_key_values`.
 
         Returns:
             `HMTOutput`.
@@ -282,8 +300,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
                 an argument that is not used.
         """
-        if past_key_values is not None:
-            state = same_state(state, past_key_values)
+        if cache is not None:
+            state = same_state(state, cache)
             if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
@@ -328,6 +346,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             open_ids, open_mask = rows.open_segments(length)
             lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
             result.state = replace(state, open_ids=open_ids, open_mask=open_mask, lengths=lengths)
+            result.cache = result.state
         if output_recall:
             no_recall = torch.zeros_like(input_ids[:, 0])
             recalls, result.segment_length = [x.recall for x in segments], length
@@ -508,8 +527,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 f"{sorted(settings)} came beside a config object. Set them in that config, or leave the config out: "
                 "they then change the saved one."
             )
+        undecided = hmt_config.single_pass and hmt_config.reread is None
         if hmt_config.backbone_in_checkpoint:
-            return super().from_pretrained(path, *args, config=config, **kwargs)
+            loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
+            model: HMTWrapper = loaded[0] if isinstance(loaded, tuple) else loaded
+            model.settle_layout()
+            if undecided:
+                warn_undecided(path, model.config)
+            return loaded
         # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
         hmt_names |= {"adapter_kwargs", "_commit_hash"}
@@ -532,6 +557,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT looks for the base of an adapter there
         model = cls.from_backbone(backbone, hmt_config)
+        if undecided:
+            warn_undecided(path, model.config)
         weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
         settings = {"_extra_state": model.memory.get_extra_state()}
         weights = {name.removeprefix("memory."): value for name, value in weights.items()}
@@ -541,6 +568,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if loading_info:  # asked for by output_loading_info
             return model.eval(), *loading_info  # ty: ignore[invalid-explicit-return] - as transformers does
         return model.eval()
+
+
+def warn_undecided(path: str | Path, config: HMTConfig) -> None:
+    """Warn that a checkpoint from before `reread` does not say how its segments are read."""
+    warnings.warn(
+        f"The config.json of {path} does not have `reread`, which older versions decided in each process. It is now "
+        f"{config.reread}, decided from the backbone. Save the model again, or add it to config.json.",
+        stacklevel=3,
+    )
 
 
 __all__ = ["HMTOutput", "HMTWrapper"]

@@ -73,7 +73,7 @@ class NoRecurrenceSegments(SinglePassSegments):
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
-                passes.append(one if self.cuts else one.behind(prompt))
+                passes.append(one if self.cuts else self.behind_front(one, prompt))
                 again += self.again(state, chunk)
                 prompts.append(prompt)
                 rows += range(i * batch, (i + 1) * batch)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .backbone_hmt import fork
+from .backbone_hmt import fork, hide_prompt
 from .memory_hmt import HMTState, mean_memory, pad_front, where_rows
 from .neural_cache_hmt import NeuralCache, keys_of
 from .packing_hmt import Chunk
@@ -34,6 +34,7 @@ class Pass(NamedTuple):
     offset: the column of token 0 of each row; it may lie before the pass.
     begins: the position id of column 0 of each row; None leaves positions to the backbone.
     neural_cache: what is mixed into the logits, if anything.
+    hidden_from: how many columns behind column 0 do not see it.
     """
 
     chunk: Chunk
@@ -44,6 +45,7 @@ class Pass(NamedTuple):
     offset: list[int]
     begins: list[int] | None = None
     neural_cache: NeuralCache | None = None
+    hidden_from: int = 0
 
     def columns(self, least: list[int]) -> list[int]:
         """Return the columns of the tokens that get logits and do not come before `least` of their row, in order."""
@@ -264,6 +266,8 @@ class Segments:
         if passes[0].begins is not None:
             begins = torch.tensor([begin for one in passes for begin in one.begins or ()], device=embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
+        if passes[0].hidden_from:
+            mask = hide_prompt(embeds, passes[0].hidden_from)
         skips = kept != columns and torch.is_grad_enabled() and neural_cache is None
         if skips and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)

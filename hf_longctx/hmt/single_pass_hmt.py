@@ -16,8 +16,10 @@ as its backbone reads a window of as many tokens. The first segment of a text ha
 piece.
 
 First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
-segment by segment. Backbones whose cache cannot be cut (`Backbone.cuts`) read the first part once more behind the
-prompt, as [prompt, sensory tokens, x, summary token].
+segment by segment. Where a cache cannot be cut (`Backbone.cuts`), the whole segment is read once more, as [prompt,
+sensory tokens, x, summary token], and a mask hides the prompt from the sensory tokens and x[:j]: the same function.
+With `reread=True` of the configuration there is no such mask, and x[:j] sees the prompt in this pass. That is another
+function, which every backbone computes.
 
 With `recall_tokens`, r tokens of the remembered segments (`search_hmt.py`) stand behind the prompt, and all that
 follows is r positions later. Once they are found, the first part is read behind them, as [tokens, sensory tokens,
@@ -33,13 +35,13 @@ caches that stand side by side.
 
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from .backbone_hmt import fork, put_in_front, side_by_side, split
+from .backbone_hmt import fork, side_by_side, split
 from .memory_hmt import HMTState, where_rows
 from .packing_hmt import Chunk
 from .search_hmt import find_tokens
@@ -65,7 +67,10 @@ class SinglePassSegments(Segments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
         self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt, and of tokens that are read again
-        self.cuts = self.lm.cuts(self.config.positions_per_segment)
+        self.cuts = not self.config.reread and self.lm.cuts(self.config.positions_per_segment)
+        self.masks = not self.config.reread and not self.cuts
+        if self.masks:
+            self.lm.check_mask(self.config.positions_per_segment)
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -180,6 +185,10 @@ class SinglePassSegments(Segments):
         cache = state.neural_cache if self.caches else None
         return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows, cache)
 
+    def behind_front(self, one: Pass, prompt: Tensor) -> Pass:
+        """Return the pass over a whole segment behind a prompt and the tokens that are read again, (B, 1 + r, d)."""
+        return one.behind(prompt)._replace(hidden_from=(self.front - 1 + self.k + self.j) * self.masks)
+
     def new_cache(self) -> Cache:
         """Make an empty cache."""
         return DynamicCache(config=self.lm.model.config)
@@ -220,7 +229,7 @@ class SinglePassSegments(Segments):
         return [self.lay_out(state, chunk, -self.k, self.j, 1, False)] if self.front > 1 else []
 
     def below(self, prompt: Tensor, passes: list[Pass], kv_cache: Cache) -> Cache:
-        """Make the cache that the second parts of segments continue.
+        """Make the cache that the second parts of segments continue: a prompt, read alone, in front of the first part.
 
         Args:
             prompt: prompts and the tokens that are read again, (R, 1 + r, d).
@@ -233,16 +242,16 @@ class SinglePassSegments(Segments):
             _, _, behind = self.run_passes(passes, None, self.new_cache())
             assert behind is not None
             kv_cache = behind
-        return self.behind_prompt(prompt[:, :1], kv_cache)
-
-    def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
-        """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
-        positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+        positions = torch.zeros(len(prompt), 1, dtype=torch.long, device=prompt.device)
         # a copy: CTRL writes into its embeddings
-        _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), positions)
+        _, hidden, _, front = self.run(prompt[:, :1].clone(), None, (), None, self.new_cache(), positions)
         if hidden.requires_grad:  # FSDP gathers the weights of a layer when a gradient of its output arrives
             front.layers[-1].keys = front.layers[-1].keys + 0 * hidden.sum()
-        return put_in_front(front, kv_cache)
+        behind_prompt: Any = kv_cache
+        for i, layer in enumerate(behind_prompt.layers):
+            if layer.get_seq_length():  # layers may share those of another
+                front.update(layer.keys, layer.values, i)
+        return front
 
     def read_rows(
         self, state: HMTState, chunk: Chunk, prompted: bool, first: FirstPart | None, keeps: bool
@@ -276,9 +285,9 @@ class SinglePassSegments(Segments):
                 if prompt is not None and kv_cache is not None:
                     kv_cache = self.below(prompt, self.again(state, chunk), kv_cache)
             else:
-                in_front, kv_cache = prompt, self.new_cache() if keeps else None
+                in_front, kv_cache = prompt, self.new_cache() if keeps and not self.masks else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))
-            one = one if in_front is None else one.behind(in_front)
+            one = one if in_front is None else self.behind_front(one, in_front)
             if one.embeds.shape[1]:
                 output, hidden, kv_cache = self.run_passes([one], None, kv_cache)
                 outputs, memory = outputs + output, hidden[:, -1:].clone()

@@ -271,7 +271,7 @@ READ = [
         ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "of this call, integers"),
         ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
         ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "score_from is 'j'"),
-        ("two states", lambda it: {"state": it.state, "past_key_values": it.state}, "pass one of them"),
+        ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
         ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
     ]
@@ -402,14 +402,14 @@ GENERATE = [
             "generation continues a state",
         ),
         ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "ends with padding"),
-        ("new tokens as the whole text", lambda it: {"past_key_values": it.state}, "whole text of each row"),
+        ("new tokens as the whole text", lambda it: {"cache": it.state}, "whole text of each row"),
     ]
 ]
 GENERATE += [
     refused(
         "another model's cache",
-        lambda it: generate(it, past_key_values=DynamicCache()),
-        "is a DynamicCache",
+        lambda it: generate(it, cache=DynamicCache()),
+        "got a DynamicCache",
         TypeError,
     ),
     refused(
