@@ -2,7 +2,6 @@
 
 import importlib.util
 import pickle
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from tiny_fox import both_blocks, filled, make, tokens
 from transformers import DynamicCache, modeling_outputs
 
-from hf_longctx.fox import FoxForSequenceClassification, compat_fox, versions_fox
+from hf_longctx.fox import FoxForSequenceClassification, compat_fox
 
 
 NAMES = ("cache", "past_key_values")
@@ -87,20 +86,6 @@ def load_copy(module):
     """Import a file again, as transformers does from each saved folder."""
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_copy", module.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-@pytest.mark.parametrize("version, count", [("5.24.3", 0), ("5.25.0.dev0", 1), ("6.0.0rc1", 1)])
-def test_an_untested_version_warns_once(version, count, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    monkeypatch.setattr(transformers.utils.logging.get_logger("transformers.hf_longctx"), "warning", warnings.append)
-    transformers.utils.logging.warning_once.cache_clear()
-    load_copy(versions_fox)
-    load_copy(versions_fox)
-    assert len(warnings) == count
-    for warning in warnings:
-        assert f"was tested with transformers 5.15 to 5.24, not with {version}" in warning
-        assert "`pip install -U hf-longctx`" in warning and "'transformers<5.25'" in warning
 
 
 def test_an_unknown_interface_is_one_error(monkeypatch):
