@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 
 import pytest
+import transformers
 
 import hf_longctx
 from hf_longctx.fox.compat_fox import CACHE
@@ -150,8 +151,13 @@ HOOKS = [
 ]
 
 
+NEWER = {"config=self.model.config.get_text_config()", "auto_switch_to_flash"}  # FoX asks for this transformers there
+
+
 @pytest.mark.parametrize("name, place, text, purpose", HOOKS, ids=lambda value: value if value.isidentifier() else "")
 def test_the_hook_is_still_there(name, place, text, purpose):
+    if text in NEWER and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("continuous batching of FoX needs transformers 5.23")
     users = [str(file.relative_to(TESTS.parent)) for file in FILES if name in file.read_text()]
     assert users, f"No file of ours has {name} any more: remove the row."
     module, _, attribute = place.partition(":")
