@@ -56,12 +56,6 @@ HOOKS = [
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
     ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
-    (
-        "lazy_import_flash_attention",
-        "transformers.modeling_flash_attention_utils",
-        "def lazy_import_flash_attention(",
-        "candidates of auto",
-    ),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (

@@ -21,7 +21,7 @@ from . import shared
 
 NAMES = """
     curve loss needle lines several compare rope report export lm-eval lm-eval-tasks
-    read ask serve gates gpu-check
+    read ask serve gates
     train finetune plot merge convert
     push push-metric register-metrics
 """
