@@ -58,12 +58,6 @@ HOOKS = [
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
     ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
-    (
-        "lazy_import_flash_attention",
-        "transformers.modeling_flash_attention_utils",
-        "def lazy_import_flash_attention(",
-        "candidates of auto",
-    ),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (
@@ -83,6 +77,14 @@ HOOKS = [
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
     ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),
+    ("_modules", "transformers.models.auto.configuration_auto", "not in self._modules", "configurations by name"),
+    ("_modules", "transformers.models.auto.auto_factory", "not in self._modules", "models by name"),
+    (
+        "_reverse_config_mapping",
+        "transformers.models.auto.auto_factory",
+        "self._reverse_config_mapping[key.__name__]",
+        "models by the name of their configuration",
+    ),
     ("_model_mapping", "transformers.models.auto.auto_factory", "in cls._model_mapping", "shapes of what is pushed"),
     ("AutoModel.register", "transformers.modeling_layers", "AutoModel.from_config(config)", "FoX under task heads"),
     ("_get_static_cache_init_shape", GENERATION, "self._get_static_cache_init_shape()", "a static cache with gates"),

@@ -21,7 +21,7 @@ from . import shared
 
 NAMES = """
     curve loss needle lines compare rope report lm-eval lm-eval-tasks
-    read ask serve gates gpu-check
+    read ask serve gates
     train finetune convert
     push push-metric register-metrics
 """

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_fox import (
     GATE_PARTS,
     GATE_QUERY,
+    autocast_dtype,
     autocast_inputs,
     fold_keys,
     fold_queries,
@@ -46,6 +48,10 @@ from .triton_fox import (
 
 
 NAME = "forgetting_triton"
+AUTO = "auto"
+# The rows times the length of a call from which "auto" takes our kernels. At 16,384 tokens they are the fastest on an
+# H200, in training and prefill; at 2048, the host takes longer to launch them than SDPA takes for the whole call.
+KERNEL_TOKENS = 16384
 # In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
 # 2^-8 each, and the product of the weights is rounded once more.
 ROUNDING = 1.03
@@ -59,6 +65,41 @@ def check_implementation(name, head_dim):
     """
     if name == NAME and (reason := why_not(head_dim)) is not None:
         raise reason
+
+
+def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
+    """Return the implementation that `attn_implementation="auto"` stands for in one call.
+
+    These are our kernels for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that has them. Everything
+    else is "sdpa": decoding, dropout, transforms of torch.func, and padding within a `PrunedCache`.
+
+    Args:
+        config: the `FoxConfig`.
+        x: the embedded tokens, (B, T, hidden).
+        attention_mask, cache: those of the call, or None.
+    """
+    if x.device.type != "cuda" or config.forget_gate == "none" or x.shape[1] <= DECODE_ROWS:
+        return "sdpa"
+    if x.shape[0] * x.shape[1] < KERNEL_TOKENS or (config.attention_dropout > 0 and torch.is_grad_enabled()):
+        return "sdpa"
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return "sdpa"  # the kernels lack some derivatives
+    if isinstance(cache, AttendingCache) and attention_mask is not None and not attention_mask.all():
+        return "sdpa"
+    cannot = why_not(config.sizes.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
+    return NAME if cannot is None else "sdpa"
+
+
+def with_implementation(config, name: str) -> Any:
+    """Return a copy of a configuration with another attention implementation.
+
+    Attribute by attribute, as `torch.compile` of PyTorch 2.11 traces neither `copy.copy` nor an update of `__dict__`.
+    """
+    copy = object.__new__(type(config))
+    for key, value in config.__dict__.items():
+        object.__setattr__(copy, key, value)
+    object.__setattr__(copy, "_attn_implementation_internal", name)
+    return copy
 
 
 def forgetting_triton_mask(

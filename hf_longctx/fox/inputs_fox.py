@@ -125,18 +125,6 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
     return None if not torch.compiler.is_compiling() and token_mask.all() else token_mask
 
 
-def with_implementation(config, name: str) -> Any:
-    """Return a copy of a configuration with another attention implementation.
-
-    Attribute by attribute, as `torch.compile` of PyTorch 2.11 traces neither `copy.copy` nor an update of `__dict__`.
-    """
-    copy = object.__new__(type(config))
-    for key, value in config.__dict__.items():
-        object.__setattr__(copy, key, value)
-    object.__setattr__(copy, "_attn_implementation_internal", name)
-    return copy
-
-
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_ids=None) -> Any:
     """Return who sees whom, in the form that the attention implementation of the config takes."""
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask

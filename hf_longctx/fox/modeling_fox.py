@@ -34,7 +34,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import attend, check_implementation
+from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
 from .call_fox import PLAIN_CALL, Call, Shard
 from .checks_fox import NO_QUANTIZED_CACHE
 from .compat_fox import CACHE, accept_both_names, adapt
@@ -42,7 +42,6 @@ from .configuration_fox import FoxConfig
 from .inputs_fox import can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .selection_fox import AUTO, configure_attention, make_case, rank, with_length
 from .state_fox import CachedLayer, keep_token_shift, previous_tokens
 
 
@@ -288,22 +287,6 @@ class FoxPreTrainedModel(PreTrainedModel):
         check_implementation(requested_attention, self.config.head_dim)
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
-    def rank_attention(self, tokens: int, training: bool, dtype: torch.dtype, device: torch.device | str) -> list[str]:
-        """Return the attention implementations that compute this model right on a GPU, the fastest first.
-
-        `attn_implementation="auto"` takes the first of them that a call allows. Measured once for each machine.
-
-        Args:
-            tokens: the length of a row.
-            training: with gradients; else prefill.
-            dtype: of queries and keys, that of autocast in training.
-
-        Raises:
-            RuntimeError: none of them is right.
-        """
-        case = make_case(self.config, dtype, "training" if training else "prefill")
-        return rank(with_length(case, tokens), self.config, FoxAttention, torch.device(device))
-
     @staticmethod
     @accept_both_names
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
@@ -315,7 +298,7 @@ class FoxPreTrainedModel(PreTrainedModel):
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
         if config._attn_implementation == AUTO:
-            config = configure_attention(config, FoxAttention, inputs_embeds, attention_mask, cache)
+            config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         return {
             config._attn_implementation: create_attention_mask(
                 config, inputs_embeds, attention_mask, cache, position_ids
@@ -407,10 +390,8 @@ class FoxModel(FoxPreTrainedModel):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
         config = self.config
-        if config._attn_implementation == AUTO and not isinstance(
-            attention_mask, dict
-        ):  # which was made for its choice
-            config = configure_attention(config, FoxAttention, inputs_embeds, attention_mask, cache)
+        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # made for what was chosen
+            config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         if use_cache and cache is None and can_be_cached(call):
             cache = DynamicCache(config=self.config)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -94,27 +92,13 @@ def set_attention(model, settings: ResolvedSettings) -> None:
     """Give a model the attention of the settings; raise ValueError if it cannot have it."""
     name = settings.attention
     if name in (None, "auto"):
-        name = fastest_attention(model, settings)
+        name = "auto" if isinstance(model, FoxForCausalLM) else None
     if name is None:
         return
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError, OSError, NotImplementedError) as error:
         raise ValueError(f"--attention {name} cannot be had: {str(error).splitlines()[0]}") from error
-
-
-def fastest_attention(model, settings: ResolvedSettings) -> str | None:
-    """Return what trains a FoX fastest on this GPU, the same in all processes; None elsewhere: the model's default."""
-    if not (isinstance(model, FoxForCausalLM) and model.device.type != "meta" and torch.cuda.is_available()):
-        return None
-    dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-    device: Any = PartialState().device
-    names: list[Any] = model.rank_attention(settings.sequence_length, True, dtype, device)
-    if settings.packing and settings.per_device_batch_size > 1:
-        names = [name for name in names if not is_flash_attention_requested(requested_attention_implementation=name)]
-    if model.config.attention_dropout > 0:
-        names = [name for name in names if name != "forgetting_triton"]
-    return broadcast_object_list([*names, None][:1])[0]
 
 
 def load_changed_model(settings: ResolvedFinetuning, tokenizer) -> Any:

@@ -50,7 +50,7 @@ class RunSettings:
     dtype: str = setting("auto", "of the forward pass; auto: bfloat16 on an accelerator, or as the base", DTYPES)
     attention: str | None = setting(
         None,
-        "any attn_implementation of the model; default of a FoX on a GPU: auto, the fastest right one",
+        "any attn_implementation of the model; default of a FoX: auto, our kernels for long calls on a GPU, else sdpa",
         may_change=True,
     )
     activation_checkpointing: bool | None = setting(None, "default: for rows above 4096 tokens", may_change=True)

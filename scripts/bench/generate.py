@@ -6,7 +6,7 @@ The models have random weights, one width and depth, and within 1 % the same num
 narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
 Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
 Cache bytes are those of a DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
-auto: the fastest right one on a GPU.
+auto: our kernels for long calls on a GPU, else SDPA.
 """
 
 import torch
@@ -94,7 +94,8 @@ def measure(args):
     seconds = common.alternate(turns, args.rounds)
     cache_bytes = {
         name: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
-        for name, cache in caches.items()
+        for name, arguments in caches.items()
+        for cache in arguments.values()
     }
     for row in common.rows_beside_llama(models, cache_bytes, seconds):
         yield row | {"operations_per_step": operations_of_a_step(models[row["name"]], ids[:, :1])}

@@ -7,7 +7,7 @@ The model is a FoX (Pro) with random weights, whose heads forget by a factor e i
 read but made up: normed random keys, random values, gates that scatter around their biases. Tolerance 0 drops
 nothing: it shows what is gained by not copying the cache for every token, and gives the logits that the others are
 compared with (in the full cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by
-token; figures are medians. --attention auto is the fastest right one on a GPU.
+token; figures are medians. --attention auto takes our kernels for long calls on a GPU.
 """
 
 import statistics
