@@ -65,13 +65,12 @@ from .checks_hmt import check_backbone, check_call, check_config, same_state
 from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
-from .loss_hmt import mean_loss, targets_of
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
 from .multi_pass_hmt import MultiPassSegments
 from .no_recurrence_hmt import NoRecurrenceSegments
 from .packing_hmt import PackedSegments
 from .pages_hmt import MemoryPages, PageFile
-from .segments_hmt import Segments
+from .segments_hmt import PassOutput, Segments
 from .single_pass_hmt import SinglePassSegments
 
 
@@ -305,8 +304,18 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
+        self._check_settings()
         mask, first = check_call(
-            self, input_ids, attention_mask, labels, state, use_cache, logits_to_keep, score_from, kwargs
+            self.config,
+            self.lm,
+            input_ids,
+            attention_mask,
+            labels,
+            state,
+            use_cache,
+            logits_to_keep,
+            score_from,
+            kwargs,
         )
         assert input_ids is not None
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
@@ -321,16 +330,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             state = replace(state, padded=True)
         length, targets, result = self.config.segment_length, None, HMTOutput()
         if labels is not None:
-            targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
+            targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)
         rows = PackedSegments.pack(state, input_ids, mask, targets, length)
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](self, output_recall)
+            layout = self.layout(output_recall)
             state, passes, segments = layout.read(state, rows.chunks(length, first), use_cache)
         passes.sort(key=lambda output: output.order)
         if labels is not None:
-            result.loss = mean_loss(self, passes, n_scored, n_labelled, num_items_in_batch)
+            result.loss = self._mean_loss(passes, n_scored, n_labelled, num_items_in_batch)
         pieces = [
             [output.logits[row] for output in passes if output.logits and len(output.logits[row])]
             for row in range(len(input_ids))
@@ -355,6 +364,95 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             result.recall_distance = torch.stack([no_recall if x is None else x.distance for x in recalls])
             result.memories = tuple(x.memory for x in segments if x.memory is not None)
         return result
+
+    def layout(self, output_recall: bool = False) -> Segments:
+        """Make what reads the segments of a call."""
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        return LAYOUTS[self.config.recall_mode, self.config.recurrence](
+            self.config,
+            self.lm,
+            self.memory,
+            self.loss_function,
+            self._gradient_checkpointing_func if checkpoints else None,
+            output_recall,
+        )
+
+    def _check_settings(self) -> None:
+        """Raise an error for settings that have changed since the parameters were made, and do not fit them."""
+        if getattr(self, "_is_replica", False):
+            raise NotImplementedError(
+                "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
+                "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
+            )
+        config, memory, lm = self.config, self.memory, self.lm
+        config.check(lm.positions)
+        if config.reread is None:
+            self.settle_layout()
+        recalls = config.recall and hasattr(memory, "wq")
+        shapes = {
+            "recall": (config.recall, recalls),
+            "recall_dim": (recalls and (config.recall_dim or lm.width), recalls and len(memory.wq)),
+            "recall_mode": (config.single_pass, memory.single_pass),
+            "memory_tokens": (config.memory_tokens, memory.memory_tokens),
+        }
+        for name, (now, built) in shapes.items():
+            if now != built:
+                raise ValueError(
+                    f"config.{name} is {getattr(config, name)!r}, and this model was built with another value, which needs "
+                    "other parameters. Build a new one: HMTWrapper.from_backbone(model.backbone, config); or set it when "
+                    f"the checkpoint is loaded: HMTWrapper.from_pretrained(folder, {name}=...)."
+                )
+
+    def _targets(
+        self, labels: Tensor, mask: Tensor | None, state: HMTState, score_from: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target of each position of the call, (B, T), -100 where not scored.
+
+        Args:
+            labels: (B, T).
+            mask: (B, T), bool, or None without padding.
+            state: before the call.
+            score_from: as in `forward`.
+
+        Returns:
+            the targets; how many are scored; how many are labelled.
+        """
+        length, token_mask = self.config.segment_length, torch.ones_like(labels, dtype=torch.bool)
+        if mask is not None and not state.padded:
+            token_mask = mask
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        both = token_mask & torch.nn.functional.pad(token_mask[:, 1:], (0, 1), value=False)
+        targets = targets.masked_fill(~both, -100)
+        n_labelled = (targets != -100).sum()
+        if self.config.loss_scope == "last":
+            to_the_end = token_mask.flip(1).cumsum(1).flip(1)
+            targets = targets.masked_fill(to_the_end > length + 1, -100)
+        if score_from is not None:
+            opened = torch.tensor([n % length for n in state.lengths], device=labels.device)
+            place = (opened[:, None] + token_mask.cumsum(1) - 1) % length  # in its segment
+            targets = targets.masked_fill(place < score_from, -100)
+        return targets, (targets != -100).sum(), n_labelled
+
+    def _mean_loss(
+        self,
+        outputs: list[PassOutput],
+        n_scored: Tensor,
+        n_labelled: Tensor,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        """Return the mean cross entropy of the scored labels; with `num_items_in_batch` this call's share of it."""
+        losses = [x.loss for x in outputs if x.loss is not None]
+        if scored := [x.scored for x in outputs if x.scored is not None]:
+            hidden, targets = map(torch.cat, zip(*scored))
+            losses.append(self.lm.loss_without_logits(hidden, targets).float())
+        loss = torch.stack(losses).sum()
+        loss = loss / n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
+        if num_items_in_batch is not None:
+            loss = loss * (n_labelled / num_items_in_batch).to(loss)
+        if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # DDP needs a gradient of every parameter, and a text of one segment recalls nothing
+            loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
+        return loss
 
     def _only_adapters_train(self) -> bool:
         if any(p.requires_grad for p in self.memory.parameters()):

@@ -35,8 +35,7 @@ class NoRecurrenceSegments(SinglePassSegments):
         """See `Segments.read`."""
         passes, segments = [], []
         size = self.segments_per_batch(state)
-        complete = [self.is_complete(chunk) and all(self.prompted(state, chunk)) for chunk in chunks]
-        for together, group in groupby(chunks, key=lambda chunk: complete[chunk.n]):
+        for together, group in groupby(chunks, key=self.is_complete):
             several = list(group)
             for i in range(0, len(several), size):
                 read = self.read_complete if together else super().read

@@ -104,26 +104,27 @@ class SinglePassSegments(Segments):
         keeps = keeps and all(0 < count < self.length for count in chunk.counts)
         if keeps and self.is_step(state, chunk):
             return self.step(state, chunk)
-        groups, prompted = {}, self.prompted(state, chunk)
-        for row, key in enumerate(zip(prompted, chunk.segments, chunk.counts, chunk.read)):
-            if chunk.counts[row]:
-                groups.setdefault((key[0], key[1] > 0, *key[2:]), []).append(row)
-        if [*map(len, groups.values())] == [len(chunk.counts)]:
-            return self.read_rows(state, chunk, prompted[0], first, keeps)
+        groups, batch = {}, len(chunk.counts)
+        for row, (segment, count, read) in enumerate(zip(chunk.segments, chunk.counts, chunk.read)):
+            if count:
+                groups.setdefault((segment > 0, count, read), []).append(row)
+        if [*map(len, groups.values())] == [batch]:
+            return self.read_rows(state, chunk, first, keeps)
         before, passes, recall, memory, caches = state, [], None, None, []
         for rows in groups.values():
             part, row = before.select_rows(rows), rows[0]
             if before.kv_cache is not None and not torch.is_grad_enabled() and chunk.read[row]:
-                behind_prompt = prompted[row] and chunk.read[row] >= self.j
-                columns = self.k * (chunk.segments[row] > 0) + chunk.read[row] + self.front * behind_prompt
+                columns = chunk.read[row]
+                if chunk.segments[row]:
+                    columns += self.k + self.front * (columns >= self.j)
                 part.kv_cache = fork(before.kv_cache, rows, -columns)
             if chunk.counts[row] == chunk.read[row]:  # no new tokens
                 caches.append((rows, part.kv_cache))
                 continue
-            part, outputs, segment = self.read_rows(part, chunk.of_rows(rows), prompted[row], None, keeps)
+            part, outputs, segment = self.read_rows(part, chunk.of_rows(rows), None, keeps)
             caches.append((rows, part.kv_cache))
-            chosen = [row in rows for row in range(len(prompted))]
-            place = [rows.index(row) if row in rows else 0 for row in range(len(prompted))]  # of each row in its group
+            chosen = [row in rows for row in range(batch)]
+            place = [rows.index(row) if row in rows else 0 for row in range(batch)]  # of each row in its group
             state = part.select_rows(place).where_rows(chosen, state)
             passes += [output.of_rows(chosen, place) for output in outputs]
             if segment.recall is not None:
@@ -134,18 +135,6 @@ class SinglePassSegments(Segments):
         kv_cache, kv_mask = side_by_side(caches) if keeps else (None, None)
         state = replace(state, lengths=before.lengths, kv_cache=kv_cache, kv_mask=kv_mask)
         return state, passes, SegmentOutput(recall, memory)
-
-    def prompted(self, state: HMTState, chunk: Chunk) -> list[bool]:
-        """Say which rows read a prompt in this call; those without any memory recall none."""
-        if chunk.n:  # behind a segment of this call
-            return [count >= self.j for count in chunk.counts]
-        remembers = prompts = [False] * len(chunk.counts)
-        if any(chunk.segments):
-            remembers = state.latest(1)[1][:, 0].tolist()
-        if state.prompt is not None:
-            prompts = state.prompt.flatten(1).any(1).tolist()
-        rows = zip(chunk.read, chunk.counts, remembers, prompts)
-        return [prompt if read >= self.j else count >= self.j and memory for read, count, memory, prompt in rows]
 
     def is_step(self, state: HMTState, chunk: Chunk) -> bool:
         """Say whether all rows read equally many new tokens below a cache, and none makes a recall."""
@@ -254,13 +243,12 @@ class SinglePassSegments(Segments):
         return front
 
     def read_rows(
-        self, state: HMTState, chunk: Chunk, prompted: bool, first: FirstPart | None, keeps: bool
+        self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool
     ) -> tuple[HMTState, list[PassOutput], SegmentOutput]:
         """Read one segment of rows that are alike, or its tokens so far.
 
         Args:
             state, chunk: as in `read`.
-            prompted: whether the rows read a prompt.
             first: the first part, if it has been read.
             keeps: whether a later call continues the cache.
         """
@@ -272,11 +260,11 @@ class SinglePassSegments(Segments):
         if later and (read < self.j or (kv_cache is None and (self.cuts or whole))):
             first = first or self.first_parts(state, [chunk])[0]
             outputs, kv_cache = [first.output], first.kv_cache if count < self.j else None
-            if prompted and read < self.j:
+            if read < self.j <= count:
                 prompt, recall = self.prompt_of(state, chunk, first.query)
                 state = replace(state, prompt=prompt)
         if not later or count >= self.j:
-            prompt = state.prompt.to(state.bank) if prompted and state.prompt is not None else None
+            prompt = state.prompt.to(state.bank) if later and state.prompt is not None else None
             start, in_front = -self.k * later, None
             if kv_cache is not None:
                 start = read

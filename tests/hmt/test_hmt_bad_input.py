@@ -1,7 +1,6 @@
 """What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -296,11 +295,6 @@ READ += [
         lambda it: changed(build(recall=False, recall_mode="three_pass"), memory_tokens=3)(it.tokens),
         "built with another value",
     ),
-    refused(
-        "merging states of two dtypes",
-        lambda it: it.state.merge(replace(it.state, bank=it.state.bank.half())),
-        "of one dtype and on one device",
-    ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
     refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "list of numbers of rows"),
     *(
@@ -323,10 +317,6 @@ READ += [
     ),
     refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
     refused("a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "does not use use_cahce"),
-    harmless(
-        "forgetting what topk finds",
-        lambda it: (it.state.forget(*torch.tensor([0, 2])).bank, it.state.forget(0, np.int64(2)).bank),
-    ),
     harmless(
         "numpy's logits_to_keep",
         lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
