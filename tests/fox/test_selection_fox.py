@@ -5,7 +5,6 @@ A CPU stands for the GPU, and Triton's interpreter for its kernels; times are ma
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_longctx.fox import FoxConfig, PrunedCache, backend_fox, selection_fox
-from hf_longctx.fox.modeling_fox import FoxAttention, FoxPreTrainedModel
+from hf_longctx.fox.modeling_fox import FoxAttention
 from hf_longctx.fox.selection_fox import make_case, measure, with_length
-from hf_longctx.training.model_init import set_attention
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
@@ -261,23 +259,3 @@ def test_no_right_implementation_is_an_error(machine, monkeypatch):
     monkeypatch.setattr(selection_fox, "CANDIDATES", ["without_gate", "no_kernel"])
     with pytest.raises(RuntimeError, match=r"without_gate.*off.*'eager'"):
         make().rank_attention(20, False, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("packing, fastest", [(True, "forgetting_triton"), (False, "flash_attention_2")])
-def test_a_training_takes_the_fastest_that_its_rows_allow(packing, fastest, monkeypatch):
-    """As on a GPU; FlashAttention sees no borders in several packed rows."""
-    ranked = []
-
-    def rank(self, *call):
-        ranked.append(call[:3])
-        return ["flash_attention_2", "forgetting_triton", "sdpa"]
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(FoxPreTrainedModel, "rank_attention", rank)
-    settings: Any = SimpleNamespace(
-        attention="auto", dtype="auto", sequence_length=300, packing=packing, per_device_batch_size=2
-    )
-    with monkeypatch.context() as patch:  # of a class that is no GPU's
-        patch.setattr(FoxPreTrainedModel, "set_attn_implementation", lambda self, name: ranked.append(name))
-        set_attention(make_from(CONFIGS["llama"]()), settings)
-    assert ranked == [(300, True, torch.bfloat16), fastest]
