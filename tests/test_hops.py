@@ -1,4 +1,4 @@
-"""Four walks through the package stay short: how many of its functions run, and how often the file changes.
+"""Five walks through the package stay short: how many of its functions run, and how often the file changes.
 
 They are counted on tiny models along all calls and returns. Lambdas and comprehensions are not counted; that is no
 reason to write them.
@@ -101,3 +101,37 @@ def test_a_dry_run_of_push(fox, check, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # what the Hub has is unknown then
     fox.save_pretrained(tmp_path)
     check(lambda: cli.main(["push", str(tmp_path), "someone/fox", "--dry-run"]), functions=60, moves=170)
+
+
+def test_a_training_up_to_its_first_step(check, tmp_path, monkeypatch):
+    """From the words of the command; the model's own functions are those of the walk of FoX."""
+    pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
+    (tmp_path / "text.txt").write_text("The fox forgets what it no longer needs. " * 40)
+    sizes = ["num_hidden_layers=1", "hidden_size=32", "num_attention_heads=2", "intermediate_size=64"]
+    words = [
+        "train",
+        "--model",
+        "fox-tiny",
+        "--set",
+        *sizes,
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--max_length",
+        "32",
+    ]
+    tokenizer = str(Path(__file__).resolve().parents[1] / "model_cards" / "fox-demo")
+
+    class FirstStep(Exception):
+        pass
+
+    def stop(*args, **kwargs):
+        raise FirstStep
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stop)
+    folders = iter(range(9))
+
+    def walk():
+        with pytest.raises(FirstStep):
+            cli.main([*words, "--tokenizer", tokenizer, "--output_dir", str(tmp_path / str(next(folders)))])
+
+    check(walk, functions=120, moves=290)

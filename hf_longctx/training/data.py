@@ -1,24 +1,29 @@
-"""Texts as rows of tokens: packed once into a file, with the borders of the documents, or packed as they come.
+"""Documents as sequences of tokens: packed once into a file, or packed as they are read.
 
-A document ends with the tokenizer's EOS, so a file of tokens alone holds its borders, also one that somebody else has
-made (`.npy`, one or two dimensions of integers). No label crosses a border, and positions start again behind one.
+A document ends with the tokenizer's EOS, so a file of tokens alone holds the boundaries of its documents, also a file
+that somebody else has made (`.npy`, one or two dimensions of integers). No label crosses a boundary, and positions
+start again at each.
 """
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..corpus import open_conversations, open_source
 from .conversations import FIRST, SCORED, encode_conversations
-from .progress import Passing, print_status
 
 
 FLAGS = ".flags.npy"  # in the place of .npy: the name of the flags of conversations beside their tokens
+SECONDS_BETWEEN_LINES = 10
 DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
 
 
@@ -35,7 +40,7 @@ class TokenDataset(torch.utils.data.Dataset):
     A row is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_row`.
 
     Raises:
-        ValueError: the file holds no integers, less than one row, or a token beyond the vocabulary.
+        ValueError: the file holds no integers, less than one sequence, or a token beyond the vocabulary.
     """
 
     def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
@@ -54,8 +59,8 @@ class TokenDataset(torch.utils.data.Dataset):
         self.flags = np.load(flags, mmap_mode="r") if flags.exists() else None
         if not len(self):
             raise ValueError(
-                f"{path} holds {self.tokens.size} tokens; one row needs {length}. Give more text, or lower "
-                "--sequence-length."
+                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more text, or lower "
+                "--max_length."
             )
         lowest, highest = int(self.tokens.min()), int(self.tokens.max())
         if lowest < 0 or highest >= vocab_size:
@@ -72,10 +77,44 @@ class TokenDataset(torch.utils.data.Dataset):
         return make_row(self.tokens[place], self.eos_token_id, None if self.flags is None else self.flags[place])
 
 
+class DocumentDataset(TokenDataset):
+    """Chunks of at most `length` tokens of one document each, padded on the right; arguments as of `TokenDataset`.
+
+    A row is {"input_ids", "attention_mask", "labels"}, each (T,), int64.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        tokens, length = self.tokens, self.length
+        if self.flags is not None:
+            starts = np.flatnonzero(self.flags & FIRST)
+        else:
+            starts = np.concatenate([[0], np.flatnonzero(tokens[:-1] == self.eos_token_id) + 1])
+        ends = np.append(starts[1:], len(tokens))
+        chunks = [(i, min(i + length, end)) for start, end in zip(starts, ends) for i in range(start, end, length)]
+        self.chunks = np.array(chunks)
+
+    def __len__(self):
+        return len(self.chunks) if hasattr(self, "chunks") else super().__len__()
+
+    def __getitem__(self, row):
+        place = slice(*self.chunks[row])
+        ids = torch.from_numpy(self.tokens[place].astype(np.int64))
+        labels = ids
+        if self.flags is not None:
+            labels = ids.masked_fill(torch.from_numpy(self.flags[place] & SCORED == 0), -100)
+        padding = (0, self.length - len(ids))
+        return {
+            "input_ids": F.pad(ids, padding),
+            "attention_mask": F.pad(torch.ones_like(ids), padding),
+            "labels": F.pad(labels, padding, value=-100),
+        }
+
+
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
     """The same rows without a file: documents are read, encoded and packed again and again, in their order.
 
-    A resumed training replays the stream up to its step.
+    A resumed run replays the stream up to its step.
     """
 
     def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, column: str = "text"):
@@ -147,7 +186,7 @@ def pack(source: str, tokenizer, path: Path, part="train", column="text") -> Non
 
     Conversations have a file of flags beside it, `FLAGS`.
 
-    How far it is stands on stderr every few seconds, and at the end how much it was.
+    Progress is printed on stderr every few seconds.
 
     Args:
         source, tokenizer, part, column: as for `encode`.
@@ -161,7 +200,7 @@ def pack(source: str, tokenizer, path: Path, part="train", column="text") -> Non
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(FLAGS).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    count, documents, passing = 0, 0, Passing()
+    count, documents, printed = 0, 0, time.monotonic()
     with GrowingArray(path, dtype) as tokens, GrowingArray(path.with_suffix(FLAGS), np.dtype(np.uint8)) as flags:
         for piece in pieces:
             ids, flag = piece if isinstance(piece, tuple) else (piece, None)
@@ -172,10 +211,12 @@ def pack(source: str, tokenizer, path: Path, part="train", column="text") -> Non
             else:
                 flags.append(flag)
                 documents += 1
-            passing.tell(f"packing {source}: {documents} documents, {count} tokens")
+            if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
+                printed = time.monotonic()
+                print(f"packing {source}: {documents} documents, {count} tokens", file=sys.stderr)
     if count == 0:
         raise ValueError(f"{source} holds no conversation in which an assistant answers.")
-    print_status(f"packed {source}: {documents} documents, {count} tokens")
+    print(f"packed {source}: {documents} documents, {count} tokens", file=sys.stderr)
 
 
 class GrowingArray:
@@ -231,10 +272,29 @@ def stack(rows: list[dict[str, torch.Tensor]], without: Collection[str] = ()) ->
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
 
 
+def collate(
+    rows: list[dict[str, torch.Tensor]],
+    without: Collection[str] = (),
+    options: Mapping[str, Any] | None = None,
+    add: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Collate rows to the arguments of a model.
+
+    Args:
+        without: entries that the model does not take.
+        options: other arguments of the model.
+        add: makes more arguments of the position ids.
+    """
+    batch = stack(rows, without)
+    return batch | (add(batch["position_ids"]) if add and "position_ids" in batch else {}) | dict(options or {})
+
+
 __all__ = [
     "FLAGS",
+    "DocumentDataset",
     "StreamedTokenDataset",
     "TokenDataset",
+    "collate",
     "digest",
     "encode",
     "make_row",

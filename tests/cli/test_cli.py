@@ -12,6 +12,7 @@ from demo_model import DEMO
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import __version__, cli
+from hf_longctx.training.config import FinetuneConfig, PretrainConfig, make_parser
 
 
 def test_rope_tells_the_verdict(tmp_path, capsys):
@@ -103,7 +104,12 @@ def test_help_reads_well_and_its_examples_are_understood(capsys, command):
     assert stop.value.code == 0 and "None" not in text and f"Examples:\n  hf-longctx {command}" in text
     examples, parser = cli.COMMANDS[command].__doc__.partition("Examples:\n")[2], cli.parser([command])
     for arguments in re.findall(r"hf[-_]longctx (.*)", examples):
-        assert parser.parse_args(shlex.split(arguments)).command == command
+        name, *words = shlex.split(arguments)
+        if command in cli.TRAINING:
+            kind = {"train": PretrainConfig, "finetune": FinetuneConfig}[name]
+            assert make_parser(kind).parse_args(words).output_dir == "run" and name == command
+        else:
+            assert parser.parse_args([name, *words]).command == command
 
 
 def test_help_of_all_commands(capsys):

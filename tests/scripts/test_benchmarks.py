@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from hf_longctx.training.recipes import PRESETS
-
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -35,7 +33,6 @@ ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 
 def load(load_script, monkeypatch):
     """Imports a module of scripts/bench, with fresh processes replaced by this one, which has imported everything."""
     common = load_script("bench.common")
-    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"]._replace(layers=1))
     monkeypatch.setattr(common, "in_fresh_process", lambda function, *args: function(*args))
     return lambda name: load_script(f"bench.{name}")
 

@@ -21,8 +21,8 @@ def train_demo(monkeypatch):
 
 def test_the_models_have_been_trained_in_the_stages_of_the_script(train_demo, monkeypatch, tmp_path):
     monkeypatch.setattr(train_demo.subprocess, "run", lambda *command, **options: None)
-    for name, architecture in train_demo.MODELS.items():
-        commands = train_demo.train(name, architecture, tmp_path)
+    for name, preset in train_demo.MODELS.items():
+        commands = train_demo.train(name, preset, tmp_path)
         assert len((CARDS / name / "training.txt").read_text().splitlines()) == len(commands) == 3
         log = [json.loads(line) for line in (CARDS / name / "training_log.jsonl").read_text().splitlines()]
         assert [entry["step"] for entry in log if "loss" in entry][-1] == 384 and log[-1]["stage"] == 3

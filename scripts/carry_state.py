@@ -1,4 +1,4 @@
-"""Documents in consecutive chunks, and a Trainer that hands the state of a memory from one chunk to the next.
+"""Train on documents in consecutive chunks: a Trainer hands the state of a memory from one chunk to the next.
 
 The rows of a batch are streams, which are read side by side: row s of step t + 1 goes on where row s of step t
 stopped. The state goes along without its graph: gradients end at the chunk, and what a model remembers does not.
@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from transformers import Trainer
 
-from ..hmt import HMTState
-from .trainer import ResumableTrainer
+from hf_longctx.hmt import HMTState
 
 
 class DocumentStreams(torch.utils.data.Dataset):
@@ -55,7 +54,7 @@ class DocumentStreams(torch.utils.data.Dataset):
         if len(self.starts) < streams:
             raise ValueError(
                 f"the text has {len(self.starts)} chunks of at most {length} tokens; {streams} streams, one for each "
-                "row of a batch, need at least as many. Give more text, or lower --batch-tokens or --sequence-length."
+                "row of a batch, need at least as many. Give more text, or fewer streams or shorter chunks."
             )
 
     def __len__(self):
@@ -131,7 +130,7 @@ class CarriesStates(TrainerMethods):
             rows = "no rows" if state is None else f"{len(state.lengths)} rows"
             raise ValueError(
                 f"{len(streams)} rows from stream {streams[0]} on go on within a document, and the state there is of "
-                f"{rows}. Read the chunks in order, and go on with the --per-device-batch-size that the run began with."
+                f"{rows}. Read the chunks in order, and resume with the `per_device_train_batch_size` that the run began with."
             )
         return state.restart_rows(begins)
 
@@ -149,8 +148,4 @@ class CarriesStates(TrainerMethods):
             self.states = {int(file.stem): file for file in Path(checkpoint, "states").glob("*.safetensors")}
 
 
-class StreamTrainer(CarriesStates, ResumableTrainer):
-    """`ResumableTrainer` for the consecutive chunks of documents."""
-
-
-__all__ = ["CarriesStates", "DocumentStreams", "StreamTrainer"]
+__all__ = ["CarriesStates", "DocumentStreams"]

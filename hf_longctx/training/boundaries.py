@@ -1,4 +1,4 @@
-"""Borders of packed documents for kernels that take them, so that rows of any length need no mask."""
+"""Boundaries of packed documents for kernels that take them, so that sequences of any length need no mask."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 
-def borders(position_ids: torch.Tensor) -> dict[str, Any]:
+def boundaries(position_ids: torch.Tensor) -> dict[str, Any]:
     """Return where documents begin, for FlashAttention: the `FlashAttentionKwargs` of transformers.
 
     Without, each layer would look for them in the position ids, and only in a batch of one row.
@@ -27,8 +27,8 @@ def borders(position_ids: torch.Tensor) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def takes_borders(model: Any) -> bool:
-    """Return whether `borders` reach all FlashAttention calls of a model, by a trial; a FoX makes its own.
+def takes_boundaries(model: Any) -> bool:
+    """Return whether `boundaries` reach all FlashAttention calls of a model, by a trial; a FoX makes its own.
 
     Args:
         model: a causal language model, on any device, also "meta".
@@ -55,4 +55,4 @@ def takes_borders(model: Any) -> bool:
     return bool(seen) and all(seen)
 
 
-__all__ = ["borders", "takes_borders"]
+__all__ = ["boundaries", "takes_boundaries"]

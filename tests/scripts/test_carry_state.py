@@ -1,25 +1,17 @@
-"""The state of a memory goes from chunk to chunk of a document, and through the death of a run."""
-
-import os
-import signal
+"""The state of a memory goes from chunk to chunk of a document."""
 
 import numpy as np
 import pytest
 import torch
-from demo_model import VOCABULARY
 
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
-from faults import FAULTS, train_and_be_late
-from test_training_run import STEPS, TOKENIZER, metrics
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_longctx.corpus import stdlib_text
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.training.data import stack
-from hf_longctx.training.recipes import FinetuneSettings
-from hf_longctx.training.streams import CarriesStates, DocumentStreams
+from scripts.carry_state import CarriesStates, DocumentStreams
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -176,54 +168,3 @@ def test_a_state_that_does_not_fit_the_batch_is_refused(batch, message, tmp_path
         trainer.compute_loss(trainer.model, stack([chunks[0], chunks[1]]))
     with pytest.raises(ValueError, match=message):
         trainer.compute_loss(trainer.model, batch(chunks))
-
-
-@pytest.fixture(scope="module")
-def stage_1(tmp_path_factory):
-    """A model with a memory that does not recall yet, as the first stage leaves it, and texts."""
-    folder = tmp_path_factory.mktemp("stage-1")
-    config = HMTConfig(segment_length=24, sensory_tokens=4, recall=False)
-    HMTWrapper.from_backbone(tiny_llama(VOCABULARY), config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
-    (folder / "texts").mkdir()
-    for number, document in enumerate(stdlib_text("held_out")[:30000].split("\n\n\n")):
-        (folder / "texts" / f"{number:03}.txt").write_text(document)
-    (folder / "other.txt").write_text(stdlib_text("held_out")[:400])
-    return folder
-
-
-def settings(folder, output, **changes):
-    """Chunks that are shorter than a segment, four streams in two passes, and evaluations in between."""
-    sizes = dict(sequence_length=16, batch_tokens=64, per_device_batch_size=2, steps=STEPS, save_steps=2, eval_steps=2)
-    sizes |= dict(segment_length=24, sensory_tokens=4, learning_rate=1e-2, lora_dropout=0.1, carry_state=True)
-    texts = dict(data=str(folder / "texts"), eval_data=str(folder / "other.txt"))
-    return FinetuneSettings(model=str(folder), recipe="hmt", output=str(output), **texts | sizes | changes)
-
-
-def test_a_run_goes_on_with_its_states_in_another_number_of_processes(apart, stage_1, tmp_path):
-    # small steps: AdamW makes what sums of another order round to as large as any gradient
-    changes = {"lora_dropout": 0.0, "learning_rate": 1e-4}
-    whole, part = (settings(stage_1, tmp_path / name, **changes) for name in ("whole", "part"))
-    assert apart(whole) == 0
-    assert apart(part, *FAULTS["killed after a checkpoint"], processes=2) == -signal.SIGKILL
-    assert apart(part, *FAULTS["killed inside a save"]) == -signal.SIGKILL
-    assert apart(part, processes=2) == 0
-    for name in ("loss", "eval_loss"):
-        expected, found = (
-            [line[name] for line in metrics(tmp_path / run) if name in line] for run in ("whole", "part")
-        )
-        assert found == pytest.approx(expected, abs=1e-5) and len(found) >= 2
-    names = os.listdir(tmp_path / "part" / "checkpoints" / f"checkpoint-{STEPS}" / "states")
-    assert sorted(names) == ["0.safetensors", "2.safetensors"]
-
-
-def test_both_stages_in_the_same_processes(apart, stage_1, tmp_path):
-    """The second one reads in each process what the first one writes in one of them, before that goes on."""
-    llama = tiny_llama(VOCABULARY)
-    llama.save_pretrained(tmp_path / "llama")
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path / "llama")
-    data = dict(data=str(stage_1 / "texts"), eval_data=None, eval_steps=500, steps=1)
-    first = settings(tmp_path / "llama", tmp_path / "first", **data)
-    second = settings(tmp_path / "first" / "model", tmp_path / "second", **data)
-    assert apart(second, train_and_be_late, first, processes=2) == 0
-    assert HMTWrapper.from_pretrained(tmp_path / "second" / "model").config.recall

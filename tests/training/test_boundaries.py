@@ -1,27 +1,39 @@
-"""A kernel that takes the borders of packed documents gets them and no mask; losses are those of documents alone."""
+"""A kernel that takes the boundaries of packed documents gets them and no mask; losses are those of single ones."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from demo_model import DEMO, VOCABULARY
-from transformers import AttentionInterface, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    TrainingArguments,
+)
 
 from hf_longctx import FoxConfig, FoxForCausalLM
-from hf_longctx.training.borders import borders, takes_borders
+from hf_longctx.training.boundaries import boundaries, takes_boundaries
 
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
-from hf_longctx.training import model_init
-from hf_longctx.training.recipes import FinetuneSettings
+from faults import log, make
+
+from hf_longctx.training import run as run_module
 from hf_longctx.training.run import train
 
 
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 NAME = "flash_attention_stub"
 CALLS = []
+# before transformers 5.23 or so: gradient_checkpointing
+CHECKPOINTING = next(
+    n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n)
+)
 
 
 def stub(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs):
@@ -56,46 +68,48 @@ def llama(tmp_path, monkeypatch):
         (tmp_path / "text").mkdir(exist_ok=True)
         (tmp_path / "text" / f"{number:02}.txt").write_text("The fox forgets. " * (1 + number % 4))
     paths = dict(model=str(tmp_path / "llama"), data=str(tmp_path / "text"))
-    sizes = dict(sequence_length=32, batch_tokens=128, per_device_batch_size=2, steps=3, learning_rate=1e-2)
-    return lambda name, **changes: FinetuneSettings(output=str(tmp_path / name), **paths | sizes | changes)
+    sizes = dict(max_length=32, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3)
+    sizes |= dict(recipe="lora", learning_rate=1e-2)
+    return lambda name, **changes: make(dict(output_dir=str(tmp_path / name), **paths) | sizes | changes)
 
 
 def losses(run):
     assert train(run) == 0
-    with open(f"{run.output}/metrics.jsonl") as file:
-        return [line.get("loss", line.get("eval_loss")) for line in map(json.loads, file)]
+    return [entry.get("loss", entry.get("eval_loss")) for entry in log(Path(run.output_dir))]
 
 
-def test_the_borders_are_those_of_documents_and_rows():
-    found = borders(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
+def test_the_boundaries_are_those_of_documents_and_rows():
+    found = boundaries(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
     assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 3, 5, 6, 10]
     assert found["max_length_q"] == found["max_length_k"] == 4 and found["cu_seq_lens_q"].dtype == torch.int32
 
 
-def test_rows_with_borders_have_the_losses_of_rows_with_a_mask(llama, tmp_path):
+def test_sequences_with_boundaries_have_the_losses_of_rows_with_a_mask(llama, tmp_path):
     evaluated = dict(eval_data=str(tmp_path / "text"), eval_steps=3)
     with_mask = losses(llama("mask", **evaluated))
     for checkpointing in (False, True):
-        options = evaluated | dict(attention=NAME, activation_checkpointing=checkpointing)
-        assert losses(llama(f"borders-{checkpointing}", **options)) == pytest.approx(with_mask, rel=1e-6)
+        options = evaluated | {"attn_implementation": NAME, CHECKPOINTING: checkpointing}
+        assert losses(llama(f"boundaries-{checkpointing}", **options)) == pytest.approx(with_mask, rel=1e-6)
     assert CALLS and all(mask is None and ends is not None for mask, ends, _ in CALLS)
     lengths = {length for _, ends, longest in CALLS for length in ends.diff().tolist() if length <= longest}
     assert len(lengths) > 3 and max(lengths) <= 32, "documents are attended to one by one"
 
 
-def test_a_model_that_hands_no_borders_on_is_told_so(llama, monkeypatch):
-    monkeypatch.setattr(model_init, "takes_borders", lambda model: False)
-    with pytest.raises(ValueError, match="this model sees the borders of packed documents in passes of one row only"):
-        train(llama("run", attention=NAME))
+def test_a_model_that_hands_no_boundaries_on_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(run_module, "takes_boundaries", lambda model: False)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM does not see the boundaries of packed doc.*--packing false"
+    ):
+        train(llama("run", attn_implementation=NAME))
 
 
-def test_borders_are_given_to_flash_attention_alone_and_a_fox_makes_its_own(llama):
+def test_boundaries_are_given_to_flash_attention_alone_and_a_fox_makes_its_own(llama):
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    assert not takes_borders(model)
+    assert not takes_boundaries(model)
     model.set_attn_implementation(NAME)
-    assert takes_borders(model) and not CALLS
+    assert takes_boundaries(model) and not CALLS
     model.model.forward = lambda input_ids, use_cache=None: None
-    assert not takes_borders(model)
+    assert not takes_boundaries(model)
     fox = FoxForCausalLM(FoxConfig(**SIZES))
     fox.config._attn_implementation = NAME
-    assert not takes_borders(fox)
+    assert not takes_boundaries(fox)
