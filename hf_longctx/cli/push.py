@@ -8,6 +8,8 @@ on, benchmarks, training.yaml and training_log.jsonl. Your words for it come fro
 parts of the sections of the same name. --write-card writes it into DIR. The token is that of `hf auth login`, or of
 the variable HF_TOKEN.
 
+With --code-only, a push only updates the code in a repository, for a newer transformers; weights and card stay.
+
 A file in the place of DIR is that of `hf-longctx read`; its card names model, commit and text.
 
 Examples:
@@ -15,6 +17,7 @@ Examples:
   hf-longctx push model alice/fox --tag v1 --write-card
   hf-longctx push model alice/fox --private --verify
   hf-longctx push model alice/fox --tag v1
+  hf-longctx push model alice/fox --code-only
   hf-longctx push state.safetensors alice/a-novel --tag v1
 """
 
@@ -26,6 +29,11 @@ def add_arguments(parser):
         "--write-card",
         action="store_true",
         help="write the card into DIR, say what it lacks, and send nothing; a README.md of your own stays",
+    )
+    parser.add_argument(
+        "--code-only",
+        action="store_true",
+        help="replace only the code, its auto_map and its hashes; DIR is the model in REPO",
     )
     parser.add_argument(
         "--verify",
@@ -54,12 +62,23 @@ def add_destination(parser):
 def run(args):
     from pathlib import Path
 
-    from ..hub import build_bundle, build_state, check_destination, loading_lines, pin_base, verify_push, with_card
+    from ..hub import (
+        build_bundle,
+        build_state,
+        check_destination,
+        code_only,
+        loading_lines,
+        pin_base,
+        verify_push,
+        with_card,
+    )
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
     if Path(args.folder).is_file():
-        if args.verify or args.write_card:
-            raise ValueError("--verify and --write-card are for models; the card of a memory is made by its push.")
+        if args.verify or args.write_card or args.code_only:
+            raise ValueError(
+                "--verify, --write-card and --code-only are for models, not for memories. Leave them out."
+            )
         commit = send(build_state(args.folder, args.repo, args.tag), args)
         if commit is not None:
             print(f"hf-longctx ask MODEL {args.repo}@{commit.oid} QUESTION")
@@ -68,7 +87,10 @@ def run(args):
     if args.write_card:
         write_card(args.folder, given, with_card(given, args.repo, args.tag))
         return
-    bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
+    if args.code_only:
+        bundle = code_only(given, args.repo, args.revision)
+    else:
+        bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return
@@ -111,7 +133,7 @@ def send(bundle, args, repo_type="model"):
         if not args.dry_run:
             raise
         print(f"unknown which old files a push removes: {error}")
-    for line in missing_fields(bundle):
+    for line in () if bundle.code_only else missing_fields(bundle):
         print(f"missing: {line}")
     if args.dry_run:
         check(bundle)

@@ -4,7 +4,7 @@ from .bundle import Bundle, build_bundle
 from .card import loading_lines, with_card
 from .lint import check, missing_fields
 from .metric_space import build_space
-from .push import check_destination, pin_base, push, removed_files
+from .push import check_destination, code_only, pin_base, push, removed_files
 from .state_file import build_state
 from .verify import verify_push
 
@@ -16,6 +16,7 @@ __all__ = [
     "build_state",
     "check",
     "check_destination",
+    "code_only",
     "loading_lines",
     "missing_fields",
     "pin_base",
