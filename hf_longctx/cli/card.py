@@ -2,7 +2,7 @@
 
 Facts, contexts, results, memory and speed, training, loading lines, limits, provenance and the model-index come from
 config.json, the weights, results of `hf-longctx curve`, `loss`, `rope` and so on, benchmarks of scripts/bench,
-training.yaml and training_log.jsonl (config.yaml and metrics.jsonl of a training). What people have to say comes from
+training.yaml and training_log.jsonl (settings and losses of a training). What people have to say comes from
 card_notes.md: its sections become parts of the sections of the same name, and its beginning follows the title. The
 licence, language and tags of a card that is written again are kept. A README.md of your own is not overwritten. Then
 the command lists what the card lacks and what is wrong with it, and exits with 2 if something is wrong.

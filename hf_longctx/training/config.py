@@ -83,7 +83,9 @@ class RunConfig(TrainingArguments):
     max_length: int = option(2048, "Tokens of a sequence")
     packing: bool = option(True, "Pack several documents into a sequence; they do not see each other")
     streaming: bool = option(False, "Tokenize and pack while training, in the order of the data")
-    attn_implementation: str | None = option(None, "Attention implementation (default: the model's)")
+    attn_implementation: str | None = option(
+        None, "Attention implementation (default: the model's; of a FoX on a GPU, auto)"
+    )
     sequence_parallel: int = option(1, "Processes that share each sequence of a FoX")
     recipe: str | None = option(None, "Defaults to start from")
     set: list[str] = field(
@@ -177,7 +179,10 @@ class PretrainConfig(RunConfig):
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """Settings of fine-tuning. LoRA and quantization are named as in TRL's `ModelConfig`."""
+    """Settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` begins with those of a recipe.
+
+    LoRA and quantization are named as in TRL's `ModelConfig`.
+    """
 
     learning_rate: float = option(2e-4, "Peak learning rate; for all parameters, some 2e-5")
     weight_decay: float = option(0.0, "Weight decay; norms and biases are exempt")
