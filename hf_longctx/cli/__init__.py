@@ -1,6 +1,7 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
-A command's module has `add_arguments(parser)` and `run(args)`. It imports what is slow to import inside `run`.
+The commands of tasks, such as `curve`, are made of their classes by `task_command`. Any other command has a module
+with `add_arguments(parser)` and `run(args)`, which imports what is slow to import inside `run`.
 
 Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
 fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);
@@ -14,18 +15,23 @@ import os
 import re
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from .. import __version__
+from ..metrics import tasks  # noqa: F401 - registers them
+from ..metrics.task import Task
 from . import shared
+from .task_command import TaskCommand
 
 
 NAMES = """
-    curve loss needle lines compare rope report lm-eval lm-eval-tasks
+    compare rope report lm-eval lm-eval-tasks
     generate read ask serve gates gpu-check
     train finetune merge convert
     card push push-metric push-space push-kernel register-metrics
 """
-COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
+COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}
+COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:

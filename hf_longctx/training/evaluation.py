@@ -7,8 +7,8 @@ from pathlib import Path
 from torch.utils.data import IterableDataset
 
 from ..metrics import line_retrieval, position_loss
-from ..metrics.report.defaults import line_counts
 from ..metrics.run.distributed import process_rank
+from ..metrics.tasks.lines import line_counts
 
 
 ROWS = 4
@@ -19,11 +19,11 @@ def measure(model, tokenizer, rows, length: int, folder: Path) -> str:
     """Save loss by position and retrieval from `length` tokens in a folder, and summarize them in one line."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = [token for row in first_rows(rows, ROWS) for token in row["input_ids"].tolist()]
-    counts = line_counts(length, tokenizer)
+    counts = line_counts(length, lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*more than the .* claims to support")  # which is what is measured
         loss = position_loss(model.eval(), tokens, context_length=length, sequences=ROWS, tokenizer=tokenizer)
-        lines = line_retrieval(model, tokenizer, lines=counts, repeats=REPEATS, generate=False)
+        lines = line_retrieval(model, tokenizer, lines=counts, repeats=REPEATS, replies=False)
     if process_rank() == 0:
         loss.save(folder / "loss.json")
         lines.save(folder / "lines.json")

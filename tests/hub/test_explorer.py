@@ -111,7 +111,7 @@ def reading(text):
 
 
 MISTAKES = [
-    refused("an example that is no result", examples("x.json", x="{}"), "no saved result of ours"),
+    refused("an example that is no result", examples("x.json", x="{}"), "is not a result file"),
     refused("an example that is absent", examples("y.json"), "No such file"),
     refused("a folder of nothing", examples("."), "lacks forgetting_curve.json, and is not a FoX"),
     refused("a link out", with_link, "a link that leads out"),
