@@ -7,7 +7,6 @@ from .configuration_hmt import HMTConfig
 from .convert import from_official, official_parameters
 from .memory_hmt import HMTMemory, HMTState
 from .modeling_hmt import HMTOutput, HMTWrapper
-from .official_file import load_official
 
 
 AutoConfig.register(HMTConfig.model_type, HMTConfig)
@@ -26,6 +25,5 @@ __all__ = [
     "HMTState",
     "HMTWrapper",
     "from_official",
-    "load_official",
     "official_parameters",
 ]
